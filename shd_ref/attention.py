@@ -1,0 +1,195 @@
+"""Attention maps (spec chapter MAP): masked softmax, checks, temperature, value outputs.
+
+Axes are always ``(B, H, L, S)``: batch, heads, query length, key length. A boolean mask is True where
+attending is allowed or where a row counts. All arithmetic is float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import row_sum_tolerance
+
+Array: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
+
+
+def softmax(attn_logits: ArrayLike, attn_mask: ArrayLike | None = None, *, temperature: float = 1.0) -> Array:
+    """``softmax(attn_logits / temperature)`` over keys; a fully masked row is all zeros (MAP-1, MAP-2).
+
+    Args:
+        attn_logits: ``(..., L, S)``; -inf marks a masked key.
+        attn_mask: boolean, broadcastable to the logits; True = may attend.
+        temperature: T_a > 0.
+
+    Returns:
+        ``attn_probs`` of the same shape; masked entries are exactly 0.
+
+    Source: Eq. 10.
+    """
+    logits = as_float(attn_logits, "attn_logits", allow_minus_inf=True)
+    logits = mask_logits(logits, attn_mask) / check_temperature(temperature)
+    peak = logits.max(axis=-1, keepdims=True, initial=-np.inf)
+    # Decide which rows are empty before computing, so that -inf minus -inf never happens.
+    exps = np.exp(logits - np.where(np.isneginf(peak), 0.0, peak))
+    sums = exps.sum(axis=-1, keepdims=True)
+    return exps / np.where(sums == 0.0, 1.0, sums)
+
+
+def mask_logits(logits: Array, attn_mask: ArrayLike | None) -> Array:
+    """Logits with -inf where ``attn_mask`` is False (MAP-2)."""
+    if attn_mask is None:
+        return logits
+    mask = as_mask(attn_mask, "attn_mask")
+    try:
+        mask = np.broadcast_to(mask, logits.shape)
+    except ValueError:
+        raise ShdError(
+            "argument-shape",
+            f"attn_mask must broadcast to the logits' shape {logits.shape}; got {mask.shape}",
+            "MAP-2",
+        ) from None
+    return np.where(mask, logits, -np.inf)
+
+
+def soften(attn_probs: ArrayLike, temperature: float) -> Array:
+    """``softmax(logits / T)`` from the probabilities alone: ``A^(1/T) / rowsum`` per head (TEMP-2).
+
+    Args:
+        attn_probs: ``(..., L, S)``, rows summing to one or to zero.
+        temperature: T_a > 0; above 1 softens, below 1 sharpens.
+    """
+    probs = as_float(attn_probs, "attn_probs")
+    temperature = check_temperature(temperature)
+    if temperature == 1.0:
+        return probs
+    # Relative to the row's maximum, so that a large 1/T cannot underflow a whole row.
+    peak = probs.max(axis=-1, keepdims=True, initial=0.0)
+    powers = (probs / np.where(peak == 0.0, 1.0, peak)) ** (1.0 / temperature)
+    sums = powers.sum(axis=-1, keepdims=True)
+    return powers / np.where(sums == 0.0, 1.0, sums)
+
+
+def value_outputs(values: ArrayLike, output_projection: ArrayLike) -> Array:
+    """``X_i = V_i W_i``: what each head's values become after the output projection (MAP-6).
+
+    Args:
+        values: V ``(B, H_kv, S, d_v)``; with grouped queries H_kv divides H_t, and query head i reads
+            value head ``i // (H_t / H_kv)``.
+        output_projection: W_o ``(H_t * d_v, D)``; rows ``i * d_v .. (i + 1) * d_v`` belong to head i.
+
+    Returns:
+        X ``(B, H_t, S, D)``.
+
+    Source: Eq. 4.
+    """
+    v = as_float(values, "values", ndim=4)
+    w = as_float(output_projection, "output_projection", ndim=2)
+    num_kv_heads, d_v = v.shape[1], v.shape[3]
+    if w.shape[0] == 0 or w.shape[0] % (num_kv_heads * d_v):
+        raise ShdError(
+            "argument-shape",
+            f"output_projection must have a multiple of H_kv * d_v = {num_kv_heads} * {d_v} rows; got {w.shape[0]}",
+            "MAP-6",
+        )
+    num_heads = w.shape[0] // d_v
+    v = np.repeat(v, num_heads // num_kv_heads, axis=1)  # (B, H_t, S, d_v)
+    outputs: Array = np.einsum("bhsv,hvd->bhsd", v, w.reshape(num_heads, d_v, -1))
+    return outputs
+
+
+def check_probs(
+    attn_probs: ArrayLike, name: str, *, query_mask: Mask | None = None, layer: int | None = None
+) -> Array:
+    """Attention maps as float64 after the checks of MAP-3..5.
+
+    Every entry must be finite and at least 0; every row that counts must sum to one within the tolerance
+    of its dtype, or be all zeros (a fully masked row).
+    """
+    given = np.asarray(attn_probs)
+    tolerance = row_sum_tolerance(dtype_name(given))
+    probs = as_float(given, name, ndim=4, layer=layer)
+    if probs.size and probs.min() < 0.0:
+        where = _first(probs < 0.0)
+        raise ShdError(
+            "not-a-distribution",
+            f"{name} must be at least 0; got {probs[where]:.6g} at {_place(where, layer)}",
+            "MAP-3",
+        )
+    sums = probs.sum(axis=-1)  # (B, H, L)
+    wrong = (np.abs(sums - 1.0) > tolerance) & (sums != 0.0)
+    if query_mask is not None:
+        wrong &= query_mask[:, None, :]
+    if wrong.any():
+        where = _first(wrong)
+        raise ShdError(
+            "not-a-distribution",
+            f"{name} must have rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked; "
+            f"got {sums[where]:.6g} at {_place(where, layer)}",
+            "MAP-3",
+        )
+    return probs
+
+
+def as_float(
+    value: ArrayLike,
+    name: str,
+    *,
+    ndim: int | None = None,
+    allow_minus_inf: bool = False,
+    layer: int | None = None,
+) -> Array:
+    """A finite float64 copy of the argument, or the error that names where it is not (MAP-5)."""
+    given = np.asarray(value)
+    if not (dtype_name(given) in ("float64", "float32", "float16", "bfloat16") or given.dtype.kind in "iu"):
+        raise ShdError("argument-dtype", f"{name} must be a real array; got dtype {given.dtype}", "MAP-5")
+    array: Array = np.array(given, dtype=np.float64)
+    if ndim is not None and array.ndim != ndim:
+        raise ShdError("argument-shape", f"{name} must have {ndim} axes; got shape {array.shape}", "MAP-4")
+    bad = np.isnan(array) | np.isposinf(array) if allow_minus_inf else ~np.isfinite(array)
+    if bad.any():
+        where = _first(bad)
+        raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {_place(where, layer)}", "MAP-5")
+    return array
+
+
+def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -> Mask:
+    """A boolean mask of the given shape; integers and floats are refused, never guessed (MAP-7)."""
+    mask = np.asarray(value)
+    if mask.dtype != np.bool_:
+        raise ShdError(
+            "argument-dtype",
+            f"{name} must be boolean (True = counts / may attend); got dtype {mask.dtype}",
+            "MAP-7",
+        )
+    if shape is not None and mask.shape != shape:
+        raise ShdError("argument-shape", f"{name} must have shape {shape}; got {mask.shape}", "MAP-7")
+    return mask
+
+
+def check_temperature(temperature: Any) -> float:
+    """T_a as a float above zero (TEMP-1)."""
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < np.inf:
+        raise ShdError(
+            "argument-value", f"temperature must be a finite number above 0; got {temperature!r}", "TEMP-1"
+        )
+    return float(temperature)
+
+
+def dtype_name(array: NDArray[Any]) -> str:
+    """The dtype's name as in the tolerances file (``bfloat16`` comes from the ml_dtypes package)."""
+    return str(array.dtype.name)
+
+
+def _first(where: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(where)[0])
+
+
+def _place(where: tuple[int, ...], layer: int | None) -> str:
+    names = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}.get(len(where))
+    place = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
+    return ", ".join([f"layer {layer}"] * (layer is not None) + place)

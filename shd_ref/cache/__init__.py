@@ -1,0 +1,1 @@
+"""The supervision cache (specs/cache-format.md)."""

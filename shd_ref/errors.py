@@ -1,0 +1,62 @@
+"""Errors (spec chapter ERR): one exception class, a closed list of codes.
+
+A caller handles ``ShdError`` by its ``code``, which never changes; the message is for people and says
+which argument broke which rule, with what value, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ERROR_CODES: Final[dict[str, str]] = {
+    # The meaning (every implementation raises these; ERR-2).
+    "argument-value": "an option that is not in its list, or a number outside its range",
+    "argument-shape": "arrays whose shapes do not fit together",
+    "argument-dtype": "a mask that is not boolean, probabilities that are not floating point",
+    "not-finite": "NaN or infinity where a finite number is needed",
+    "not-a-distribution": "a negative probability, or a counted row that does not sum to one",
+    "heads-exceed": "more student heads than teacher heads",
+    "plan-invalid": "a merge plan that does not lead from the teacher's heads to the student's",
+    "layers-invalid": "a layer map that does not fit the two models",
+    "mixing-invalid": "a mixing matrix with a negative entry or a row that does not sum to one",
+    "support-mismatch": "the teacher has mass where the student may not attend",
+    # The tools (ERR-3).
+    "dependency-missing": "an optional package that this call needs is not installed",
+    "graph-invalid": "a file that is not a readable, safe ONNX model",
+    "graph-unsupported": "an attention site that cannot be squeezed, or none found",
+    "graph-mismatch": "the squeeze inside the graph differs from the reference",
+    "provider-unavailable": "onnxruntime did not give the execution provider that was asked for",
+    "inputs-invalid": "model inputs that do not fit the graph",
+    "cache-exists": "the output folder holds something else",
+    "cache-corrupt": "bytes that differ from their checksum, or a malformed cache file",
+    "cache-incomplete": "a cache that is not sealed, or lacks a shard",
+    "cache-mismatch": "a cache made from another teacher, plan, temperature or data set",
+    "cache-version": "a cache written by a format this release does not read",
+    "sample-missing": "a sample that the cache does not hold",
+    "path-unsafe": "a path in a file that would leave its folder",
+    "write-failed": "the disk refused a write; what was committed before it is intact",
+    "export-failed": "a PyTorch model that could not be exported, or whose graph differs from it",
+    "capture-failed": "a student whose attention could not be captured",
+}
+"""Closed list of codes with their meaning, mirrored in specs/shd.md chapter ERR."""
+
+
+class ShdError(ValueError):
+    """Every error this project raises on purpose (ERR-1).
+
+    Args:
+        code: a key of ``ERROR_CODES``; stable, for programs.
+        message: for people: ``<argument> must <rule>; got <value>`` and what to do next.
+        spec_id: the requirement that was broken, such as ``"PLAN-2"``; appended in brackets.
+    """
+
+    def __init__(self, code: str, message: str, spec_id: str | None = None) -> None:
+        if code not in ERROR_CODES:
+            raise KeyError(f"unknown error code {code!r}: add it to ERROR_CODES and to the spec")
+        super().__init__(f"{message} [{spec_id}]" if spec_id else message)
+        self.code = code
+        self.spec_id = spec_id
+
+    def __reduce__(self) -> tuple[type[ShdError], tuple[str, str, None], dict[str, str | None]]:
+        # Errors cross process borders (data-loader workers): keep code and text.
+        return type(self), (self.code, str(self), None), {"spec_id": self.spec_id}

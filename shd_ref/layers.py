@@ -1,0 +1,78 @@
+"""Layer maps (spec chapter LAYER): which teacher layer teaches which student layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shd_ref.errors import ShdError
+
+
+def layer_map(
+    num_teacher_layers: int,
+    num_student_layers: int,
+    pairs: Iterable[tuple[int, int]] | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Pairs ``(student_layer, teacher_layer)``, both zero-based (LAYER-1..4).
+
+    Without ``pairs``, student layer s (one-based) meets teacher layer ``floor(s * L_t / L_s + 1/2)``, so
+    that the last layers always meet; 48 and 24 layers pair 4 with 8.
+
+    Args:
+        num_teacher_layers: L_t, at least 1.
+        num_student_layers: L_s, from 1 to L_t unless ``pairs`` is given.
+        pairs: explicit zero-based pairs; student layers may be missing (a pruned layer has no attention)
+            but not repeated.
+
+    Raises:
+        ShdError: ``layers-invalid`` (LAYER-2, LAYER-4).
+
+    Source: section 3 ("t = s * L_t / L_s"). Deviation: rounding where L_s does not divide L_t (D-6).
+    """
+    for name, value in (
+        ("num_teacher_layers", num_teacher_layers),
+        ("num_student_layers", num_student_layers),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
+    if pairs is not None:
+        return _check_pairs(pairs, num_teacher_layers, num_student_layers)
+    if num_student_layers > num_teacher_layers:
+        raise ShdError(
+            "layers-invalid",
+            f"num_student_layers must be at most num_teacher_layers={num_teacher_layers}; got "
+            f"{num_student_layers}: give explicit pairs",
+            "LAYER-2",
+        )
+    return tuple(
+        # floor(s * L_t / L_s + 1/2) in integers, then zero-based
+        (s - 1, (2 * s * num_teacher_layers + num_student_layers) // (2 * num_student_layers) - 1)
+        for s in range(1, num_student_layers + 1)
+    )
+
+
+def _check_pairs(
+    pairs: Iterable[tuple[int, int]], num_teacher_layers: int, num_student_layers: int
+) -> tuple[tuple[int, int], ...]:
+    checked = []
+    seen: set[int] = set()
+    for pair in pairs:
+        try:
+            student, teacher = (int(layer) for layer in pair)
+        except (TypeError, ValueError):
+            raise ShdError(
+                "layers-invalid", f"pairs must hold (student_layer, teacher_layer); got {pair!r}", "LAYER-4"
+            ) from None
+        if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
+            raise ShdError(
+                "layers-invalid",
+                f"pairs must lie in 0..{num_student_layers - 1} and 0..{num_teacher_layers - 1}; "
+                f"got ({student}, {teacher})",
+                "LAYER-4",
+            )
+        if student in seen:
+            raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
+        seen.add(student)
+        checked.append((student, teacher))
+    if not checked:
+        raise ShdError("layers-invalid", "pairs must name at least one layer; got none", "LAYER-4")
+    return tuple(sorted(checked))

@@ -1,0 +1,155 @@
+"""Merge plans (spec chapter PLAN): which heads merge with which, as data.
+
+A plan is a list of rounds; a round is a list of pairs of positions in the current pool of heads.
+After a round the pool is the merged heads in the order listed, then the untouched ones in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from shd_ref.errors import ShdError
+
+Pair: TypeAlias = tuple[int, int]
+MergePlan: TypeAlias = tuple[tuple[Pair, ...], ...]
+PlanKind: TypeAlias = Literal["progressive", "balanced"]
+PLAN_KINDS: tuple[str, ...] = ("progressive", "balanced")
+
+
+def merge_plan(
+    num_teacher_heads: int,
+    num_student_heads: int,
+    kind: str | Iterable[Iterable[Sequence[int]]] = "progressive",
+) -> MergePlan:
+    """The rounds of pairwise merges that lead from the teacher's heads to the student's (PLAN-1..8).
+
+    Args:
+        num_teacher_heads: H_t, at least 1.
+        num_student_heads: H_s, from 1 to H_t.
+        kind: ``"progressive"`` (the source's Algorithm 1 without its overshoot: a round merges the first
+            ``min(H // 2, H - H_s)`` adjacent pairs), ``"balanced"`` (H_s contiguous groups whose sizes
+            differ by at most one, larger groups first), or explicit rounds of pairs, which are checked.
+
+    Returns:
+        A tuple of rounds, each a tuple of ``(p, q)`` positions in that round's pool; ``()`` when H_s = H_t.
+
+    Raises:
+        ShdError: ``heads-exceed`` (PLAN-2), ``argument-value`` (PLAN-1), ``plan-invalid`` (PLAN-7).
+
+    Source: Algorithm 1. Deviation: as printed it merges every pair of a round and misses H_s (16 -> 6
+    gives 4); see the spec's Decisions, D-2.
+    """
+    _check_count("num_teacher_heads", num_teacher_heads)
+    _check_count("num_student_heads", num_student_heads)
+    if num_student_heads > num_teacher_heads:
+        raise ShdError(
+            "heads-exceed",
+            f"num_student_heads must be at most num_teacher_heads={num_teacher_heads}; got {num_student_heads}",
+            "PLAN-2",
+        )
+    if isinstance(kind, str):
+        if kind == "progressive":
+            return _progressive(num_teacher_heads, num_student_heads)
+        if kind == "balanced":
+            return _balanced(num_teacher_heads, num_student_heads)
+        raise ShdError(
+            "argument-value",
+            f"kind must be one of {', '.join(PLAN_KINDS)} or explicit rounds of pairs; got {kind!r}",
+            "PLAN-1",
+        )
+    return check_plan(kind, num_teacher_heads, num_student_heads)
+
+
+def check_plan(
+    rounds: Iterable[Iterable[Sequence[int]]], num_teacher_heads: int, num_student_heads: int
+) -> MergePlan:
+    """Explicit rounds in canonical form, after checking every pair and the final count (PLAN-7)."""
+    try:
+        plan = tuple(tuple((_as_index(p), _as_index(q)) for p, q in one_round) for one_round in rounds)
+    except (TypeError, ValueError):
+        raise ShdError(
+            "plan-invalid", f"plan must be rounds of pairs of integers; got {rounds!r}", "PLAN-7"
+        ) from None
+    heads = num_teacher_heads
+    for number, one_round in enumerate(plan):
+        used = [head for pair in one_round for head in pair]
+        if not used:
+            raise ShdError("plan-invalid", f"plan round {number} must hold at least one pair; got none", "PLAN-7")
+        for head in used:
+            if not 0 <= head < heads:
+                raise ShdError(
+                    "plan-invalid",
+                    f"plan round {number} must use positions 0..{heads - 1}; got {head}",
+                    "PLAN-7",
+                )
+            if used.count(head) > 1:
+                raise ShdError(
+                    "plan-invalid",
+                    f"plan round {number} must use each position at most once; got {head} twice",
+                    "PLAN-7",
+                )
+        heads -= len(one_round)
+    if heads != num_student_heads:
+        raise ShdError(
+            "plan-invalid",
+            f"plan must leave num_student_heads={num_student_heads} of {num_teacher_heads} heads; got {heads}",
+            "PLAN-7",
+        )
+    return plan
+
+
+def plan_groups(plan: MergePlan, num_teacher_heads: int) -> tuple[tuple[int, ...], ...]:
+    """The teacher heads behind each student head, in student order (PLAN-6)."""
+    pool: list[tuple[int, ...]] = [(head,) for head in range(num_teacher_heads)]
+    for one_round in plan:
+        pool = merge_pool(pool, one_round)
+    return tuple(pool)
+
+
+def merge_pool(pool: Sequence[tuple[int, ...]], one_round: Sequence[Pair]) -> list[tuple[int, ...]]:
+    """One round on a pool of tuples: merged ones first, then the untouched, in order (PLAN-4)."""
+    used = {head for pair in one_round for head in pair}
+    merged = [pool[p] + pool[q] for p, q in one_round]
+    return merged + [head for position, head in enumerate(pool) if position not in used]
+
+
+def _progressive(heads: int, num_student_heads: int) -> MergePlan:
+    rounds = []
+    while heads > num_student_heads:
+        num_pairs = min(heads // 2, heads - num_student_heads)
+        rounds.append(tuple((2 * i, 2 * i + 1) for i in range(num_pairs)))
+        heads -= num_pairs
+    return tuple(rounds)
+
+
+def _balanced(num_teacher_heads: int, num_student_heads: int) -> MergePlan:
+    small, num_large = divmod(num_teacher_heads, num_student_heads)
+    group_of = [
+        group for group in range(num_student_heads) for _ in range(small + (group < num_large))
+    ]  # the group of each pool position
+    rounds = []
+    while len(group_of) > num_student_heads:
+        pairs: list[Pair] = []
+        for group in range(num_student_heads):
+            members = [position for position, g in enumerate(group_of) if g == group]
+            pairs += [(members[i], members[i + 1]) for i in range(0, len(members) - 1, 2)]
+        used = {position for pair in pairs for position in pair}
+        group_of = [group_of[p] for p, _ in pairs] + [g for i, g in enumerate(group_of) if i not in used]
+        rounds.append(tuple(pairs))
+    return tuple(rounds)
+
+
+def _check_count(name: str, value: object) -> None:
+    try:
+        valid = _as_index(value) >= 1
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ShdError("argument-value", f"{name} must be an integer of at least 1; got {value!r}", "PLAN-1")
+
+
+def _as_index(value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"not an integer: {value!r}")
+    return int(value.__index__())

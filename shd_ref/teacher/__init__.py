@@ -1,0 +1,1 @@
+"""Teacher graphs: find their attention, squeeze it in the graph, run it offline."""
