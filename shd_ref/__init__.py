@@ -9,7 +9,7 @@ from shd_ref.attention import soften, softmax, value_outputs
 from shd_ref.errors import ERROR_CODES, ShdError
 from shd_ref.layers import layer_map
 from shd_ref.loss import shd_loss
-from shd_ref.mixing import SqueezeResult, mix_heads, squeeze_heads
+from shd_ref.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ __all__ = [
     "ShdError",
     "SqueezeResult",
     "__version__",
+    "compose_mixing",
     "layer_map",
     "merge_plan",
     "mix_heads",

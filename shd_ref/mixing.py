@@ -104,18 +104,22 @@ def squeeze_heads(
     solved_on = softened if alpha_from == "softened" else probs
     groups = plan_groups(rounds, num_heads)
     solutions: list[list[AlphaSolution]] = []
+    mixing = np.broadcast_to(np.eye(num_heads)[None, :, :, None], (batch, num_heads, num_heads, rows))
     if strategy == "mean":
         mixing = np.full((batch, len(groups), num_heads, rows), 1.0 / num_heads)
     elif strategy == "simplex":
         mixing = _simplex_mixing(solved_on, outputs, groups, mask, alpha_per)
     else:
-        solutions, mixing = _pairwise_mixing(solved_on, outputs, rounds, strategy, mask, alpha_rule, alpha_per)
-    if alpha_per == "map":
+        solutions = _pairwise_solutions(solved_on, outputs, rounds, strategy, mask, alpha_rule, alpha_per)
+    alphas = tuple(np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions)
+    if alphas:
+        mixing = compose_mixing(alphas, rounds, num_heads)
+    elif alpha_per == "map":
         mixing = mixing[..., 0]  # every row has the same weights
     return SqueezeResult(
         probs=mix_heads(softened, mixing),
         mixing=mixing,
-        alphas=tuple(np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions),
+        alphas=alphas,
         residual=_residual(probs, outputs, mixing, groups, mask),
         num_clipped=sum(int(((s.raw < 0.0) | (s.raw > 1.0)).sum()) for r in solutions for s in r),
         num_degenerate=sum(int(s.degenerate.sum()) for r in solutions for s in r),
@@ -225,7 +229,32 @@ def _affine_minimum(gram: Array) -> Array:
     return solution
 
 
-def _pairwise_mixing(
+def compose_mixing(alphas: Sequence[Array], plan: MergePlan, num_teacher_heads: int) -> Array:
+    """The mixing matrix that a plan's merge weights amount to (MIX-4).
+
+    Args:
+        alphas: one array a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, in [0, 1].
+        plan: the rounds, as from ``merge_plan``.
+        num_teacher_heads: H_t.
+
+    Returns:
+        ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``.
+    """
+    first = np.asarray(alphas[0])
+    batch, by_row = first.shape[0], first.shape[2:]
+    unit = np.eye(num_teacher_heads).reshape(num_teacher_heads, num_teacher_heads, *(1 for _ in by_row))
+    pool = [np.broadcast_to(unit[t], (batch, num_teacher_heads, *by_row)) for t in range(num_teacher_heads)]
+    for weights, one_round in zip(alphas, plan, strict=True):
+        merged = []
+        for number, (p, q) in enumerate(one_round):
+            alpha = np.asarray(weights, dtype=np.float64)[:, None, number]  # (B, 1) or (B, 1, L)
+            merged.append(alpha * pool[p] + (1 - alpha) * pool[q])
+        used = {head for pair in one_round for head in pair}
+        pool = merged + [head for position, head in enumerate(pool) if position not in used]
+    return np.stack(pool, axis=1)
+
+
+def _pairwise_solutions(
     probs: Array,
     outputs: Array,
     rounds: MergePlan,
@@ -233,17 +262,16 @@ def _pairwise_mixing(
     mask: Mask | None,
     alpha_rule: str,
     alpha_per: str,
-) -> tuple[list[list[AlphaSolution]], Array]:
+) -> list[list[AlphaSolution]]:
     """Run the plan: after each round the pool is merged heads first, then untouched ones (PLAN-4)."""
-    batch, num_heads, num_rows, _ = probs.shape
-    identity = np.broadcast_to(np.eye(num_heads)[:, None, :, None], (num_heads, batch, num_heads, num_rows))
-    pool = [(probs[:, t], outputs[:, t], identity[t]) for t in range(num_heads)]
+    batch, num_heads = probs.shape[:2]
+    pool = [(probs[:, t], outputs[:, t]) for t in range(num_heads)]
     solutions = []
     for one_round in rounds:
         solved = []
         merged = []
         for p, q in one_round:
-            (a_p, x_p, c_p), (a_q, x_q, c_q) = pool[p], pool[q]
+            (a_p, x_p), (a_q, x_q) = pool[p], pool[q]
             solution = solve_pair(a_p, a_q, x_p, x_q, query_mask=mask, rule=alpha_rule, alpha_per=alpha_per)
             if strategy == "constant":
                 half = np.full_like(solution.raw, 0.5)
@@ -254,13 +282,12 @@ def _pairwise_mixing(
                 chosen = np.where(solution.raw >= 0.5, 1.0, 0.0)
                 solution = solution._replace(raw=chosen, clipped=chosen)
             alpha = solution.clipped.reshape(batch, -1, 1)  # (B, 1 or L, 1)
-            by_row = np.swapaxes(alpha, 1, 2)  # (B, 1, 1 or L), for C
-            merged.append((alpha * a_p + (1 - alpha) * a_q, x_p + x_q, by_row * c_p + (1 - by_row) * c_q))
+            merged.append((alpha * a_p + (1 - alpha) * a_q, x_p + x_q))
             solved.append(solution)
         used = {head for pair in one_round for head in pair}
         pool = merged + [head for position, head in enumerate(pool) if position not in used]
         solutions.append(solved)
-    return solutions, np.stack([c for _, _, c in pool], axis=1)
+    return solutions
 
 
 def _simplex_mixing(

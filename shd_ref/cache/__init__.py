@@ -1,1 +1,55 @@
-"""The supervision cache (specs/cache-format.md)."""
+"""The supervision cache (specs/cache-format.md): squeezed maps, computed once, read by key.
+
+Needs numpy and xxhash. Nothing here imports a deep-learning framework.
+"""
+
+from shd_ref.cache.codecs import CODECS, DEFAULT_CODEC, check_codes, code_dtype, decode, encode, sqrt8_table
+from shd_ref.cache.distortion import CodecError, codec_error, merge_codec_errors
+from shd_ref.cache.format import FORMAT_VERSION, Manifest
+from shd_ref.cache.job import Dataset, LayerPair, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
+from shd_ref.cache.packing import SUPPORTS, pack, packed_size, unpack
+from shd_ref.cache.reader import CacheReader
+from shd_ref.cache.receipts import Blob, Receipt, Record
+from shd_ref.cache.records import NewRecord, StoredRecord
+from shd_ref.cache.seal import Seal
+from shd_ref.cache.verify import Problem, VerifyReport, verify_cache
+from shd_ref.cache.writer import CacheWriter
+
+__all__ = [
+    "CODECS",
+    "DEFAULT_CODEC",
+    "FORMAT_VERSION",
+    "SUPPORTS",
+    "Blob",
+    "CacheReader",
+    "CacheWriter",
+    "CodecError",
+    "Dataset",
+    "LayerPair",
+    "Manifest",
+    "NewRecord",
+    "Problem",
+    "Receipt",
+    "Record",
+    "SampleInputs",
+    "Seal",
+    "ShardPlan",
+    "StoredRecord",
+    "Teacher",
+    "VerifyReport",
+    "check_codes",
+    "code_dtype",
+    "codec_error",
+    "dataset_fingerprint",
+    "decode",
+    "encode",
+    "merge_codec_errors",
+    "pack",
+    "packed_size",
+    "sample_key",
+    "sqrt8_table",
+    "trim_sample",
+    "unpack",
+    "verify_cache",
+]

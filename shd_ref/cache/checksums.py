@@ -1,0 +1,55 @@
+"""XXH3 checksums (CACHE-5): lower-case hex digits, most significant first, as every XXH3 tool prints them.
+
+They guard against accidents, not against someone who rewrites the receipts as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from shd_ref.errors import ShdError
+
+
+@functools.cache
+def _xxhash() -> Any:
+    # Imported late, so that coding and decoding maps works where only numpy is installed.
+    try:
+        return importlib.import_module("xxhash")
+    except ModuleNotFoundError as error:
+        message = "the supervision cache must have xxhash for its checksums; pip install 'squeezing-heads[cache]'"
+        raise ShdError("dependency-missing", message) from error
+
+
+def xxh3_64(data: Any, seed: int = 0) -> int:
+    """XXH3-64 of a bytes-like object, as a number."""
+    digest: int = _xxhash().xxh3_64_intdigest(data, seed)
+    return digest
+
+
+def hex_64(number: int) -> str:
+    """An XXH3-64 as 16 hex digits."""
+    return f"{number:016x}"
+
+
+def xxh3_128(data: Any) -> str:
+    """XXH3-128 of a bytes-like object: 32 hex digits."""
+    digest: str = _xxhash().xxh3_128_hexdigest(data)
+    return digest
+
+
+class RunningHash:
+    """XXH3-128 of a file that is read or written piece by piece."""
+
+    def __init__(self) -> None:
+        self._state = _xxhash().xxh3_128()
+
+    def update(self, data: Any) -> None:
+        """Add the next bytes."""
+        self._state.update(data)
+
+    def hexdigest(self) -> str:
+        """32 hex digits over everything so far."""
+        digest: str = self._state.hexdigest()
+        return digest

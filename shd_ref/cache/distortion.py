@@ -1,0 +1,75 @@
+"""What coding costs: KL divergence and total variation of decoded rows (CACHE-38, CACHE-39)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs import SMALLEST_PROB
+from shd_ref.errors import ShdError
+
+
+@dataclass(frozen=True)
+class CodecError:
+    """Error measured over rows that have mass.
+
+    Attributes:
+        kl_mean: mean KL(exact || decoded), in nats per row.
+        kl_max: the largest such KL, in nats.
+        tv_mean: mean total variation, half the sum of absolute differences, in [0, 1].
+        rows: how many rows were measured; with 0 the other numbers are 0.
+    """
+
+    kl_mean: float
+    kl_max: float
+    tv_mean: float
+    rows: int
+
+
+def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
+    """Compare exact rows with decoded ones, in float64 (CACHE-38).
+
+    Args:
+        probs: ``(..., L, S)`` exact rows; rows without mass are not measured.
+        decoded: the same shape, from ``decode``.
+
+    Returns:
+        The error; ``kl_max`` is infinite if a decoder lost part of the support.
+
+    Raises:
+        ShdError: ``argument-shape``.
+    """
+    if probs.shape != decoded.shape:
+        raise ShdError(
+            "argument-shape", f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}", "CACHE-38"
+        )
+    exact = probs.reshape(-1, probs.shape[-1]).astype(np.float64)
+    exact[exact < SMALLEST_PROB] = 0.0
+    counted = exact.sum(axis=-1) > 0
+    exact, coded = exact[counted], decoded.reshape(exact.shape)[counted].astype(np.float64)
+    if not len(exact):
+        return CodecError(0.0, 0.0, 0.0, 0)
+    exact /= exact.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        log_ratio = np.log(np.where(exact > 0, exact, 1.0)) - np.log(np.where(exact > 0, coded, 1.0))
+    kl = np.maximum((exact * log_ratio).sum(axis=-1), 0.0)  # rounding can leave -1e-17
+    tv = 0.5 * np.abs(exact - coded).sum(axis=-1)
+    return CodecError(float(kl.mean()), float(kl.max()), float(tv.mean()), len(exact))
+
+
+def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
+    """The error over all rows of several measurements, such as the batches of one shard."""
+    parts = list(errors)
+    rows = sum(part.rows for part in parts)
+    if not rows:
+        return CodecError(0.0, 0.0, 0.0, 0)
+    return CodecError(
+        kl_mean=sum(part.kl_mean * part.rows for part in parts) / rows,
+        kl_max=max(part.kl_max for part in parts),
+        tv_mean=sum(part.tv_mean * part.rows for part in parts) / rows,
+        rows=rows,
+    )

@@ -1,0 +1,167 @@
+"""The manifest: what a cache was made from, and how (CACHE-20 to CACHE-25). Immutable, free of dates."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shd_ref.cache.codecs import CODECS
+from shd_ref.cache.documents import build, encode_document, parse_members, read_document
+from shd_ref.cache.job import Dataset, LayerPair, SampleInputs, ShardPlan, Teacher, require, sample_order
+from shd_ref.cache.layout import MAX_LAYERS, manifest_path
+from shd_ref.cache.packing import SUPPORTS
+from shd_ref.errors import ShdError
+
+FORMAT_VERSION: Final = "1"
+ALPHA_PER: Final = ("map", "row")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that decides the numbers in a cache (CACHE-20).
+
+    Attributes:
+        spec_version: of the specification that the maps follow.
+        created_by: name and version of the package.
+        num_student_heads: H_s.
+        layers: by ascending student layer.
+        plan: rounds of pairs of positions in the pool of heads.
+        strategy: name from the specification, as are alpha_rule and alpha_from; the cache only compares them.
+        alpha_per: ``"map"`` or ``"row"``.
+        temperature: the attention temperature that the stored maps are bound to, above 0.
+        support: ``"full"`` or ``"causal"``.
+        codec: one of ``CODECS``.
+
+    Raises:
+        ShdError: ``argument-value`` for a number or name outside its range.
+    """
+
+    spec_version: str
+    created_by: str
+    teacher: Teacher
+    num_student_heads: int
+    layers: tuple[LayerPair, ...]
+    plan: tuple[tuple[tuple[int, int], ...], ...]
+    strategy: str
+    alpha_rule: str
+    alpha_per: str
+    temperature: float
+    support: str
+    codec: str
+    inputs: SampleInputs
+    dataset: Dataset
+    shards: ShardPlan
+    alpha_from: str = "teacher"
+    format_version: str = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
+        require(
+            self.format_version == FORMAT_VERSION, f"format_version must be {FORMAT_VERSION!r}", self.format_version
+        )
+        require(1 <= len(self.layers) <= MAX_LAYERS, f"layers must be 1 to {MAX_LAYERS}", len(self.layers))
+        students = self.student_layers
+        require(students == sorted(set(students)), "student layers must ascend", students)
+        heads = {layer.num_teacher_heads for layer in self.layers}
+        require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
+        limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
+        require(1 <= wanted_heads <= limit, f"num_student_heads must be 1 to num_teacher_heads={limit}", wanted_heads)
+        positions = [position for one_round in self.plan for pair in one_round for position in pair]
+        require(all(0 <= p < limit for p in positions), f"plan positions must be below {limit}", self.plan)
+        require(self.alpha_per in ALPHA_PER, f"alpha_per must be one of {ALPHA_PER}", self.alpha_per)
+        require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
+        require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
+        require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
+        shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
+        require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards)
+
+    @functools.cached_property
+    def id(self) -> str:
+        """SHA-256 of the manifest file (CACHE-22)."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def num_teacher_heads(self) -> int:
+        """H_t, the same in every layer."""
+        return self.layers[0].num_teacher_heads
+
+    @property
+    def student_layers(self) -> list[int]:
+        """The student layers that have supervision, ascending."""
+        return [layer.student_layer for layer in self.layers]
+
+    @property
+    def num_alphas(self) -> int:
+        """n: pairs in all rounds of the plan. A strategy without pairwise weights stores none (CACHE-47)."""
+        return sum(len(one_round) for one_round in self.plan)
+
+    def to_bytes(self) -> bytes:
+        """The manifest file."""
+        return encode_document(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: object = "manifest") -> Manifest:
+        """Parse an untrusted manifest file.
+
+        Raises:
+            ShdError: ``cache-corrupt``, or ``cache-version`` for a format this release does not read.
+        """
+        members = parse_members(data, source)
+        version = members.get("format_version")
+        if isinstance(version, str) and version != FORMAT_VERSION:
+            raise ShdError(
+                "cache-version",
+                f"{source}: format_version must be {FORMAT_VERSION!r} for this release; got {version[:20]!r}: "
+                "install a release of squeezing-heads that reads it",
+                "CACHE-24",
+            )
+        return build(cls, members, source)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a cache folder.
+
+        Raises:
+            ShdError: as ``from_bytes``; ``cache-incomplete`` when the folder holds none.
+        """
+        path = manifest_path(folder)
+        try:
+            data = read_document(path)
+        except FileNotFoundError as error:
+            raise ShdError("cache-incomplete", f"{path} must exist: {folder} is no cache", "CACHE-1") from error
+        return cls.from_bytes(data, path)
+
+    def differences(self, other: Manifest) -> list[str]:
+        """The members in which another manifest differs, as ``name: this -> other``."""
+        mine, theirs = _flatten(asdict(self)), _flatten(asdict(other))
+        return [
+            f"{name}: {mine.get(name)!r} -> {theirs.get(name)!r}"
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
+
+    def shard_samples(self, shard: int) -> list[int]:
+        """Sample indices of one shard, in the order in which it stores them (CACHE-25).
+
+        Raises:
+            ShdError: ``argument-value`` for a shard number outside the plan.
+        """
+        count = self.shards.num_shards
+        require(0 <= shard < count, f"shard must be 0 to {count - 1}", shard)
+        size = self.shards.samples_per_shard
+        order = sample_order(self.dataset.num_samples, self.shards.seed)
+        return [int(index) for index in order[shard * size : (shard + 1) * size]]
+
+
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        inner: leaf
+        for key, member in value.items()
+        for inner, leaf in _flatten(member, f"{name}.{key}" if name else key).items()
+    }

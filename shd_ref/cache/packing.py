@@ -1,0 +1,99 @@
+"""Packing: the codes of one sample and layer as one run of bytes (CACHE-40 to CACHE-43).
+
+A map is square: ``length`` query rows and as many keys. With ``"full"`` support all of it is stored; with
+``"causal"`` support only the lower triangle, the diagonal included, row by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs import code_dtype
+from shd_ref.errors import ShdError
+
+SUPPORTS: Final = ("full", "causal")
+
+
+def packed_size(codec: str, support: str, num_heads: int, length: int) -> int:
+    """Bytes of one blob: heads x entries of the support x bytes of a code (CACHE-40)."""
+    _check_support(support)
+    entries = length * length if support == "full" else length * (length + 1) // 2
+    return num_heads * entries * code_dtype(codec).itemsize
+
+
+def pack(codes: NDArray[Any], support: str) -> NDArray[np.uint8]:
+    """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-41).
+
+    Args:
+        codes: ``(H_s, n, n)`` codes; a code of zero means probability zero in every codec.
+        support: ``"full"`` or ``"causal"``.
+
+    Returns:
+        ``(packed_size,)`` uint8.
+
+    Raises:
+        ShdError: ``argument-shape``; ``argument-value`` (support); ``support-mismatch`` when causal codes
+            hold something above the diagonal.
+    """
+    _check_support(support)
+    if codes.ndim != 3 or codes.shape[1] != codes.shape[2]:
+        raise ShdError("argument-shape", f"codes must be (H_s, n, n); got {codes.shape}", "CACHE-40")
+    stored = codes
+    if support == "causal":
+        stored = codes.reshape(len(codes), -1)[:, _lower_triangle(codes.shape[1])]
+        if np.count_nonzero(stored) != np.count_nonzero(codes):
+            head, row, key = np.argwhere(np.triu(codes, 1))[0]
+            raise ShdError(
+                "support-mismatch",
+                f"codes must be zero above the diagonal for causal support; got {codes[head, row, key]} "
+                f"at head {head}, row {row}, key {key}",
+                "CACHE-42",
+            )
+    little = np.ascontiguousarray(stored, dtype=codes.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8)
+
+
+def unpack(blob: NDArray[np.uint8], codec: str, support: str, num_heads: int, length: int) -> NDArray[Any]:
+    """The inverse of ``pack`` (CACHE-43).
+
+    Args:
+        blob: ``(packed_size,)`` uint8.
+        codec: one of ``CODECS``; says how wide a code is.
+        support: ``"full"`` or ``"causal"``.
+        num_heads: H_s.
+        length: n, the counted positions of the sample.
+
+    Returns:
+        ``(H_s, n, n)`` codes of ``code_dtype(codec)``. May share memory with ``blob``.
+
+    Raises:
+        ShdError: ``argument-value`` (codec, support); ``argument-shape`` for a blob of the wrong size.
+    """
+    size = packed_size(codec, support, num_heads, length)
+    if blob.dtype != np.uint8 or blob.shape != (size,):
+        raise ShdError(
+            "argument-shape",
+            f"blob must be ({size},) uint8 for {num_heads} heads x {length} positions ({codec}, {support}); "
+            f"got {blob.shape} {blob.dtype}",
+            "CACHE-43",
+        )
+    dtype = code_dtype(codec)
+    stored = blob.view(dtype.newbyteorder("<")).astype(dtype, copy=False)
+    if support == "full":
+        return stored.reshape(num_heads, length, length)
+    codes = np.zeros((num_heads, length * length), dtype=dtype)
+    codes[:, _lower_triangle(length)] = stored.reshape(num_heads, -1)
+    return codes.reshape(num_heads, length, length)
+
+
+def _lower_triangle(length: int) -> NDArray[np.intp]:
+    # Positions in the flattened map, row by row; faster to index with than a mask.
+    return np.flatnonzero(np.tri(length, dtype=np.bool_))
+
+
+def _check_support(support: str) -> None:
+    if support not in SUPPORTS:
+        raise ShdError("argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-40")

@@ -1,0 +1,182 @@
+"""Reading a cache: byte ranges, each checked against its checksum every time (CACHE-81 to CACHE-83)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.checksums import hex_64, xxh3_64
+from shd_ref.cache.codecs import decode
+from shd_ref.cache.distortion import merge_codec_errors
+from shd_ref.cache.documents import checksum_of
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.layout import committed_shards, receipt_path, seal_path
+from shd_ref.cache.packing import unpack
+from shd_ref.cache.ranges import ShardFile, check_shard_size
+from shd_ref.cache.receipts import Blob, Receipt, alphas_shape, mixing_shape
+from shd_ref.cache.records import StoredRecord
+from shd_ref.cache.seal import Seal
+from shd_ref.errors import ShdError
+
+OPEN_SHARDS: Final = 32
+"""Shard files that a reader keeps open."""
+
+
+class CacheReader:
+    """The samples of a cache by key. Safe to pickle, to fork and to share between threads.
+
+    Opening it reads every receipt and compares the size of every shard; the bytes of a record are read, and
+    checked, when it is asked for. A cache that grows afterwards is not followed.
+
+    Args:
+        folder: the cache.
+        allow_partial: also open a cache that is not sealed, with the shards committed so far.
+
+    Attributes:
+        folder: its absolute path.
+        manifest: what the cache holds.
+        sealed: whether it is complete.
+        codec_error: of all receipts together, over the rows they measured.
+
+    Raises:
+        ShdError: ``cache-incomplete`` (not sealed, or a shard file absent or cut short), ``cache-corrupt``,
+            ``cache-version``, ``cache-mismatch`` (a receipt of another cache), ``path-unsafe``.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, allow_partial: bool = False) -> None:
+        self.folder = Path(folder).absolute()
+        self.manifest = Manifest.read(self.folder)
+        seal = Seal.read(self.folder, self.manifest)
+        self.sealed = seal is not None
+        committed = committed_shards(self.folder)
+        if seal is None and not allow_partial:
+            raise ShdError(
+                "cache-incomplete",
+                f"{seal_path(self.folder)} must exist: {len(committed)} of {self.manifest.shards.num_shards} shards "
+                "are committed; write the rest and seal the cache, or read what there is with allow_partial=True",
+                "CACHE-66",
+            )
+        shards = committed if seal is None else range(self.manifest.shards.num_shards)
+        self._load([self._open_receipt(shard, seal) for shard in shards])
+        self._open = self._opener()
+
+    def __len__(self) -> int:
+        """Samples held, equal ones included."""
+        return len(self._where)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._positions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def keys(self) -> list[str]:
+        """The key of every sample in stored order, in which reading is sequential; equal samples repeat theirs."""
+        return list(self._keys)
+
+    def read(self, key: str, layers: Iterable[int] | None = None) -> StoredRecord:
+        """One sample, every byte of it checked (CACHE-82).
+
+        Args:
+            key: ``sample_key`` of its inputs. Where samples are equal, the one with the lowest index is read.
+            layers: student layers to read; all by default.
+
+        Raises:
+            ShdError: ``sample-missing``; ``argument-value`` (layers); ``cache-incomplete`` for a shard that
+                vanished or was cut short; ``cache-corrupt`` naming file, record and layer.
+        """
+        position = self._positions.get(key)
+        if position is None:
+            advice = (
+                "its inputs changed, or it was never written"
+                if self.sealed
+                else "the cache is partial: write the rest"
+            )
+            raise ShdError(
+                "sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83"
+            )
+        wanted = self.manifest.student_layers if layers is None else list(layers)
+        columns = {layer: column for column, layer in enumerate(self.manifest.student_layers, start=2)}
+        for layer in wanted:
+            if layer not in columns:
+                message = f"layers must be among student layers {self.manifest.student_layers}; got {layer}"
+                raise ShdError("argument-value", message, "CACHE-82")
+        shard, index, length = (int(number) for number in self._where[position])
+        spans = self._spans[position]
+        alphas = self._read_blob(shard, index, "alphas", spans[0])
+        num_alphas = self.manifest.num_alphas if len(alphas) else 0
+        mixing = self._read_blob(shard, index, "mixing", spans[1]) if spans[1, 1] else None
+        return StoredRecord(
+            index=index,
+            key=key,
+            length=length,
+            blobs={layer: self._read_blob(shard, index, f"layer {layer}", spans[columns[layer]]) for layer in wanted},
+            alphas=_floats(alphas, alphas_shape(self.manifest, length, num_alphas)),
+            mixing=None if mixing is None else _floats(mixing, mixing_shape(self.manifest, length)),
+        )
+
+    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+        """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero."""
+        manifest = self.manifest
+        heads = manifest.num_student_heads
+        codes = unpack(record.blobs[layer], manifest.codec, manifest.support, heads, record.length)
+        return decode(manifest.codec, codes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_open"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open = self._opener()
+
+    def _opener(self) -> functools._lru_cache_wrapper[ShardFile]:
+        return functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self.folder))
+
+    def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
+        receipt = Receipt.read(self.folder, shard, self.manifest)
+        found = checksum_of(receipt)
+        if seal is not None and seal.receipts[shard] != found:
+            message = f"{receipt_path(self.folder, shard)} must have checksum {seal.receipts[shard]}; got {found}"
+            raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-65")
+        check_shard_size(self.folder, receipt)
+        return receipt
+
+    def _load(self, receipts: list[Receipt]) -> None:
+        # Arrays instead of objects: a big cache has millions of blobs, and every worker holds this table.
+        self.codec_error = merge_codec_errors(receipt.codec_error for receipt in receipts)
+        records = [(receipt.shard, record) for receipt in receipts for record in receipt.records]
+        self._keys = [record.key for _, record in records]
+        self._where = np.array([(shard, record.index, record.length) for shard, record in records], dtype=np.int64)
+        self._spans = np.empty((len(records), 2 + len(self.manifest.layers), 3), dtype=np.uint64)
+        self._positions: dict[str, int] = {}
+        for position, (_, record) in enumerate(records):
+            blobs = (record.alphas, record.mixing or Blob(0, 0, "0"), *record.layers)
+            self._spans[position] = [(blob.start, blob.end, int(blob.xxh3_64, 16)) for blob in blobs]
+            first = self._positions.setdefault(record.key, position)
+            if record.index < self._where[first, 1]:
+                self._positions[record.key] = position
+
+    def _read_blob(self, shard: int, index: int, what: str, span: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        start, end, expected = (int(number) for number in span)
+        file = self._open(shard)
+        data = file.read(start, end)
+        found = xxh3_64(data)
+        if found != expected:
+            raise ShdError(
+                "cache-corrupt",
+                f"{file.path}: record {index} {what}: bytes {start} to {end} must have XXH3-64 {hex_64(expected)}; "
+                f"got {hex_64(found)}: restore the file, or delete {receipt_path(self.folder, shard)} and write the "
+                "shard again",
+                "CACHE-82",
+            )
+        return data
+
+
+def _floats(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    return data.view("<f4").astype(np.float32, copy=False).reshape(shape)

@@ -1,0 +1,182 @@
+"""Receipts: what has been committed (CACHE-60 to CACHE-63)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from shd_ref.cache.distortion import CodecError
+from shd_ref.cache.documents import build, encode_document, parse_members, read_document
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.keys import check_key
+from shd_ref.cache.layout import receipt_path
+from shd_ref.cache.packing import packed_size
+from shd_ref.errors import ShdError
+
+_XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """What decides the header entries of one record; ``num_alphas`` is 0 where the strategy has none."""
+
+    index: int
+    length: int
+    num_alphas: int
+    has_mixing: bool
+
+
+class Blob(NamedTuple):
+    """Bytes ``start`` to ``end`` of a shard file, and their XXH3-64 in 16 hex digits."""
+
+    start: int
+    end: int
+    xxh3_64: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where one sample lies in its shard.
+
+    Attributes:
+        index: position in the data set.
+        key: 32 hex digits, ``sample_key`` of its inputs.
+        length: n, counted positions.
+        layers: a blob per layer of the manifest, in its order.
+        alphas: float32 merge coefficients.
+        mixing: float32 mixing matrices, or None.
+    """
+
+    index: int
+    key: str
+    length: int
+    layers: tuple[Blob, ...]
+    alphas: Blob
+    mixing: Blob | None
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The commit point of one shard (CACHE-60): a shard without its receipt does not exist.
+
+    Attributes:
+        manifest: id of the cache it belongs to.
+        shard: its number.
+        size: bytes of the shard file.
+        xxh3_128: of the whole shard file.
+        codec_error: measured on this shard's own rows.
+        records: in stored order.
+    """
+
+    manifest: str
+    shard: int
+    size: int
+    xxh3_128: str
+    codec_error: CodecError
+    records: tuple[Record, ...]
+
+    @classmethod
+    def read(cls, folder: Path, shard: int, manifest: Manifest) -> Receipt:
+        """Parse one receipt and check it against the manifest.
+
+        Raises:
+            ShdError: ``cache-incomplete`` (no receipt), ``cache-corrupt``, ``cache-mismatch`` (another cache's).
+        """
+        path = receipt_path(folder, shard)
+        try:
+            data = read_document(path)
+        except FileNotFoundError as error:
+            message = f"{path} must exist: shard {shard} was never committed; write it"
+            raise ShdError("cache-incomplete", message, "CACHE-60") from error
+        return cls.from_bytes(data, shard, manifest, path)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, shard: int, manifest: Manifest, source: object = "receipt") -> Receipt:
+        """As ``read``, from bytes."""
+        receipt = build(cls, parse_members(data, source), source)
+        if receipt.manifest != manifest.id:
+            message = f"{source} must belong to manifest {manifest.id}; got {receipt.manifest}"
+            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-61")
+        for problem in receipt._problems(shard, manifest):
+            raise ShdError("cache-corrupt", f"{source}: {problem}", "CACHE-62")
+        return receipt
+
+    def to_bytes(self) -> bytes:
+        """The receipt file."""
+        return encode_document(self)
+
+    def shapes(self, manifest: Manifest) -> list[RecordShape]:
+        """What the sizes of the blobs say about each record."""
+        return [
+            RecordShape(
+                record.index,
+                record.length,
+                manifest.num_alphas if record.alphas.end > record.alphas.start else 0,
+                record.mixing is not None,
+            )
+            for record in self.records
+        ]
+
+    def stored_order(self) -> Iterator[Blob]:
+        """All blobs as they lie in the shard: float32 ones of every record, then the codes (CACHE-44)."""
+        for record in self.records:
+            yield record.alphas
+            if record.mixing is not None:
+                yield record.mixing
+        for record in self.records:
+            yield from record.layers
+
+    def _problems(self, shard: int, manifest: Manifest) -> Iterator[str]:
+        samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard
+        if self.shard != shard or shard >= manifest.shards.num_shards:
+            yield f"shard must be {shard}, as its name says, below {manifest.shards.num_shards}; got {self.shard}"
+        if len(self.records) != min(size, samples - shard * size):
+            yield f"records must be {min(size, samples - shard * size)}, by the shard plan; got {len(self.records)}"
+        if min(self.codec_error.kl_mean, self.codec_error.kl_max, self.codec_error.tv_mean) < 0:
+            yield f"codec_error must not be negative; got {self.codec_error}"
+        for record in self.records:
+            yield from (f"record {record.index}: {problem}" for problem in _record_problems(record, manifest))
+        position = None
+        for blob in self.stored_order():
+            if blob.start != (blob.start if position is None else position) or blob.end < blob.start:
+                yield f"blobs must follow each other without gaps; got one at {blob.start} to {blob.end}"
+            position = blob.end
+        if position != self.size:
+            yield f"the last blob must end at the shard's size {self.size}; got {position}"
+
+
+def alphas_shape(manifest: Manifest, length: int, num_alphas: int) -> tuple[int, ...]:
+    """``(num_layers, n)``, or ``(num_layers, n, length)`` where every row has its own (CACHE-47)."""
+    rows = (length,) if manifest.alpha_per == "row" else ()
+    return (len(manifest.layers), num_alphas, *rows)
+
+
+def mixing_shape(manifest: Manifest, length: int) -> tuple[int, ...]:
+    """``(num_layers, H_s, H_t)``, or with a last axis ``length`` where every row has its own (CACHE-48)."""
+    rows = (length,) if manifest.alpha_per == "row" else ()
+    return (len(manifest.layers), manifest.num_student_heads, manifest.num_teacher_heads, *rows)
+
+
+def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
+    try:
+        check_key(record.key)
+    except ShdError as error:
+        yield str(error)
+    if record.index >= manifest.dataset.num_samples or record.length < 1:
+        yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
+    if len(record.layers) != len(manifest.layers):
+        yield f"layers must be {len(manifest.layers)}; got {len(record.layers)}"
+    codes = packed_size(manifest.codec, manifest.support, manifest.num_student_heads, record.length)
+    full = 4 * math.prod(alphas_shape(manifest, record.length, manifest.num_alphas))
+    allowed = [(blob, (codes,)) for blob in record.layers] + [(record.alphas, (0, full))]
+    if record.mixing is not None:
+        allowed.append((record.mixing, (4 * math.prod(mixing_shape(manifest, record.length)),)))
+    for blob, sizes in allowed:
+        if blob.end - blob.start not in sizes:
+            yield f"a blob must hold {max(sizes)} bytes; got {blob.end - blob.start}"
+        if not _XXH3_64.fullmatch(blob.xxh3_64):
+            yield f"xxh3_64 must be 16 hex digits; got {blob.xxh3_64[:20]!r}"

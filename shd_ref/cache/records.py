@@ -1,0 +1,124 @@
+"""One sample's supervision: as it is handed to the writer, and as a reader returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs import check_codes
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.keys import check_key
+from shd_ref.cache.packing import pack
+from shd_ref.cache.receipts import RecordShape, alphas_shape, mixing_shape
+from shd_ref.errors import ShdError
+
+
+@dataclass(frozen=True, eq=False)
+class NewRecord:
+    """A sample to be written. Padding behind ``length`` is cut off; it must carry no probability.
+
+    Attributes:
+        index: position in the data set.
+        key: ``sample_key`` of its inputs.
+        length: n, counted positions, at least 1.
+        codes: per layer of the manifest, ``(H_s, L, L)`` codes with L >= n.
+        alphas: float32 ``(num_layers, n_pairs)``, or ``(num_layers, n_pairs, L)`` where every row has its own; rounds
+            follow each other. ``n_pairs`` is 0 for strategies that have none.
+        mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
+    """
+
+    index: int
+    key: str
+    length: int
+    codes: Sequence[NDArray[Any]]
+    alphas: NDArray[np.float32]
+    mixing: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRecord:
+    """A sample as stored, its checksums found right.
+
+    Attributes:
+        index: position in the data set.
+        key: what it was found by.
+        length: n.
+        blobs: student layer -> packed codes, uint8; see ``unpack``.
+        alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``.
+        mixing: float32 ``(num_layers, H_s, H_t)`` or ``(num_layers, H_s, H_t, n)``, or None if not stored.
+    """
+
+    index: int
+    key: str
+    length: int
+    blobs: dict[int, NDArray[np.uint8]]
+    alphas: NDArray[np.float32]
+    mixing: NDArray[np.float32] | None
+
+
+def check_record(record: NewRecord, manifest: Manifest) -> RecordShape:
+    """The shape of a record that fits the manifest.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape`` or ``argument-dtype``, naming the record.
+    """
+    check_key(record.key)
+    length, heads = record.length, manifest.num_student_heads
+    if length < 1 or len(record.codes) != len(manifest.layers):
+        raise _misfit(record, f"length must be at least 1 and codes {len(manifest.layers)} layers", len(record.codes))
+    for layer, codes in zip(manifest.student_layers, record.codes, strict=True):
+        if codes.ndim != 3 or codes.shape != (heads, codes.shape[1], codes.shape[1]) or codes.shape[1] < length:
+            raise _misfit(record, f"codes of layer {layer} must be ({heads}, L, L) with L >= {length}", codes.shape)
+    num_alphas = record.alphas.shape[1] if record.alphas.ndim > 1 else -1
+    if num_alphas not in (0, manifest.num_alphas):
+        raise _misfit(record, f"alphas must hold {manifest.num_alphas} pairs, or none", record.alphas.shape)
+    _check_floats(record, "alphas", record.alphas, alphas_shape(manifest, length, num_alphas))
+    if record.mixing is not None:
+        _check_floats(record, "mixing", record.mixing, mixing_shape(manifest, length))
+    return RecordShape(record.index, length, num_alphas, record.mixing is not None)
+
+
+def float_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+    """Alphas and mixing as little-endian bytes, padding cut off."""
+    for values in (record.alphas, record.mixing):
+        if values is not None:
+            cut = values[..., : record.length] if manifest.alpha_per == "row" else values
+            yield np.ascontiguousarray(cut, dtype="<f4").reshape(-1).view(np.uint8)
+
+
+def layer_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+    """Packed codes of every layer, padding cut off.
+
+    Raises:
+        ShdError: as ``check_codes`` and ``pack``; ``support-mismatch`` when a counted row has mass on padding.
+    """
+    length = record.length
+    for layer, codes in zip(manifest.student_layers, record.codes, strict=True):
+        rows = codes[:, :length]
+        if rows[:, :, length:].any():
+            message = f"record {record.index} layer {layer}: keys from {length} on must have no probability"
+            raise ShdError("support-mismatch", message + ": the teacher attends to padding", "CACHE-42")
+        square = rows[:, :, :length]
+        check_codes(manifest.codec, square)
+        yield pack(square, manifest.support)
+
+
+def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
+    padded_rows = len(shape) > 2 and values.ndim == len(shape) and values.shape[-1] >= shape[-1]
+    expected = (*shape[:-1], values.shape[-1]) if padded_rows else shape
+    if values.shape != expected:
+        raise _misfit(record, f"{name} must be {shape}", values.shape)
+    if values.dtype != np.float32:
+        raise ShdError(
+            "argument-dtype", f"record {record.index}: {name} must be float32; got {values.dtype}", "CACHE-47"
+        )
+    if not np.isfinite(values).all():
+        raise ShdError("not-finite", f"record {record.index}: {name} must be finite; got NaN or infinity", "CACHE-47")
+
+
+def _misfit(record: NewRecord, rule: str, value: object) -> ShdError:
+    return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", "CACHE-44")

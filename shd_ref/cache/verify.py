@@ -1,0 +1,192 @@
+"""Verifying a cache: every byte of every file, all problems in one report (CACHE-90)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
+from shd_ref.cache.documents import checksum_of
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.layout import LOCK_NAME, committed_shards, manifest_path, receipt_path, seal_path, shard_path
+from shd_ref.cache.ranges import check_shard_size
+from shd_ref.cache.receipts import Receipt
+from shd_ref.cache.seal import Seal, check_fingerprint
+from shd_ref.cache.shards import shard_header, shard_tensors
+from shd_ref.errors import ShdError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a cache.
+
+    Attributes:
+        code: an error code, such as ``cache-corrupt``.
+        path: the file, relative to the cache folder.
+        record: sample index, where one record is concerned.
+        message: for people.
+    """
+
+    code: str
+    path: str
+    record: int | None
+    message: str
+
+    def __str__(self) -> str:
+        named = self.path in self.message  # as in the messages of errors
+        return f"{self.code}: {self.message}" if named else f"{self.code}: {self.path}: {self.message}"
+
+
+@dataclass
+class VerifyReport:
+    """What a verification found. ``ok`` means a complete cache without a single problem."""
+
+    sealed: bool = False
+    shards: int = 0
+    records: int = 0
+    bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """No problems."""
+        return not self.problems
+
+
+def verify_cache(
+    folder: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
+    """Check a whole cache, going on after each problem (CACHE-90).
+
+    Args:
+        folder: the cache.
+        on_progress: called after every committed shard with how many are done and how many there are.
+
+    Returns:
+        The report. Shards, records and bytes count what was found intact.
+    """
+    check = _Verification(Path(folder).absolute())
+    check.run(on_progress)
+    return check.report
+
+
+class _Verification:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.report = VerifyReport()
+
+    def run(self, on_progress: Callable[[int, int], None] | None) -> None:
+        try:
+            manifest = Manifest.read(self.folder)
+        except ShdError as error:
+            self._note(error.code, manifest_path(self.folder), str(error))
+            return  # nothing else can be judged without it
+        seal = self._read_seal(manifest)
+        committed = committed_shards(self.folder)
+        missing = manifest.shards.num_shards - len(committed)
+        if missing > 0:
+            first = next(shard for shard, found in enumerate([*committed, -1]) if shard != found)
+            message = f"{missing} of {manifest.shards.num_shards} shards have no receipt, first shard {first}"
+            self._note("cache-incomplete", receipt_path(self.folder, first), message)
+        receipts = []
+        for done, shard in enumerate(committed, start=1):
+            receipt = self._check_shard(shard, manifest, seal)
+            if receipt is not None:
+                receipts.append(receipt)
+            if on_progress is not None:
+                on_progress(done, len(committed))
+        if len(receipts) == manifest.shards.num_shards:
+            self._check_keys(manifest, receipts)
+        self._report_strays(committed)
+
+    def _read_seal(self, manifest: Manifest) -> Seal | None:
+        path = seal_path(self.folder)
+        try:
+            seal = Seal.read(self.folder, manifest)
+        except ShdError as error:
+            self._note(error.code, path, str(error))
+            return None
+        if seal is None:
+            self._note("cache-incomplete", path, "it does not exist: the cache is partial")
+        self.report.sealed = seal is not None
+        return seal
+
+    def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> Receipt | None:
+        path = receipt_path(self.folder, shard)
+        try:
+            receipt = Receipt.read(self.folder, shard, manifest)
+        except ShdError as error:
+            self._note(error.code, path, str(error))
+            return None
+        if seal is not None and seal.receipts[shard] != checksum_of(receipt):
+            self._note("cache-corrupt", path, f"its checksum must be {seal.receipts[shard]}, as the seal states")
+        indices = [record.index for record in receipt.records]
+        if indices != manifest.shard_samples(shard):
+            self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
+        known = len(self.report.problems)
+        try:
+            check_shard_size(self.folder, receipt)
+            self._check_bytes(receipt, manifest)
+        except ShdError as error:
+            self._note(error.code, shard_path(self.folder, shard), str(error))
+        if len(self.report.problems) == known:
+            self.report.shards += 1
+            self.report.records += len(receipt.records)
+            self.report.bytes += receipt.size
+        return receipt
+
+    def _check_bytes(self, receipt: Receipt, manifest: Manifest) -> None:
+        path = shard_path(self.folder, receipt.shard)
+        header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.shapes(manifest))))
+        whole = RunningHash()
+        with path.open("rb") as file:
+            found = file.read(next(receipt.stored_order()).start)
+            whole.update(found)
+            if found != header:
+                self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
+            for (index, what), blob in zip(_blob_names(receipt, manifest), receipt.stored_order(), strict=True):
+                data = file.read(blob.end - blob.start)
+                whole.update(data)
+                digest = hex_64(xxh3_64(data))
+                if digest != blob.xxh3_64:
+                    message = f"record {index} {what}: XXH3-64 must be {blob.xxh3_64}; got {digest}"
+                    self._note("cache-corrupt", path, message, index)
+        if whole.hexdigest() != receipt.xxh3_128:
+            message = f"XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
+            self._note("cache-corrupt", path, message)
+
+    def _check_keys(self, manifest: Manifest, receipts: list[Receipt]) -> None:
+        try:
+            check_fingerprint(self.folder, manifest, receipts)
+        except ShdError as error:
+            self._note(error.code, manifest_path(self.folder), str(error))
+
+    def _report_strays(self, committed: list[int]) -> None:
+        known = {manifest_path(self.folder), seal_path(self.folder)}
+        known |= {path(self.folder, shard) for shard in committed for path in (shard_path, receipt_path)}
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_symlink():
+                self._note("path-unsafe", path, "it is a link; a cache holds none")
+            elif path == self.folder / LOCK_NAME and path.stat().st_size == 0:
+                continue
+            elif not path.is_dir() and path not in known:
+                self._note(
+                    "cache-corrupt",
+                    path,
+                    "no receipt knows this file: a writer died or is at work, or it is foreign",
+                )
+
+    def _note(self, code: str, path: Path, message: str, record: int | None = None) -> None:
+        self.report.problems.append(Problem(code, str(path.relative_to(self.folder)), record, message))
+
+
+def _blob_names(receipt: Receipt, manifest: Manifest) -> Iterator[tuple[int, str]]:
+    for record in receipt.records:
+        yield record.index, "alphas"
+        if record.mixing is not None:
+            yield record.index, "mixing"
+    for record in receipt.records:
+        for layer in manifest.student_layers:
+            yield record.index, f"layer {layer}"

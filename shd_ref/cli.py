@@ -1,0 +1,17 @@
+"""The ``shd`` command: inspect a teacher graph, precompute its supervision, verify a cache."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point; says what to install where the command's own packages are missing."""
+    try:
+        import rich  # noqa: F401  (only its presence matters here)
+        import typer  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
+    from shd_ref.teacher.commands import app
+
+    app()

@@ -1,0 +1,107 @@
+"""Run the teacher again on a few records of a cache and compare: the only check against a wrong teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import CacheReader, decode, encode
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
+from shd_ref.tolerances import load_tolerances
+
+
+@dataclass(frozen=True)
+class RecheckReport:
+    """What the second run showed.
+
+    Attributes:
+        records: how many were run again.
+        rows: how many rows of maps were compared.
+        tv_max: largest total variation between a stored row and the same row run again and coded anew.
+    """
+
+    records: int
+    rows: int
+    tv_max: float
+
+
+def recheck_records(
+    cache: str | Path,
+    teacher: str | Path,
+    arrays: Mapping[str, NDArray[Any]],
+    *,
+    num_records: int = 8,
+    seed: int = 0,
+    provider: str = "cpu",
+) -> RecheckReport:
+    """Squeeze a seeded sample of records anew and compare them with what the cache holds.
+
+    Args:
+        cache: a sealed cache.
+        teacher: the ``.onnx`` file that it should come from.
+        arrays: the model inputs that it should come from.
+        num_records: how many records to run.
+        seed: of the choice.
+        provider: as in ``precompute``; it may differ from the first run's.
+
+    Raises:
+        ShdError: ``cache-mismatch`` for another teacher, other inputs or maps that differ; ``sample-missing``.
+    """
+    reader = CacheReader(cache)
+    manifest = reader.manifest
+    found = hash_teacher(teacher)
+    if found != manifest.teacher.sha256:
+        raise ShdError(
+            "cache-mismatch",
+            f"{cache} must come from this teacher; it was made from {manifest.teacher.name!r} with SHA-256 "
+            f"{manifest.teacher.sha256[:16]}..., and {teacher} has {found[:16]}...",
+        )
+    options = PrecomputeOptions(
+        num_student_heads=manifest.num_student_heads,
+        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in manifest.layers),
+        plan=manifest.plan,
+        strategy=manifest.strategy,
+        alpha_rule=manifest.alpha_rule,
+        alpha_per=manifest.alpha_per,
+        temperature=manifest.temperature,
+        codec=manifest.codec,
+    )
+    work = TeacherRun(Path(teacher), arrays, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
+    keys = list(work.inputs.keys())
+    absent = [index for index, key in enumerate(keys) if key not in reader]
+    if absent:
+        raise ShdError(
+            "cache-mismatch",
+            f"{cache} must hold every sample of these inputs; {len(absent)} of {len(keys)} are not in it, "
+            f"first sample {absent[0]} with key {keys[absent[0]]}: they are other inputs",
+        )
+    chosen = np.random.default_rng(seed).permutation(len(keys))[:num_records]
+    rows, tv_max = 0, 0.0
+    for batch in work.inputs.batches((int(index) for index in chosen), work.run.batch_size):
+        outputs = work.squeeze_checked(batch)
+        for number, index in enumerate(batch.indices):
+            record = reader.read(keys[index])
+            for student_layer, layer in zip(manifest.student_layers, work.graph.layers, strict=True):
+                stored = reader.decode(record, student_layer)
+                n = record.length
+                merged = np.asarray(outputs[layer.merged][number, :, :n, :n], dtype=np.float32)
+                again = decode(manifest.codec, encode(manifest.codec, merged))
+                difference = 0.5 * np.abs(stored - again).sum(axis=-1)
+                rows += difference.size
+                tv_max = max(tv_max, float(difference.max()))
+                limit = float(load_tolerances()["recheck"]["total_variation"])
+                if difference.max() > limit:
+                    head, row = np.unravel_index(int(difference.argmax()), difference.shape)
+                    raise ShdError(
+                        "cache-mismatch",
+                        f"{cache}: record {record.index} (key {record.key}) layer {student_layer} head {head} "
+                        f"row {row} must equal what the teacher gives now within a total variation of {limit}; "
+                        f"got {difference.max():.4f}: the cache was made another way",
+                    )
+    return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max)

@@ -1,0 +1,126 @@
+"""Run a teacher graph in onnxruntime, on the execution provider that was asked for and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+
+PROVIDERS: Final[dict[str, str]] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+}
+"""Short names of the execution providers; the long ones are accepted too."""
+
+_DTYPES: Final[dict[str, str]] = {
+    "tensor(bool)": "bool",
+    "tensor(double)": "float64",
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+}
+
+
+def open_session(
+    model: bytes | str | Path, *, provider: str = "CPUExecutionProvider", num_threads: int | None = None
+) -> Any:
+    """An ``onnxruntime.InferenceSession`` on exactly this provider.
+
+    onnxruntime falls back to the CPU with no more than a log line; here that is an error.
+
+    Args:
+        model: a serialised model, or the path of one.
+        provider: ``"cpu"``, ``"cuda"``, or onnxruntime's name of an execution provider.
+        num_threads: threads inside one operator; default: onnxruntime's choice.
+
+    Raises:
+        ShdError: ``provider-unavailable``; ``graph-invalid`` where onnxruntime rejects the model;
+            ``dependency-missing``.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ShdError(
+            "dependency-missing", "running a teacher needs onnxruntime: pip install 'squeezing-heads[teacher]'"
+        ) from error
+    name = PROVIDERS.get(provider, provider)
+    if name not in onnxruntime.get_available_providers():
+        raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong is raised, not logged
+    if num_threads is not None:
+        options.intra_op_num_threads = num_threads
+    if name == PROVIDERS["cuda"]:
+        # Finds the CUDA and cuDNN of the nvidia-* wheels, where the system has none.
+        onnxruntime.preload_dlls()
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    source = model if isinstance(model, bytes) else str(model)
+    try:
+        session = onnxruntime.InferenceSession(source, options, providers=[name])
+    except Exception as error:  # onnxruntime's errors share no base class but Exception
+        if name != PROVIDERS["cpu"]:
+            raise ShdError("provider-unavailable", f"{_remedy(name, [])} ({error})") from error
+        raise ShdError("graph-invalid", f"onnxruntime rejects the teacher graph: {error}") from error
+    if session.get_providers()[0] != name:
+        raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
+    return session
+
+
+def run_session(session: Any, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Run a session on inputs that are checked first.
+
+    Args:
+        session: from ``open_session``.
+        inputs: exactly the graph's inputs, by name, with its dtypes, ranks and fixed dimensions.
+
+    Returns:
+        All outputs by name.
+
+    Raises:
+        ShdError: ``inputs-invalid``.
+    """
+    _check_inputs(session, inputs)
+    names = [node.name for node in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+def _check_inputs(session: Any, inputs: Mapping[str, NDArray[Any]]) -> None:
+    wanted = {node.name: node for node in session.get_inputs()}
+    if set(inputs) != set(wanted):
+        raise ShdError(
+            "inputs-invalid",
+            f"inputs must be {', '.join(sorted(wanted))}; missing: {_listed(set(wanted) - set(inputs))}; "
+            f"unknown: {_listed(set(inputs) - set(wanted))}",
+        )
+    for name, node in wanted.items():
+        array = np.asarray(inputs[name])
+        dtype = _DTYPES.get(node.type, node.type)
+        if array.dtype.name != dtype:
+            raise ShdError("inputs-invalid", f"input {name} must be {dtype}; got {array.dtype.name}")
+        fits = len(array.shape) == len(node.shape) and all(
+            not isinstance(want, int) or want == got for want, got in zip(node.shape, array.shape, strict=True)
+        )
+        if not fits:
+            raise ShdError("inputs-invalid", f"input {name} must have shape {node.shape}; got {list(array.shape)}")
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _remedy(name: str, got: list[str]) -> str:
+    message = f"provider must be available; asked for {name}" + (f", got {', '.join(got)}" if got else "")
+    if name == PROVIDERS["cuda"]:
+        return (
+            f"{message}: install onnxruntime-gpu with the CUDA and cuDNN it was built for "
+            "(pip install 'onnxruntime-gpu[cuda,cudnn]'), or ask for provider 'cpu'"
+        )
+    return f"{message}: install an onnxruntime built with it, or ask for provider 'cpu'"

@@ -1,0 +1,38 @@
+"""Squeezing-Heads Distillation in PyTorch: the mathematics on any device, capture and export.
+
+The functions have the names, arguments and errors of ``shd_ref`` and are written independently of it: that
+they agree is what the tests judge.
+"""
+
+from shd_ref.errors import ERROR_CODES, ShdError
+from shd_ref.layers import layer_map
+from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_torch.alpha import solve_alpha
+from shd_torch.attention import soften, softmax, value_outputs
+from shd_torch.capture import Captured, capture_attention, record_attention
+from shd_torch.export import ExportReport, export_teacher, load_hf_model
+from shd_torch.loss import shd_loss
+from shd_torch.mixing import SqueezeResult, mix_heads, squeeze_heads
+
+__all__ = [
+    "ERROR_CODES",
+    "Captured",
+    "ExportReport",
+    "MergePlan",
+    "ShdError",
+    "SqueezeResult",
+    "capture_attention",
+    "export_teacher",
+    "layer_map",
+    "load_hf_model",
+    "merge_plan",
+    "mix_heads",
+    "plan_groups",
+    "record_attention",
+    "shd_loss",
+    "soften",
+    "softmax",
+    "solve_alpha",
+    "squeeze_heads",
+    "value_outputs",
+]

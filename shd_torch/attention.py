@@ -1,0 +1,120 @@
+"""Attention maps (spec chapter MAP): masked softmax, temperature, value outputs.
+
+Axes are always ``(B, H, L, S)``: batch, heads, query length, key length. A boolean mask is True where attending
+is allowed or where a row counts. float64 stays float64, everything else is computed in float32; maps come back
+in the dtype they came in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_attn_mask, check_real, check_temperature, compute_dtype, map_dtype
+
+
+def softmax(
+    attn_logits: Tensor, attn_mask: Tensor | None = None, *, temperature: float = 1.0, check: bool = True
+) -> Tensor:
+    """``softmax(attn_logits / temperature)`` over keys; a fully masked row is all zeros (MAP-1, MAP-2).
+
+    Differentiable; neither values nor gradients are NaN on fully masked rows.
+
+    Args:
+        attn_logits: ``(..., L, S)``; -inf marks a masked key.
+        attn_mask: boolean, broadcastable to the logits; True = may attend.
+        temperature: T_a > 0.
+        check: look for NaN and +inf, which makes the host wait for the device.
+
+    Returns:
+        ``attn_probs`` of the same shape and dtype; masked entries are exactly 0.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``.
+
+    Source: Eq. 10.
+    """
+    check_real(attn_logits, "attn_logits", check=check, allow_minus_inf=True)
+    temperature = check_temperature(temperature)
+    logits = mask_logits(attn_logits.to(compute_dtype(attn_logits)), attn_mask) / temperature
+    empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
+    # Twice: the inner fill keeps NaN out of the softmax and so out of its gradient, the outer one zeroes the row.
+    probs = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return probs.to(map_dtype(attn_logits))
+
+
+def mask_logits(attn_logits: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Logits with -inf where ``attn_mask`` is False; no gradient passes there (MAP-2)."""
+    if attn_mask is None:
+        return attn_logits
+    check_attn_mask(attn_mask, attn_logits.shape)
+    return attn_logits.masked_fill(~attn_mask, -torch.inf)
+
+
+def soften(attn_probs: Tensor, temperature: float, *, check: bool = True) -> Tensor:
+    """``softmax(logits / T)`` from the probabilities alone: ``A^(1/T) / rowsum`` per head (TEMP-2).
+
+    Meant for supervision: the derivative at a probability of 0 is infinite for T > 1.
+
+    Args:
+        attn_probs: ``(..., L, S)``, rows summing to one or to zero.
+        temperature: T_a > 0; above 1 softens, below 1 sharpens.
+        check: look for NaN and infinity, which makes the host wait for the device.
+
+    Returns:
+        The softened maps, same shape and dtype; the argument itself at temperature 1.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-dtype``, ``not-finite``.
+    """
+    check_real(attn_probs, "attn_probs", check=check)
+    softened = soften_probs(attn_probs.to(compute_dtype(attn_probs)), check_temperature(temperature))
+    return softened.to(map_dtype(attn_probs))
+
+
+def soften_probs(probs: Tensor, temperature: float) -> Tensor:
+    """``soften`` on checked maps in the compute dtype."""
+    if temperature == 1.0 or probs.numel() == 0:
+        return probs
+    # Relative to the row's maximum, so that a large 1/T cannot underflow a whole row.
+    peak = probs.amax(dim=-1, keepdim=True)
+    powers = (probs / peak.masked_fill(peak == 0, 1.0)) ** (1.0 / temperature)
+    sums = powers.sum(dim=-1, keepdim=True)
+    return powers / sums.masked_fill(sums == 0, 1.0)
+
+
+def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = True) -> Tensor:
+    """``X_i = V_i W_i``: what each head's values become after the output projection (MAP-6).
+
+    Args:
+        values: V ``(B, H_kv, S, d_v)``; with grouped queries H_kv divides H_t, and query head i reads
+            value head ``i // (H_t / H_kv)``.
+        output_projection: W_o ``(H_t * d_v, D)``; rows ``i * d_v .. (i + 1) * d_v`` belong to head i.
+            ``torch.nn.Linear`` stores the transpose: pass ``linear.weight.T``.
+        check: look for NaN and infinity, which makes the host wait for the device.
+
+    Returns:
+        X ``(B, H_t, S, D)``, float64 or float32.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``.
+
+    Source: Eq. 4.
+    """
+    check_real(values, "values", check=check, ndim=4)
+    check_real(output_projection, "output_projection", check=check, ndim=2)
+    num_kv_heads, d_v = values.shape[1], values.shape[3]
+    width = num_kv_heads * d_v
+    if output_projection.shape[0] == 0 or width == 0 or output_projection.shape[0] % width:
+        raise ShdError(
+            "argument-shape",
+            f"output_projection must have a multiple of H_kv * d_v = {num_kv_heads} * {d_v} rows; "
+            f"got {output_projection.shape[0]}",
+            "MAP-6",
+        )
+    dtype = compute_dtype(values, output_projection)
+    group = output_projection.shape[0] // width  # query heads that share one value head
+    projection = output_projection.to(dtype).reshape(num_kv_heads, group, d_v, -1)
+    outputs = torch.einsum("bksv,kgvd->bkgsd", values.to(dtype), projection)  # values are never repeated
+    return outputs.flatten(1, 2)

@@ -1,0 +1,139 @@
+"""What every function asks of its arguments; codes and ids are those of ``specs/shd.md``.
+
+Types, shapes and options are always checked: they cost nothing. Looking at *values* (finite, a distribution)
+makes the host wait for the device, so those checks stand behind the keyword ``check`` of every public function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import row_sum_tolerance
+
+_INTEGER_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
+
+
+def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str) -> None:
+    """An option must be one of its list."""
+    if value not in options:
+        raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
+
+
+def check_temperature(temperature: object) -> float:
+    """T_a as a float above zero (TEMP-1)."""
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ShdError(
+            "argument-value", f"temperature must be a finite number above 0; got {temperature!r}", "TEMP-1"
+        )
+    return float(temperature)
+
+
+def check_real(
+    value: Tensor,
+    name: str,
+    *,
+    check: bool,
+    ndim: int | None = None,
+    allow_minus_inf: bool = False,
+    layer: int | None = None,
+) -> None:
+    """The argument must be a real tensor with ``ndim`` axes and, with ``check``, finite entries (MAP-4, MAP-5)."""
+    if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype in _INTEGER_DTYPES):
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ShdError("argument-dtype", f"{name} must be a real tensor; got {kind}", "MAP-5")
+    if ndim is not None and value.ndim != ndim:
+        raise ShdError("argument-shape", f"{name} must have {ndim} axes; got shape {tuple(value.shape)}", "MAP-4")
+    if check:
+        bad = torch.isnan(value) | torch.isposinf(value) if allow_minus_inf else ~torch.isfinite(value)
+        if bad.any():
+            where = _first(bad)
+            raise ShdError(
+                "not-finite", f"{name} must be finite; got {value[where].item()} at {_place(where, layer)}", "MAP-5"
+            )
+
+
+def check_probs(
+    attn_probs: Tensor, name: str, *, check: bool, query_mask: Tensor | None = None, layer: int | None = None
+) -> None:
+    """The argument must be attention maps ``(B, H, L, S)`` (MAP-3..5).
+
+    With ``check``, every entry must be finite and at least 0, and every row that counts must sum to one within
+    the tolerance of its dtype, or be all zeros (a fully masked row).
+    """
+    check_real(attn_probs, name, check=check, ndim=4, layer=layer)
+    if not check:
+        return
+    negative = attn_probs < 0
+    if negative.any():
+        where = _first(negative)
+        raise ShdError(
+            "not-a-distribution",
+            f"{name} must be at least 0; got {attn_probs[where].item():.6g} at {_place(where, layer)}",
+            "MAP-3",
+        )
+    tolerance = row_sum_tolerance(str(attn_probs.dtype).removeprefix("torch."))
+    sums = attn_probs.sum(-1, dtype=compute_dtype(attn_probs))  # (B, H, L)
+    wrong = ((sums - 1).abs() > tolerance) & (sums != 0)
+    if query_mask is not None:
+        wrong &= query_mask[:, None, :]
+    if wrong.any():
+        where = _first(wrong)
+        raise ShdError(
+            "not-a-distribution",
+            f"{name} must have rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked; "
+            f"got {sums[where].item():.6g} at {_place(where, layer)}",
+            "MAP-3",
+        )
+
+
+def check_mask(mask: Tensor, name: str, shape: Sequence[int]) -> None:
+    """A mask must be boolean and of exactly this shape; other dtypes are refused, never guessed (MAP-7)."""
+    _check_boolean(mask, name)
+    if tuple(mask.shape) != tuple(shape):
+        raise ShdError("argument-shape", f"{name} must have shape {tuple(shape)}; got {tuple(mask.shape)}", "MAP-7")
+
+
+def check_attn_mask(attn_mask: Tensor, shape: Sequence[int]) -> None:
+    """An attention mask must be boolean and broadcast to the logits' shape (MAP-2)."""
+    _check_boolean(attn_mask, "attn_mask")
+    pairs = zip(reversed(attn_mask.shape), reversed(shape), strict=False)
+    if attn_mask.ndim > len(shape) or any(size not in (1, full) for size, full in pairs):
+        raise ShdError(
+            "argument-shape",
+            f"attn_mask must broadcast to the logits' shape {tuple(shape)}; got {tuple(attn_mask.shape)}",
+            "MAP-2",
+        )
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any argument is, else float32: half precision is for storage, never for sums."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def map_dtype(attn_probs: Tensor) -> torch.dtype:
+    """The dtype maps are returned in: the one they came in, float32 for integers."""
+    return attn_probs.dtype if attn_probs.dtype.is_floating_point else torch.float32
+
+
+def _check_boolean(mask: Tensor, name: str) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ShdError(
+            "argument-dtype", f"{name} must be a boolean tensor (True = counts / may attend); got {kind}", "MAP-7"
+        )
+
+
+def _first(where: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in where.nonzero()[0])
+
+
+def _place(where: tuple[int, ...], layer: int | None) -> str:
+    names = _AXES.get(len(where))
+    place = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
+    return ", ".join([f"layer {layer}"] * (layer is not None) + place)

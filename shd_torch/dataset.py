@@ -1,0 +1,243 @@
+"""A user's data set joined with a supervision cache, by sample key.
+
+A batch's codes travel in one buffer, between processes and to the device, and are decoded there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from shd_ref.cache import CacheReader, Manifest, StoredRecord, sample_key, sqrt8_table, trim_sample
+from shd_ref.errors import ShdError
+from shd_ref.plans import MergePlan
+
+ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
+
+_CODE_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "sqrt8-row": torch.uint8,
+}
+
+
+class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
+    """Pairs every sample of a map-style data set with its record in a cache.
+
+    The join is by a hash of what the teacher saw, never by position: shuffles, subsets, ranks and a changed
+    tokenizer cannot misalign it. All keys are looked up when the data set is made, before the first step.
+
+    Args:
+        data: map-style, with ``len``; a sample may be anything.
+        cache: a sealed cache, its folder or a reader.
+        model_inputs: from one sample to the teacher's inputs by name, without batch axis; by default the sample is
+            a mapping that holds them.
+        layers: student layers to read; default all of the cache.
+        preload: read every record once, now, and keep its codes in memory; for small data sets.
+
+    Raises:
+        ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
+            ``inputs-invalid`` for a sample without the teacher's inputs; whatever opening the cache raises.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        cache: CacheReader | str | Path,
+        *,
+        model_inputs: Callable[[Any], ModelInputs] | None = None,
+        layers: Sequence[int] | None = None,
+        preload: bool = False,
+    ) -> None:
+        self.data = data
+        self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
+        self.layers = tuple(self.cache.manifest.student_layers if layers is None else layers)
+        self._model_inputs = model_inputs
+        self.keys = [self._key(data[index]) for index in range(len(data))]
+        missing = [index for index, key in enumerate(self.keys) if key not in self.cache]
+        if missing:
+            raise ShdError(
+                "sample-missing",
+                f"{self.cache.folder} must hold every sample; {len(missing)} of {len(self.keys)} are not in it, "
+                f"first sample {missing[0]} with key {self.keys[missing[0]]}: precompute from these very inputs",
+                "CACHE-83",
+            )
+        self._records = {key: self.cache.read(key, self.layers) for key in set(self.keys)} if preload else None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
+        key = self.keys[index]
+        record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
+        return self.data[index], record
+
+    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CodedSupervision]:
+        """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
+        samples, records = zip(*batch, strict=True)
+        return default_collate(list(samples)), pack_supervision(records, self.cache.manifest, self.layers)
+
+    def _key(self, sample: Any) -> str:
+        inputs = self.cache.manifest.inputs
+        given = sample if self._model_inputs is None else self._model_inputs(sample)
+        if not isinstance(given, Mapping) or not set(inputs.names) <= given.keys():
+            held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+            raise ShdError(
+                "inputs-invalid",
+                f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
+                "CACHE-50",
+            )
+        arrays = {name: np.asarray(given[name]) for name in inputs.names}
+        return sample_key(trim_sample(arrays, inputs.mask)[0] if inputs.mask else arrays)
+
+
+@dataclass(frozen=True)
+class CodedSupervision:
+    """The supervision of a batch as the cache stores it: a byte or two an entry, in one buffer.
+
+    Attributes:
+        buffer: uint8, the packed codes layer by layer, sample by sample.
+        lengths: positions of each sample.
+        layers: student layers in the buffer's order.
+        num_student_heads: H_s.
+        codec: of the cache.
+        support: ``"full"`` or ``"causal"``.
+    """
+
+    buffer: Tensor
+    lengths: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_student_heads: int
+    codec: str
+    support: str
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
+        """The same on another device."""
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> CodedSupervision:
+        """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        return replace(self, buffer=self.buffer.pin_memory())
+
+    def decode(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, on the buffer's device.
+
+        Args:
+            length: L to pad to, the student's sequence length; default: of the longest sample. Padding is zero,
+                which ``shd_loss`` does not count.
+            dtype: of the maps; the arithmetic is float32.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        longest = max(self.lengths)
+        size = longest if length is None else length
+        if size < longest:
+            raise ShdError(
+                "argument-shape",
+                f"length must be at least the longest sample's {longest}; got {size}: teacher and student must see "
+                "the same positions",
+            )
+        codes = self.buffer.view(_CODE_DTYPES[self.codec])
+        sizes = [self.num_student_heads * _num_entries(n, self.support) for n in self.lengths]
+        maps = []
+        for layer in torch.split(codes, sum(sizes)):
+            if len(set(self.lengths)) == 1 and size == longest:
+                square = self._unpack(layer, len(self.lengths), longest)
+            else:
+                square = layer.new_zeros(len(self.lengths), self.num_student_heads, size, size)
+                for target, part, n in zip(square, torch.split(layer, sizes), self.lengths, strict=True):
+                    target[:, :n, :n] = self._unpack(part, 1, n)[0]
+            maps.append(_decode(self.codec, square).to(dtype))
+        return maps
+
+    def query_mask(self, length: int | None = None) -> Tensor:
+        """``(B, L)``, True where a sample has a position."""
+        positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
+        return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+
+    def _unpack(self, codes: Tensor, count: int, length: int) -> Tensor:
+        if self.support == "full":
+            return codes.view(count, self.num_student_heads, length, length)
+        square = codes.new_zeros(count, self.num_student_heads, length, length)
+        rows, columns = torch.tril_indices(length, length, device=codes.device)
+        square[:, :, rows, columns] = codes.view(count, self.num_student_heads, -1)
+        return square
+
+
+def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CodedSupervision:
+    """Put the records of a batch into one buffer, layer by layer, so that it crosses processes and devices once."""
+    blobs = [record.blobs[layer] for layer in layers for record in records]
+    return CodedSupervision(
+        buffer=torch.from_numpy(np.concatenate(blobs)),
+        lengths=tuple(record.length for record in records),
+        layers=tuple(layers),
+        num_student_heads=manifest.num_student_heads,
+        codec=manifest.codec,
+        support=manifest.support,
+    )
+
+
+def check_cache(
+    cache: CacheReader,
+    *,
+    num_student_heads: int | None = None,
+    num_student_layers: int | None = None,
+    temperature: float | None = None,
+    plan: MergePlan | None = None,
+    teacher_sha256: str | None = None,
+) -> None:
+    """Refuse a cache that was made for another student or by another teacher, before the first step.
+
+    Args:
+        cache: the open cache.
+        num_student_heads: H_s of the student.
+        num_student_layers: its number of layers; every layer of the cache must lie below it.
+        temperature: the T_a that ``shd_loss`` will be called with.
+        plan: the merge plan, if the student relies on one.
+        teacher_sha256: of the teacher, where it is at hand.
+
+    Raises:
+        ShdError: ``cache-mismatch`` naming what differs.
+    """
+    manifest = cache.manifest
+    wanted: list[tuple[str, object, object]] = [
+        ("num_student_heads", num_student_heads, manifest.num_student_heads),
+        ("temperature", None if temperature is None else float(temperature), manifest.temperature),
+        ("plan", plan, manifest.plan),
+        ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
+    ]
+    for name, want, have in wanted:
+        if want is not None and want != have:
+            raise ShdError(
+                "cache-mismatch",
+                f"{name} must be {have!r}, as {cache.folder} was made; got {want!r}: precompute one for this student",
+            )
+    last = max(manifest.student_layers)
+    if num_student_layers is not None and last >= num_student_layers:
+        raise ShdError(
+            "cache-mismatch",
+            f"num_student_layers must be above {last}, the last student layer of {cache.folder}; got "
+            f"{num_student_layers}: precompute with --student-layers {num_student_layers}",
+        )
+
+
+def _num_entries(length: int, support: str) -> int:
+    return length * length if support == "full" else length * (length + 1) // 2
+
+
+def _decode(codec: str, codes: Tensor) -> Tensor:
+    """Codes to float32 probabilities (CACHE-32, CACHE-33, CACHE-35)."""
+    if codec == "float32":
+        return codes
+    table = torch.from_numpy(sqrt8_table()).to(codes.device)
+    values = table[codes.int()] if codec == "sqrt8-row" else codes.float()
+    return values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,0 +1,359 @@
+"""Export: a PyTorch teacher as an ONNX graph whose attention is spelled out, checked in onnxruntime.
+
+The tools that squeeze a teacher read its graph: they need each ``Softmax``, the values it meets and the output
+projection. So Hugging Face models are exported with "eager" attention, and opsets that would fuse attention into
+one operator are not offered.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import load_tolerances
+
+OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
+_EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What ``export_teacher`` wrote and how far it is from the model.
+
+    Attributes:
+        path: the ONNX file.
+        data_path: the file of weights beside it, or None where they are inside.
+        inputs: names and shapes of the graph's inputs; a dynamic axis is given by its name.
+        output: name of the graph's output.
+        opset: the ONNX opset.
+        num_softmax: how many ``Softmax`` nodes it holds: at least one per attention layer.
+        checked_shapes: the input shapes it was compared with the model at; empty where onnxruntime is missing.
+        max_difference: largest absolute difference of the output; None where onnxruntime is missing.
+        tolerance: what was allowed: the published tolerance of the dtype times ``max(1, largest output)``.
+    """
+
+    path: Path
+    data_path: Path | None
+    inputs: dict[str, tuple[int | str, ...]]
+    output: str
+    opset: int
+    num_softmax: int
+    checked_shapes: tuple[dict[str, tuple[int, ...]], ...]
+    max_difference: float | None
+    tolerance: float | None
+
+
+def export_teacher(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    opset: int = 18,
+) -> ExportReport:
+    """Write a PyTorch teacher as ONNX with its attention maps in the graph, and check it.
+
+    The model is exported in eval mode, without a key-value cache, and left as it was found. The file appears
+    under its name only after the check.
+
+    Args:
+        model: any module that ``torch.export`` can trace; its first output becomes the graph's only one.
+        example_inputs: tensors by the names of the forward's arguments, or in their order. Sizes do not matter,
+            as long as the model accepts them and, one shorter, along every dynamic axis but the batch.
+        path: where to write the graph; weights of a large model go to ``<path>.data`` beside it.
+        dynamic: names of the axes that may vary, by input and axis, such as
+            ``{"input_ids": {0: "batch", 1: "sequence"}}``; axes of one name share one size. Default: the first
+            axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``.
+        opset: ONNX opset, from 18 to 22.
+
+    Returns:
+        The report; ``max_difference`` is None where onnxruntime is not installed.
+
+    Raises:
+        ShdError: ``export-failed`` where the model cannot be exported or its graph differs from it,
+            ``argument-value``, ``argument-shape``, ``dependency-missing`` (onnx and onnxscript), ``write-failed``.
+    """
+    if opset not in OPSETS:
+        raise ShdError("argument-value", f"opset must be from {OPSETS[0]} to {OPSETS[-1]}; got {opset!r}")
+    for package in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            raise ShdError(
+                "dependency-missing", f"{package} must be installed to export: pip install 'squeezing-heads[torch]'"
+            )
+    target = Path(path)
+    inputs = _name_inputs(model, example_inputs)
+    axes = _read_axes(inputs, dynamic)
+    with _ready_for_export(model), torch.no_grad():
+        # torch.export takes an axis of size 0 or 1 for a constant.
+        inputs = _resized(inputs, axes, lambda size, _: max(size, 2))
+        wrapper = _Positional(model, tuple(inputs)).eval()
+        output_name, _ = _first_output(model(**inputs))
+        program = _trace(wrapper, inputs, axes, output_name, opset)
+        samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
+        expected = [wrapper(*sample.values()) for sample in samples]
+    _strip_metadata(program)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            draft = Path(folder) / target.name  # the same name, which external data are found by
+            program.save(draft, external_data=_num_bytes(model) > _EXTERNAL_DATA_BYTES)
+            max_difference, tolerance = _compare(draft, samples, expected)
+            data_path = _move_into_place(draft, target)
+    except OSError as error:
+        raise ShdError("write-failed", f"the graph must be written to {target}; got {error}") from error
+    return ExportReport(
+        path=target,
+        data_path=data_path,
+        inputs={
+            name: tuple(axes[name].get(axis, size) for axis, size in enumerate(tensor.shape))
+            for name, tensor in inputs.items()
+        },
+        output=output_name,
+        opset=opset,
+        num_softmax=sum(node.op_type == "Softmax" for node in program.model.graph.all_nodes()),
+        checked_shapes=() if max_difference is None else tuple(_shapes(sample) for sample in samples),
+        max_difference=max_difference,
+        tolerance=tolerance,
+    )
+
+
+def load_hf_model(source: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A Hugging Face model with the head it was saved with, in eval mode.
+
+    Args:
+        source: a folder, which is read without any network access, or a hub id.
+        dtype: what to load the weights as; onnxruntime has no bfloat16 attention on the CPU.
+
+    Raises:
+        ShdError: ``dependency-missing`` (transformers), ``export-failed`` where nothing can be loaded.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ShdError(
+            "dependency-missing",
+            "transformers must be installed to load a Hugging Face model: pip install 'squeezing-heads[hf]'",
+        )
+    import transformers
+
+    is_folder = Path(source).is_dir()
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=is_folder)
+        architecture = next(iter(config.architectures or ()), "")
+        model_class = getattr(transformers, architecture, transformers.AutoModel)
+        model: nn.Module = model_class.from_pretrained(source, dtype=dtype, local_files_only=is_folder)
+    except (OSError, ValueError) as error:
+        raise ShdError(
+            "export-failed",
+            f"source must be a folder that save_pretrained wrote, or a hub id that can be reached; got {source}: "
+            f"{error}",
+        ) from error
+    return model.eval()
+
+
+class _Positional(nn.Module):
+    """The model behind positional arguments: ``**kwargs`` cannot be exported with dynamic axes."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return _first_output(self.model(**dict(zip(self.names, inputs, strict=True))))[1]
+
+
+def _first_output(output: Any) -> tuple[str, Tensor]:
+    """The first tensor of whatever a model returns, and what the model calls it, or else ``output``."""
+    name = "output"
+    while not isinstance(output, Tensor):
+        if isinstance(output, Mapping):
+            name, output = next(iter(output.items()))
+        else:
+            output = output[0]
+    return name, output
+
+
+def _name_inputs(
+    model: nn.Module, example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The example inputs by the names of the forward's arguments, on the model's device."""
+    if not isinstance(example_inputs, Mapping):
+        tensors = [example_inputs] if isinstance(example_inputs, Tensor) else list(example_inputs)
+        names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind <= p.KEYWORD_ONLY]
+        if len(tensors) > len(names):
+            raise ShdError(
+                "argument-shape",
+                f"example_inputs must be at most the forward's {len(names)} arguments; got {len(tensors)}",
+            )
+        example_inputs = dict(zip(names, tensors, strict=False))
+    if not example_inputs or not all(isinstance(t, Tensor) and t.ndim for t in example_inputs.values()):
+        raise ShdError("argument-shape", "example_inputs must be at least one tensor, each with a batch axis")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return {name: tensor.to(device) for name, tensor in example_inputs.items()}
+
+
+def _read_axes(
+    inputs: Mapping[str, Tensor], dynamic: Mapping[str, Mapping[int, str]] | None
+) -> dict[str, dict[int, str]]:
+    """The dynamic axes of every input, by their names."""
+    if dynamic is None:
+        return {
+            name: {0: "batch", 1: "sequence"} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}
+            for name, t in inputs.items()
+        }
+    for name, named_axes in dynamic.items():
+        if name not in inputs or not all(0 <= axis < inputs[name].ndim for axis in named_axes):
+            raise ShdError(
+                "argument-value", f"dynamic must name axes of {_shapes(inputs)}; got {name!r}: {dict(named_axes)}"
+            )
+    return {name: dict(dynamic.get(name, {})) for name in inputs}
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+
+
+def _resized(
+    inputs: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]], resize: Callable[[int, str], int]
+) -> dict[str, Tensor]:
+    """The same inputs with every dynamic axis cut or repeated to ``resize(size, axis name)``."""
+    resized = {}
+    for name, given in inputs.items():
+        tensor = given
+        for axis, axis_name in axes[name].items():
+            size = max(1, resize(tensor.shape[axis], axis_name))
+            index = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+            tensor = tensor.index_select(axis, index)
+        resized[name] = tensor
+    return resized
+
+
+@contextmanager
+def _ready_for_export(model: nn.Module) -> Iterator[None]:
+    """Eval mode, eager attention and no cache; afterwards everything as before, whatever happened."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        # Hugging Face models are known by what they can do, so that transformers need not be installed.
+        parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+        configs = list({id(part.config): part.config for part in parts}.values())
+        for config in reversed(configs):  # undone in reverse: an outer configuration writes through to inner ones
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            if hasattr(config, "use_cache"):
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
+        for part in parts:
+            part.set_attn_implementation("eager")
+        yield
+
+
+def _trace(
+    wrapper: nn.Module,
+    inputs: Mapping[str, Tensor],
+    axes: Mapping[str, Mapping[int, str]],
+    output_name: str,
+    opset: int,
+) -> Any:
+    """The ``torch.onnx.ONNXProgram`` of the model, without the exporter's chatter."""
+    dims = {name: torch.export.Dim(name) for name in {n for named in axes.values() for n in named.values()}}
+    shapes = tuple({axis: dims[n] for axis, n in axes[name].items()} for name in inputs)
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    try:
+        logger.setLevel(logging.ERROR)  # it warns of every optional package that is not installed
+        with warnings.catch_warnings():
+            # Third-party code: torch's own deprecations, and a name shared by axes on purpose.
+            warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=r".*axis name: .* will not be used", category=UserWarning)
+            return torch.onnx.export(
+                wrapper,
+                tuple(inputs.values()),
+                input_names=list(inputs),
+                output_names=[output_name],
+                dynamic_shapes={"inputs": shapes},
+                opset_version=opset,
+                dynamo=True,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter raises whatever its parts raise
+        raise ShdError(
+            "export-failed", f"the model must be exportable by torch.onnx.export; got {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        logger.setLevel(level)
+
+
+def _strip_metadata(program: Any) -> None:
+    """Drop the exporter's notes on every node: stack traces with paths of this machine, half of a small file."""
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+
+
+def _num_bytes(model: nn.Module) -> int:
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _compare(
+    path: Path, samples: Sequence[Mapping[str, Tensor]], expected: Sequence[Tensor]
+) -> tuple[float | None, float | None]:
+    """Run the graph on every sample; the largest difference and what was allowed, or None without onnxruntime."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None, None
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    allowed = load_tolerances()["graph"]["probs"]
+    relative = float(allowed.get(str(expected[0].dtype).removeprefix("torch."), allowed["float32"]))
+    largest, tolerance = 0.0, relative
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        for sample, output in zip(samples, expected, strict=True):
+            (result,) = session.run(None, {name: tensor.cpu().numpy() for name, tensor in sample.items()})
+            wanted = output.cpu().double()
+            difference = float((torch.from_numpy(result).double() - wanted).abs().max())
+            bound = relative * max(1.0, float(wanted.abs().max()))
+            if not difference <= bound:
+                raise ShdError(
+                    "export-failed",
+                    f"the graph must give the model's output within {bound:.3g}; got a difference of "
+                    f"{difference:.3g} at {_shapes(sample)}: something in the model depends on the sizes it was "
+                    "exported with",
+                )
+            largest, tolerance = max(largest, difference), max(tolerance, bound)
+    except ShdError:
+        raise
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise ShdError(
+            "export-failed",
+            f"the graph must run in onnxruntime at another batch and length; got {type(error).__name__}: {error}",
+        ) from error
+    return largest, tolerance
+
+
+def _move_into_place(draft: Path, target: Path) -> Path | None:
+    """Rename the data first and the graph last: a graph under its name is complete."""
+    data, draft_data = (path.with_name(path.name + ".data") for path in (target, draft))
+    has_data = draft_data.exists()
+    if has_data:
+        draft_data.replace(data)
+    draft.replace(target)
+    if not has_data:
+        data.unlink(missing_ok=True)  # of an earlier, larger export
+    return data if has_data else None

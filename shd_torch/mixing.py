@@ -1,0 +1,270 @@
+"""Mixing (spec chapter MIX): every strategy returns a mixing matrix; everything after it is shared.
+
+``mixing`` C is ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` when rows have their own weights; its entries are at
+least 0 and sum to one over the teacher's heads. The student's maps are ``A~_h = sum_t C[h, t] A_t``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.tolerances import row_sum_tolerance
+from shd_torch.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_group, solve_pairs
+from shd_torch.attention import soften_probs
+from shd_torch.checks import (
+    check_mask,
+    check_option,
+    check_probs,
+    check_real,
+    check_temperature,
+    compute_dtype,
+    map_dtype,
+)
+
+STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean", "simplex")
+ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")
+
+
+@dataclass(frozen=True)
+class SqueezeResult:
+    """What ``squeeze_heads`` returns (MIX-9).
+
+    Everything but ``probs`` is float64 if an argument was, else float32.
+
+    Attributes:
+        probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
+        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
+        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped; empty for the
+            strategies ``mean`` and ``simplex``, which have no pairwise weights.
+        residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
+            ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
+        num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, so that nobody
+            waits for a number that nobody reads (``int(...)`` waits).
+        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` likewise.
+        plan: the rounds that were run.
+    """
+
+    probs: Tensor
+    mixing: Tensor
+    alphas: tuple[Tensor, ...]
+    residual: Tensor
+    num_clipped: Tensor
+    num_degenerate: Tensor
+    plan: MergePlan
+
+
+@torch.no_grad()
+def squeeze_heads(
+    teacher_probs: Tensor,
+    value_outputs: Tensor,
+    num_student_heads: int,
+    *,
+    plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
+    strategy: str = "shd",
+    query_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    alpha_rule: str = "least_squares",
+    alpha_per: str = "map",
+    alpha_from: str = "teacher",
+    check: bool = True,
+) -> SqueezeResult:
+    """Merge a teacher's maps into as many as the student has heads (MIX-1..10); runs without gradient.
+
+    Args:
+        teacher_probs: A ``(B, H_t, L, S)``, after softmax, before dropout.
+        value_outputs: X ``(B, H_t, S, D)``, from ``value_outputs``.
+        num_student_heads: H_s, from 1 to H_t.
+        plan: a kind (``"progressive"``, the default, or ``"balanced"``) or explicit rounds of pairs.
+        strategy: ``shd`` (closed-form alphas), ``constant`` (1/2), ``hard`` (the better of 0 and 1),
+            ``mean`` (every map is the mean of all), ``simplex`` (the best convex weights of each group at once).
+        query_mask: boolean ``(B, L)``, True = the row counts; default all.
+        temperature: T_a; C is solved on the maps as given and mixes the softened ones (TEMP-3).
+        alpha_rule: see ``solve_alpha``.
+        alpha_per: ``"map"`` or ``"row"``.
+        alpha_from: ``"teacher"``, or ``"softened"`` to solve on the softened maps (D-3).
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Raises:
+        ShdError: any code of the meaning; see the spec's chapter ERR.
+
+    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5.
+    """
+    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
+    temperature = check_temperature(temperature)
+    check_real(value_outputs, "value_outputs", check=check, ndim=4)
+    check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
+    batch, num_heads, rows, keys = teacher_probs.shape
+    if value_outputs.shape[:3] != (batch, num_heads, keys):
+        raise ShdError(
+            "argument-shape",
+            f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}; "
+            f"got {tuple(value_outputs.shape)}",
+            "MIX-1",
+        )
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, rows))
+    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask)
+    rounds = merge_plan(num_heads, num_student_heads, "progressive" if plan is None else plan)
+    groups = plan_groups(rounds, num_heads)
+
+    dtype = compute_dtype(teacher_probs, value_outputs)
+    probs, outputs = teacher_probs.to(dtype), value_outputs.to(dtype)
+    softened = soften_probs(probs, temperature)
+    solved_on = softened if alpha_from == "softened" else probs
+    solutions: list[AlphaSolution] = []
+    num_weights = rows if alpha_per == "row" else 1
+    if strategy == "mean":
+        mixing = probs.new_full((batch, num_student_heads, num_heads, num_weights), 1.0 / num_heads)
+    elif strategy == "simplex":
+        mixing = _simplex_mixing(solved_on, outputs, groups, query_mask, alpha_per)
+    else:
+        solutions, mixing = _pairwise_mixing(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+    if alpha_per == "map":
+        mixing = mixing[..., 0]
+    merged = _mix(softened, mixing)
+    none = torch.zeros((), dtype=torch.int64, device=probs.device)
+    return SqueezeResult(
+        probs=merged.to(map_dtype(teacher_probs)),
+        mixing=mixing,
+        alphas=tuple(s.clipped for s in solutions),
+        # The residual is defined on the maps at temperature 1, whatever supervises.
+        residual=_residual(probs, outputs, merged if temperature == 1.0 else _mix(probs, mixing), groups, query_mask),
+        num_clipped=sum((((s.raw < 0) | (s.raw > 1)).sum() for s in solutions), none),
+        num_degenerate=sum((s.degenerate.sum() for s in solutions), none),
+        plan=rounds,
+    )
+
+
+def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> Tensor:
+    """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
+
+    Args:
+        teacher_probs: ``(B, H_t, L, S)``.
+        mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Returns:
+        ``(B, H_s, L, S)`` in the dtype of ``teacher_probs``.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
+    """
+    check_real(teacher_probs, "teacher_probs", check=check, ndim=4)
+    check_real(mixing, "mixing", check=check)
+    batch, num_heads, rows, _ = teacher_probs.shape
+    shape = tuple(mixing.shape)
+    if len(shape) not in (3, 4) or shape[0] != batch or shape[2] != num_heads or shape[3:] not in ((), (rows,)):
+        raise ShdError(
+            "argument-shape",
+            f"mixing must be (B, H_s, H_t) or (B, H_s, H_t, L) with B={batch}, H_t={num_heads}, L={rows}; "
+            f"got {shape}",
+            "MIX-3",
+        )
+    dtype = compute_dtype(teacher_probs, mixing)
+    weights = mixing.to(dtype)
+    if check:
+        _check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
+    return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
+
+
+def _mix(probs: Tensor, mixing: Tensor) -> Tensor:
+    terms = "bht,btls->bhls" if mixing.ndim == 3 else "bhtl,btls->bhls"
+    return torch.einsum(terms, mixing, probs)
+
+
+def _check_convex(weights: Tensor, tolerance: float) -> None:
+    sums = weights.sum(dim=2)
+    if ((weights < 0).any() | ((sums - 1).abs() > tolerance).any()).item():
+        raise ShdError(
+            "mixing-invalid",
+            f"mixing must be at least 0 and sum to 1 over the teacher's heads within {tolerance:g}; got a minimum "
+            f"of {weights.min().item():.6g} and sums from {sums.min().item():.6g} to {sums.max().item():.6g}",
+            "MIX-3",
+        )
+
+
+def _pairwise_mixing(
+    probs: Tensor,
+    outputs: Tensor,
+    rounds: MergePlan,
+    strategy: str,
+    query_mask: Tensor | None,
+    alpha_rule: str,
+    alpha_per: str,
+) -> tuple[list[AlphaSolution], Tensor]:
+    """Run the plan, a round at once: merged heads come first, then the untouched ones (PLAN-4).
+
+    Returns the rounds' solutions and C as ``(B, H_s, H_t, 1)`` or, per row, ``(B, H_s, H_t, L)``.
+    """
+    batch, num_heads, rows, _ = probs.shape
+    num_weights = rows if alpha_per == "row" else 1
+    mixing = torch.eye(num_heads, dtype=probs.dtype, device=probs.device)
+    mixing = mixing[None, :, :, None].expand(batch, -1, -1, num_weights)
+    solutions = []
+    for number, one_round in enumerate(rounds):
+        first, second = [p for p, _ in one_round], [q for _, q in one_round]
+        used = {*first, *second}
+        untouched = [head for head in range(mixing.shape[1]) if head not in used]
+        if strategy == "constant":
+            half = probs.new_full((batch, len(one_round), rows)[: 2 + (alpha_per == "row")], 0.5)
+            solution = AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool))
+        else:
+            solution = solve_pairs(
+                probs[:, first],
+                probs[:, second],
+                outputs[:, first],
+                outputs[:, second],
+                query_mask=query_mask,
+                rule=alpha_rule,
+                alpha_per=alpha_per,
+            )
+        if strategy == "hard":
+            # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
+            chosen = (solution.raw >= 0.5).to(probs.dtype)
+            solution = solution._replace(raw=chosen, clipped=chosen)
+        alpha = solution.clipped.reshape(batch, len(one_round), -1)  # (B, P, 1 or L)
+        merged = torch.lerp(mixing[:, second], mixing[:, first], alpha[:, :, None])
+        mixing = torch.cat((merged, mixing[:, untouched]), dim=1)
+        if number + 1 < len(rounds) and strategy != "constant":  # only alphas of a later round read the pool
+            merged_probs = torch.lerp(probs[:, second], probs[:, first], alpha[..., None])
+            probs = torch.cat((merged_probs, probs[:, untouched]), dim=1)
+            outputs = torch.cat((outputs[:, first] + outputs[:, second], outputs[:, untouched]), dim=1)
+        solutions.append(solution)
+    return solutions, mixing
+
+
+def _simplex_mixing(
+    probs: Tensor, outputs: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None, alpha_per: str
+) -> Tensor:
+    """The k-way optimum of each group, as C ``(B, H_s, H_t, 1)`` or, per row, ``(B, H_s, H_t, L)`` (MIX-7)."""
+    batch, num_heads, rows, _ = probs.shape
+    mixing = probs.new_zeros((batch, len(groups), num_heads, rows if alpha_per == "row" else 1))
+    for student_head, group in enumerate(groups):
+        members = list(group)
+        mixing[:, student_head, members] = solve_group(
+            probs[:, members], outputs[:, members], query_mask=query_mask, alpha_per=alpha_per
+        )
+    return mixing
+
+
+def _residual(
+    probs: Tensor, outputs: Tensor, merged: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None
+) -> Tensor:
+    """Relative Frobenius error of the merged attention output per sample (MIX-8)."""
+    group_outputs = torch.stack([outputs[:, list(group)].sum(1) for group in groups], dim=1)
+    target = torch.einsum("btls,btsd->bld", probs, outputs)
+    error = torch.einsum("bhls,bhsd->bld", merged, group_outputs) - target
+    if query_mask is not None:
+        target, error = (t.masked_fill(~query_mask[:, :, None], 0.0) for t in (target, error))
+    error_norm, norm = (torch.linalg.vector_norm(t, dim=(1, 2)) for t in (error, target))
+    # 0 / 0 is no error at all; anything else over 0 stays infinite.
+    return torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)

@@ -1,0 +1,21 @@
+"""The caches kept in ``golden/``. ``python -m cache.golden_jobs`` writes those that do not exist yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cache.makers import job, write_cache
+
+GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_JOBS = {
+    "sqrt8-row-full": job(num_samples=3),
+    "sqrt8-row-causal": job(num_samples=3, support="causal", alpha_per="row"),
+    "bf16-causal": job(num_samples=3, support="causal", codec="bf16"),
+    "float32-full": job(num_samples=3, codec="float32", alpha_per="row"),
+}
+
+if __name__ == "__main__":
+    for name, manifest in GOLDEN_JOBS.items():
+        if not (GOLDEN / name).exists():
+            write_cache(GOLDEN / name, manifest)
+            (GOLDEN / name / ".lock").unlink()

@@ -1,0 +1,88 @@
+"""Reads a cache by the words of specs/cache-format.md alone: plain loops, nothing of ours (not a test itself)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """CACHE-11 and CACHE-13."""
+    members: dict[str, Any] = json.loads(path.read_bytes())
+    assert spelled(members) == path.read_bytes()
+    checksum = members.pop("checksum")
+    assert checksum == xxhash.xxh3_128_hexdigest(spelled(members))
+    return members | {"checksum": checksum}
+
+
+def spelled(members: dict[str, Any]) -> bytes:
+    return json.dumps(members, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def read_cache(folder: Path) -> dict[int, dict[str, Any]]:
+    """Every sample by its index: key, length, alphas, mixing, and decoded maps per student layer."""
+    manifest, seal = read_document(folder / "manifest.json"), read_document(folder / "SEALED.json")
+    identity = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    assert seal["manifest"] == identity
+    samples = {}
+    for number, checksum in enumerate(seal["receipts"]):
+        receipt = read_document(folder / f"receipts/{number:06d}.json")
+        data = (folder / f"shards/{number % 100:02d}/{number:06d}.safetensors").read_bytes()
+        assert (receipt["checksum"], receipt["manifest"], receipt["size"]) == (checksum, identity, len(data))
+        assert receipt["xxh3_128"] == xxhash.xxh3_128_hexdigest(data)
+        for record in receipt["records"]:
+            samples[record["index"]] = read_record(manifest, data, record)
+    assert len(samples) == seal["num_samples"]
+    return samples
+
+
+def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -> dict[str, Any]:
+    def blob(place: list[Any]) -> bytes:
+        start, end, checksum = place
+        assert xxhash.xxh3_64_hexdigest(data[start:end]) == checksum
+        return data[start:end]
+
+    def floats(place: list[Any]) -> list[float]:
+        return list(struct.unpack(f"<{(place[1] - place[0]) // 4}f", blob(place)))
+
+    layers = [layer["student_layer"] for layer in manifest["layers"]]
+    return {
+        "key": record["key"],
+        "length": record["length"],
+        "alphas": floats(record["alphas"]),
+        "mixing": floats(record["mixing"]),
+        "maps": {
+            layer: read_map(manifest, blob(place), record["length"])
+            for layer, place in zip(layers, record["layers"], strict=True)
+        },
+    }
+
+
+def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[list[float]]]:
+    """CACHE-32 to CACHE-36 and CACHE-40 to CACHE-43."""
+    form = {"float32": "f", "bf16": "H", "sqrt8-row": "B"}[manifest["codec"]]
+    codes = iter(struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob))
+    heads = []
+    for _ in range(manifest["num_student_heads"]):
+        rows = []
+        for query in range(length):
+            keys = length if manifest["support"] == "full" else query + 1
+            row = [value_of(manifest["codec"], next(codes)) for _ in range(keys)] + [0.0] * (length - keys)
+            mass = 1.0 if manifest["codec"] == "float32" else sum(row)
+            rows.append([value / mass if mass else 0.0 for value in row])
+        heads.append(rows)
+    assert next(codes, None) is None
+    return heads
+
+
+def value_of(codec: str, code: Any) -> float:
+    if codec == "float32":
+        return float(code)
+    if codec == "bf16":
+        return float(struct.unpack("<f", struct.pack("<I", code << 16))[0])
+    return 0.75 / 255**2 if code == 1 else (code / 255) ** 2

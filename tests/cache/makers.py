@@ -1,0 +1,155 @@
+"""Small caches for the tests, the same on every machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shd_ref.cache import (
+    CacheReader,
+    CacheWriter,
+    CodecError,
+    Dataset,
+    LayerPair,
+    Manifest,
+    NewRecord,
+    SampleInputs,
+    ShardPlan,
+    Teacher,
+    dataset_fingerprint,
+    encode,
+    sample_key,
+)
+
+NUM_TEACHER_HEADS = 4
+NUM_STUDENT_HEADS = 2
+PLAN = (((0, 1), (2, 3)),)
+MAX_LENGTH = 9
+MEASURED = CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16)
+
+
+def length_of(index: int) -> int:
+    return 1 + index * 5 % MAX_LENGTH
+
+
+def key_of(index: int) -> str:
+    return sample_key({"input_ids": np.arange(index, index + length_of(index))})
+
+
+def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Manifest:
+    manifest = Manifest(
+        spec_version="1.0",
+        created_by="squeezing-heads test",
+        teacher=Teacher(sha256="ab" * 32, name="tiny", provider="CPUExecutionProvider", dtype="float32"),
+        num_student_heads=NUM_STUDENT_HEADS,
+        layers=(
+            LayerPair(1, 2, "/encoder/2/Softmax", NUM_TEACHER_HEADS),
+            LayerPair(2, 4, "/encoder/4/Softmax", NUM_TEACHER_HEADS),
+        ),
+        plan=PLAN,
+        strategy="shd",
+        alpha_rule="least_squares",
+        alpha_per="map",
+        temperature=1.0,
+        support="full",
+        codec="sqrt8-row",
+        inputs=SampleInputs(names=("input_ids",), mask=None),
+        dataset=Dataset(dataset_fingerprint(key_of(index) for index in range(num_samples)), num_samples),
+        shards=ShardPlan(samples_per_shard, seed=17, num_shards=-(-num_samples // samples_per_shard)),
+    )
+    return replace(manifest, **changes)
+
+
+def generated(shape: tuple[int, ...], seed: int) -> NDArray[np.uint64]:
+    """Numbers from 1 to 65536, by integer arithmetic: the same with every numpy and processor."""
+    numbers = np.arange(1, 1 + np.prod(shape, dtype=np.int64), dtype=np.uint64) + np.uint64(seed << 20)
+    mixed = numbers * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return ((mixed >> np.uint64(48)) + np.uint64(1)).reshape(shape)
+
+
+def fractions(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    return generated(shape, seed).astype(np.float32) / np.float32(2**16)
+
+
+def rows_of(shape: tuple[int, ...], seed: int, *, causal: bool) -> NDArray[np.float32]:
+    """Uneven rows that sum to one, with exact zeros where ``causal`` forbids the future."""
+    cubes = generated(shape, seed) ** np.uint64(3)  # below 2^48, so sums of a few are exact in float64
+    if causal:
+        cubes = cubes * np.tri(shape[-1], dtype=np.uint64)
+    return (cubes.astype(np.float64) / cubes.sum(axis=-1, keepdims=True).astype(np.float64)).astype(np.float32)
+
+
+def probs_of(manifest: Manifest, index: int, layer: int, length: int | None = None) -> NDArray[np.float32]:
+    size = length or length_of(index)
+    return rows_of((manifest.num_student_heads, size, size), 31 * index + layer, causal=manifest.support == "causal")
+
+
+def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
+    length, layers = length_of(index), len(manifest.layers)
+    rows = (length,) if manifest.alpha_per == "row" else ()
+    heads = (manifest.num_student_heads, manifest.num_teacher_heads)
+    record = NewRecord(
+        index=index,
+        key=key_of(index),
+        length=length,
+        codes=[encode(manifest.codec, probs_of(manifest, index, layer)) for layer in manifest.student_layers],
+        alphas=fractions((layers, manifest.num_alphas, *rows), 1000 + index),
+        mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
+    )
+    return replace(record, **changes)
+
+
+def records_of(manifest: Manifest, shard: int) -> list[NewRecord]:
+    return [record_of(manifest, index) for index in manifest.shard_samples(shard)]
+
+
+def write_shards(writer: CacheWriter, shards: Iterable[int]) -> None:
+    for shard in shards:
+        writer.write_shard(shard, records_of(writer.manifest, shard), MEASURED)
+
+
+def write_cache(folder: Path, manifest: Manifest) -> Path:
+    writer = CacheWriter(folder, manifest)
+    write_shards(writer, writer.missing_shards())
+    writer.seal()
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a cache but the lock, by its path."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def read_everything(reader: CacheReader) -> dict[str, bytes]:
+    """All samples of an open cache in one comparable form; also run in other processes."""
+    records = [reader.read(key) for key in reader]
+    return {
+        record.key: b"".join(
+            [
+                record.alphas.tobytes(),
+                *([] if record.mixing is None else [record.mixing.tobytes()]),
+                *(reader.decode(record, layer).tobytes() for layer in record.blobs),
+            ]
+        )
+        for record in records
+    }
+
+
+def document(members: dict[str, Any]) -> bytes:
+    """A document by the rules of the specification, without our code."""
+
+    def spell(value: dict[str, Any]) -> bytes:
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    body = {name: value for name, value in members.items() if name != "checksum"}
+    return spell(body | {"checksum": xxhash.xxh3_128_hexdigest(spell(body))})

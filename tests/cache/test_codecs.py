@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+
+from shd_ref.cache import (
+    CODECS,
+    CodecError,
+    check_codes,
+    code_dtype,
+    codec_error,
+    decode,
+    encode,
+    merge_codec_errors,
+    sqrt8_table,
+)
+from shd_ref.errors import ShdError
+
+LOSSY = [codec for codec in CODECS if codec != "float32"]
+
+
+def dirichlet(concentration: float, rows: int, keys: int) -> np.ndarray:
+    draws = np.random.default_rng(5).gamma(concentration, size=(rows, keys))
+    draws[:, 0] += 1e-3  # a tiny concentration can draw a row of zeros
+    return (draws / draws.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def peaked(rows: int, keys: int, rest: float) -> np.ndarray:
+    values = np.full((rows, keys), rest)
+    values[:, 0] = 1 - rest * (keys - 1)
+    return values.astype(np.float32)
+
+
+ROWS = {
+    "uniform": np.full((4, 64), 1 / 64, dtype=np.float32),
+    "diffuse": dirichlet(5.0, 64, 128),
+    "attention-like": dirichlet(0.3, 64, 256),
+    "peaky": dirichlet(0.02, 64, 256),
+    "worst-case": peaked(4, 512, 2.2 / 255**2),
+    "vanishing-tail": peaked(4, 512, 1e-30),
+    "one-key": np.ones((3, 1), dtype=np.float32),
+    "one-hot": np.eye(5, dtype=np.float32),
+}
+
+
+def sqrt8_by_hand(row: list[float]) -> list[int]:
+    """CACHE-34 with plain numbers, each step rounded to binary32."""
+
+    def single(x: float) -> float:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+
+    largest = max(row)
+    codes = []
+    for value in row:
+        root = single(math.sqrt(single(value / largest))) if largest else 0.0
+        codes.append(0 if value == 0 else min(max(round(single(255 * root)), 1), 255))
+    return codes
+
+
+def test_sqrt8_follows_its_formula_exactly() -> None:
+    rows = np.concatenate([dirichlet(0.1, 40, 50), np.zeros((1, 50), dtype=np.float32)])
+    rows[:, 7] = 0
+    assert encode("sqrt8-row", rows).tolist() == [sqrt8_by_hand(row) for row in rows.tolist()]
+
+
+def test_sqrt8_rounds_ties_to_even() -> None:
+    row = np.array([[1.0, 0.25, (2.5 / 255) ** 2]], dtype=np.float32)
+    assert (np.sqrt(row) * np.float32(255)).tolist() == [[255, 127.5, 2.5]]  # ties, after rounding to binary32
+    assert encode("sqrt8-row", row).tolist() == [[255, 128, 2]]
+
+
+def test_sqrt8_keeps_the_support() -> None:
+    row = np.array([[1.0, 1e-30, 2.0**-126, 2.0**-127, 0.0]], dtype=np.float32)
+    assert encode("sqrt8-row", row).tolist() == [[255, 1, 1, 0, 0]]
+
+
+def test_sqrt8_table_is_the_formula_of_the_specification() -> None:
+    table = sqrt8_table()
+    assert table.dtype == np.float32
+    assert table[0] == 0
+    assert table[1] == np.float32(0.75 / 255**2)
+    assert table[2:].tolist() == [np.float32((code / 255) ** 2) for code in range(2, 256)]
+
+
+def test_bf16_matches_every_rounding_case() -> None:
+    cases = {0x3F800000: 0x3F80, 0x3F808000: 0x3F80, 0x3F818000: 0x3F82, 0x3F808001: 0x3F81, 0x3F7FFFFF: 0x3F80, 0: 0}
+    values = np.array(list(cases), dtype=np.uint32).view(np.float32)
+    assert encode("bf16", values).tolist() == list(cases.values())
+
+
+def test_bf16_agrees_with_torch() -> None:
+    torch = pytest.importorskip("torch")
+    rows = ROWS["attention-like"]
+    expected = torch.from_numpy(rows).to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(encode("bf16", rows), expected)
+
+
+def test_float32_is_exact() -> None:
+    rows = ROWS["diffuse"]
+    np.testing.assert_array_equal(decode("float32", encode("float32", rows)), rows)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_float64_rows_code_like_their_float32(codec: str) -> None:
+    rows = ROWS["attention-like"].astype(np.float64) * (1 + 1e-10)
+    np.testing.assert_array_equal(encode(codec, rows), encode(codec, rows.astype(np.float32)))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", [(5,), (3, 1), (2, 3, 4, 7), (0, 4), (2, 0, 0)])
+def test_any_shape_goes_through(codec: str, shape: tuple[int, ...]) -> None:
+    codes = encode(codec, np.full(shape, 0.25, dtype=np.float32))
+    assert codes.shape == shape
+    assert codes.dtype == code_dtype(codec)
+    assert decode(codec, codes).shape == shape
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_without_mass_stay_zero(codec: str) -> None:
+    rows = ROWS["diffuse"].copy()
+    rows[3] = 0
+    decoded = decode(codec, encode(codec, rows))
+    assert not decoded[3].any()
+    np.testing.assert_allclose(np.delete(decoded.sum(axis=-1, dtype=np.float64), 3), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_coding_what_was_decoded_changes_nothing(codec: str) -> None:
+    codes = encode(codec, ROWS["peaky"])
+    again = encode(codec, decode(codec, codes))
+    assert np.abs(again.astype(int) - codes.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("codec", LOSSY)
+def test_error_stays_within_the_bound(codec: str, name: str) -> None:
+    rows = ROWS[name]
+    exact = rows.astype(np.float64)
+    exact /= exact.sum(axis=-1, keepdims=True)
+    spread = (exact > 0).sum(axis=-1) * exact.max(axis=-1)  # S m of CACHE-39
+    bounds = spread / 255**2 if codec == "sqrt8-row" else np.full(len(rows), 1.01 / 2**16)
+    decoded = decode(codec, encode(codec, rows))
+    for row, coded, bound in zip(exact, decoded, bounds, strict=True):
+        error = codec_error(row, coded)
+        assert error.kl_max <= bound
+        assert error.tv_mean <= math.sqrt(max(error.kl_max, 1e-15) / 2) + 1e-7
+
+
+@pytest.mark.parametrize("name", ["diffuse", "attention-like"])
+def test_error_is_what_the_specification_predicts(name: str) -> None:
+    exact = ROWS[name].astype(np.float64)
+    spread = ((exact > 0).sum(axis=-1) * exact.max(axis=-1)).mean() / 255**2
+    roots = (np.sqrt(exact).sum(axis=-1) * np.sqrt(exact.max(axis=-1))).mean()
+    error = codec_error(exact, decode("sqrt8-row", encode("sqrt8-row", exact)))
+    assert 0.9 * spread / 6 <= error.kl_mean <= 1.1 * spread / 3
+    assert error.tv_mean == pytest.approx(roots / (4 * 255), rel=0.15)
+
+
+def test_codec_error_by_hand() -> None:
+    exact = np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    coded = np.array([[0.25, 0.75, 0.0], [0.0, 0.0, 0.0], [0.5, 0.25, 0.25]])
+    first = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    error = codec_error(exact, coded)
+    assert error.rows == 2
+    assert error.kl_mean == pytest.approx((first + math.log(2)) / 2)
+    assert error.kl_max == pytest.approx(math.log(2))
+    assert error.tv_mean == pytest.approx((0.25 + 0.5) / 2)
+
+
+def test_lost_support_is_an_infinite_error() -> None:
+    assert codec_error(np.array([[0.5, 0.5]]), np.array([[1.0, 0.0]])).kl_max == math.inf
+
+
+def test_no_rows_no_error() -> None:
+    nothing = CodecError(0.0, 0.0, 0.0, 0)
+    assert codec_error(np.zeros((2, 3)), np.zeros((2, 3))) == nothing
+    assert merge_codec_errors([]) == merge_codec_errors([nothing, nothing]) == nothing
+
+
+def test_merged_errors_are_the_error_of_all_rows() -> None:
+    rows = ROWS["peaky"]
+    decoded = decode("sqrt8-row", encode("sqrt8-row", rows))
+    whole = codec_error(rows, decoded)
+    parts = merge_codec_errors([codec_error(rows[:10], decoded[:10]), codec_error(rows[10:], decoded[10:])])
+    assert (parts.kl_max, parts.rows) == (whole.kl_max, whole.rows)
+    assert parts.kl_mean == pytest.approx(whole.kl_mean)
+    assert parts.tv_mean == pytest.approx(whole.tv_mean)
+
+
+@pytest.mark.parametrize(
+    ("codec", "probs", "code"),
+    [
+        ("zip", np.ones((1, 2), dtype=np.float32), "argument-value"),
+        ("bf16", np.ones((1, 2), dtype=np.float16), "argument-dtype"),
+        ("bf16", np.array([[np.nan, 1]]), "not-finite"),
+        ("float32", np.array([[np.inf, 1]]), "not-finite"),
+        ("sqrt8-row", np.array([[-0.1, 1.1]]), "not-a-distribution"),
+    ],
+)
+def test_encode_refuses(codec: str, probs: np.ndarray, code: str) -> None:
+    with pytest.raises(ShdError) as caught:
+        encode(codec, probs)
+    assert caught.value.code == code
+
+
+def test_decode_refuses_codes_of_another_codec() -> None:
+    with pytest.raises(ShdError, match="must be uint8; got uint16"):
+        decode("sqrt8-row", np.zeros((1, 2), dtype=np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("codec", "codes", "code"),
+    [
+        ("float32", np.array([np.nan], dtype=np.float32), "not-finite"),
+        ("float32", np.array([-1], dtype=np.float32), "not-a-distribution"),
+        ("bf16", np.array([0x7F80], dtype=np.uint16), "not-finite"),
+        ("bf16", np.array([0xBF80], dtype=np.uint16), "not-a-distribution"),
+        ("sqrt8-row", np.array([1], dtype=np.int8), "argument-dtype"),
+    ],
+)
+def test_check_codes_refuses_what_no_encoder_makes(codec: str, codes: np.ndarray, code: str) -> None:
+    with pytest.raises(ShdError) as caught:
+        check_codes(codec, codes)
+    assert caught.value.code == code

@@ -1,0 +1,76 @@
+"""Writers that are killed or race: whatever happens, a finished cache is the undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache.interrupted_writer import MANIFEST, NUM_SAMPLES
+from cache.makers import contents, key_of, read_everything, record_of, write_cache
+
+from shd_ref.cache import CacheReader, verify_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = 8
+
+
+def start_writer(folder: Path, scale: float = 1.0) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "cache.interrupted_writer", str(folder), str(scale)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("undisturbed"), MANIFEST)
+
+
+def test_killed_writers_resume(tmp_path: Path, undisturbed: Path) -> None:
+    moments = random.Random(11)
+    committed = 0
+    for kill in range(KILLS):
+        with start_writer(tmp_path) as process:
+            assert process.stdout is not None
+            if kill:  # the first one may die before it is ready
+                assert process.stdout.readline() == b"ready\n"
+            time.sleep(moments.uniform(0, 0.03))
+            process.kill()
+        if not (tmp_path / "manifest.json").exists():
+            continue
+        partial = CacheReader(tmp_path, allow_partial=True)  # whatever was committed is whole
+        assert committed <= len(partial)
+        committed = len(partial)
+        read_everything(partial)
+    with start_writer(tmp_path) as process:
+        output, _ = process.communicate(timeout=30)
+    assert output == b"ready\nsealed\n"
+    assert read_everything(CacheReader(tmp_path)) == read_everything(CacheReader(undisturbed))
+    assert contents(tmp_path) == contents(undisturbed)
+    assert len(CacheReader(tmp_path)) == NUM_SAMPLES
+    assert verify_cache(tmp_path).ok
+
+
+def test_racing_writers_agree(tmp_path: Path, undisturbed: Path) -> None:
+    writers = [start_writer(tmp_path) for _ in range(3)]
+    outputs = [writer.communicate(timeout=30)[0] for writer in writers]
+    assert outputs == [b"ready\nsealed\n"] * 3
+    assert contents(tmp_path) == contents(undisturbed)
+
+
+def test_racing_writers_that_round_differently_do_not_mix(tmp_path: Path) -> None:
+    scales = (1.0, 0.5, 0.25)
+    writers = [start_writer(tmp_path, scale) for scale in scales]
+    outputs = [writer.communicate(timeout=30)[0] for writer in writers]
+    assert outputs == [b"ready\nsealed\n"] * 3
+    assert verify_cache(tmp_path).ok
+    reader = CacheReader(tmp_path)
+    for index in range(NUM_SAMPLES):
+        written = record_of(MANIFEST, index).alphas
+        found = reader.read(key_of(index)).alphas
+        assert any(np.array_equal(found, written * np.float32(scale)) for scale in scales)

@@ -1,0 +1,200 @@
+"""One changed byte anywhere is an error that names its file, and its record where it lies in a blob."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache.makers import document, job, read_everything, write_cache
+
+from shd_ref.cache import CacheReader, Receipt, verify_cache
+from shd_ref.errors import ShdError
+
+FLIPS_PER_FILE = 24
+DOCUMENTS = [
+    ("manifest.json", True),
+    ("manifest.json", False),
+    ("receipts/000001.json", True),
+    ("receipts/000001.json", False),
+    ("SEALED.json", True),
+]
+WHAT = ("alphas", "mixing", "layer 1", "layer 2")
+SHARD = "shards/01/000001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("pristine") / "cache", job())
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "cache")
+
+
+def flips(size: int, seed: int) -> list[tuple[int, int]]:
+    """Random positions and bits, and the first and last byte."""
+    random = np.random.default_rng(seed)
+    positions = [0, size - 1, *random.integers(size, size=FLIPS_PER_FILE - 2).tolist()]
+    return [(position, int(random.integers(8))) for position in positions]
+
+
+def flip(path: Path, position: int, bit: int) -> bytes:
+    """Flip one bit in place; returns the bytes as they were."""
+    data = path.read_bytes()
+    path.write_bytes(data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :])
+    return data
+
+
+@pytest.mark.parametrize(("name", "sealed"), DOCUMENTS)
+def test_flipped_bit_in_a_document(folder: Path, name: str, sealed: bool) -> None:
+    if not sealed:
+        (folder / "SEALED.json").unlink()
+    path = folder / name
+    for position, bit in flips(path.stat().st_size, seed=1):
+        data = flip(path, position, bit)
+        with pytest.raises(ShdError, match=re.escape(name)) as caught:
+            CacheReader(folder, allow_partial=True)
+        assert caught.value.code == "cache-corrupt", (position, bit)
+        assert name in {problem.path for problem in verify_cache(folder).problems}
+        path.write_bytes(data)
+
+
+def test_flipped_bit_in_a_blob(folder: Path) -> None:
+    path = folder / SHARD
+    receipt = Receipt.read(folder, 1, job())
+    owners = [
+        (blob, record, what)
+        for record in receipt.records
+        for what, blob in zip(WHAT, (record.alphas, record.mixing, *record.layers), strict=True)
+    ]
+    for blob, record, what in owners:
+        assert blob is not None
+        for offset, bit in flips(blob.end - blob.start, seed=blob.start)[:6]:
+            data = flip(path, blob.start + offset, bit)
+            reader = CacheReader(folder)
+            with pytest.raises(ShdError, match=rf"000001\.safetensors: record {record.index} {what}: ") as caught:
+                reader.read(record.key)
+            assert caught.value.code == "cache-corrupt"
+            blobs, whole = verify_cache(folder).problems
+            assert (blobs.path, blobs.record, blobs.code) == (SHARD, record.index, "cache-corrupt")
+            assert f"record {record.index} {what}" in blobs.message
+            assert "XXH3-128 of the file" in whole.message
+            path.write_bytes(data)
+
+
+def test_flipped_bit_in_a_header(folder: Path) -> None:
+    path = folder / SHARD
+    end = min(blob.start for blob in Receipt.read(folder, 1, job()).stored_order())
+    for position, bit in flips(end, seed=3):
+        data = flip(path, position, bit)
+        assert {problem.path for problem in verify_cache(folder).problems} == {SHARD}
+        read_everything(CacheReader(folder))  # a reader does not use the header
+        path.write_bytes(data)
+
+
+def test_reader_does_not_touch_damage_it_was_not_asked_for(folder: Path) -> None:
+    record = Receipt.read(folder, 1, job()).records[0]
+    flip(folder / SHARD, record.layers[1].start, 0)
+    reader = CacheReader(folder)
+    assert list(reader.read(record.key, layers=[1]).blobs) == [1]
+    with pytest.raises(ShdError, match="layer 2"):
+        reader.read(record.key, layers=[2])
+
+
+def test_all_problems_are_listed(folder: Path) -> None:
+    (folder / "notes.txt").write_text("not ours")
+    (folder / "receipts/000000.json").unlink()
+    flip(folder / "receipts/000003.json", 40, 2)
+    flip(folder / SHARD, 9, 0)
+    (folder / "shards/02/000002.safetensors").unlink()
+    report = verify_cache(folder)
+    assert not report.ok
+    assert [(problem.code, problem.path) for problem in report.problems] == [
+        ("cache-incomplete", "receipts/000000.json"),
+        ("cache-corrupt", SHARD),
+        ("cache-corrupt", SHARD),
+        ("cache-incomplete", "shards/02/000002.safetensors"),
+        ("cache-corrupt", "receipts/000003.json"),
+        ("cache-corrupt", "notes.txt"),
+        ("cache-corrupt", "shards/00/000000.safetensors"),
+    ]
+    assert (report.shards, report.records) == (0, 0)
+    for problem in report.problems:
+        assert str(problem).startswith(f"{problem.code}: ")
+        assert str(problem).count(problem.path) == 1
+
+
+def test_verification_reports_progress(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify_cache(folder, on_progress=lambda done, total: seen.append((done, total)))
+    assert report.ok
+    assert report.sealed
+    assert (report.shards, report.records) == (4, 7)
+    assert report.bytes == sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_verification_without_a_manifest(tmp_path: Path) -> None:
+    (problem,) = verify_cache(tmp_path).problems
+    assert (problem.code, problem.path) == ("cache-incomplete", "manifest.json")
+
+
+def test_links_are_reported(folder: Path) -> None:
+    (folder / "shards/99").symlink_to("/etc")
+    (problem,) = verify_cache(folder).problems
+    assert (problem.code, problem.path) == ("path-unsafe", "shards/99")
+
+
+def test_samples_in_another_order_are_reported(folder: Path) -> None:
+    path = folder / "receipts/000001.json"
+    members = json.loads(path.read_bytes())
+    first, second = members["records"]
+    first["index"], second["index"] = second["index"], first["index"]
+    path.write_bytes(document(members))
+    (folder / "SEALED.json").unlink()
+    messages = [problem.message for problem in verify_cache(folder).problems]
+    assert "its records are not the samples of this shard, in order" in messages
+
+
+HOSTILE_RECORDS: dict[str, dict[str, Any]] = {
+    "index beyond the data set": {"index": 7},
+    "no length": {"length": 0},
+    "absurd length": {"length": 2**40},
+    "key is a path": {"key": "../../../../../etc/passwd"},
+    "blob is a path": {"alphas": "/etc/passwd"},
+    "blob without hash": {"alphas": [704, 720]},
+    "hash of another form": {"alphas": [704, 720, "0X23456789ABCDEF"]},
+    "blob backwards": {"alphas": [720, 704, "0" * 16]},
+    "blob elsewhere": {"alphas": [0, 16, "0" * 16]},
+    "blob beyond the file": {"alphas": [2**50, 2**50 + 16, "0" * 16]},
+    "layer missing": {"layers": [[864, 992, "0" * 16]]},
+    "unknown member": {"path": "../x"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_RECORDS)
+def test_hostile_receipts_are_refused(folder: Path, name: str) -> None:
+    path = folder / "receipts/000000.json"
+    members = json.loads(path.read_bytes())
+    members["records"][0] |= HOSTILE_RECORDS[name]
+    path.write_bytes(document(members))
+    (folder / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
+        CacheReader(folder, allow_partial=True)
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize("shard", [4, 999_999])
+def test_receipt_beyond_the_plan_is_refused(folder: Path, shard: int) -> None:
+    members = json.loads((folder / "receipts/000000.json").read_bytes())
+    (folder / f"receipts/{shard:06d}.json").write_bytes(document(members | {"shard": shard}))
+    (folder / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match="below 4") as caught:
+        CacheReader(folder, allow_partial=True)
+    assert caught.value.code == "cache-corrupt"

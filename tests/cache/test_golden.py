@@ -1,0 +1,44 @@
+"""The bytes of format 1, pinned: a change here is a new format version (CACHE-95).
+
+``python -m cache.golden_jobs`` (in ``tests/``) writes folders that do not exist yet, and never changes one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache.golden_jobs import GOLDEN, GOLDEN_JOBS
+from cache.independent_reader import read_cache
+from cache.makers import contents, key_of, length_of, record_of, write_cache
+
+from shd_ref.cache import CacheReader, verify_cache
+
+
+@pytest.mark.parametrize("name", GOLDEN_JOBS)
+def test_same_bytes_today(tmp_path: Path, name: str) -> None:
+    written, golden = contents(write_cache(tmp_path, GOLDEN_JOBS[name])), contents(GOLDEN / name)
+    assert written.keys() == golden.keys()
+    assert [path for path in golden if written[path] != golden[path]] == []
+
+
+@pytest.mark.parametrize("name", GOLDEN_JOBS)
+def test_golden_cache_is_sound(name: str) -> None:
+    assert verify_cache(GOLDEN / name).ok
+
+
+@pytest.mark.parametrize("name", GOLDEN_JOBS)
+def test_reader_agrees_with_one_made_from_the_specification(name: str) -> None:
+    manifest = GOLDEN_JOBS[name]
+    reader, samples = CacheReader(GOLDEN / name), read_cache(GOLDEN / name)
+    assert sorted(samples) == list(range(manifest.dataset.num_samples))
+    for index, sample in samples.items():
+        record, written = reader.read(key_of(index)), record_of(manifest, index)
+        assert (sample["key"], sample["length"]) == (key_of(index), length_of(index))
+        assert sample["alphas"] == record.alphas.ravel().tolist() == written.alphas.ravel().tolist()
+        assert written.mixing is not None
+        assert record.mixing is not None
+        assert sample["mixing"] == record.mixing.ravel().tolist() == written.mixing.ravel().tolist()
+        for layer, maps in sample["maps"].items():
+            np.testing.assert_allclose(reader.decode(record, layer), maps, rtol=2.0**-20, atol=0)

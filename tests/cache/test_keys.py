@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+
+from shd_ref.cache import dataset_fingerprint, sample_key, trim_sample
+from shd_ref.errors import ShdError
+
+TOKENS = np.array([101, 7592, 102], dtype=np.int64)
+
+
+def test_key_follows_the_specification() -> None:
+    """CACHE-50 by hand."""
+    image = np.array([[0.5, -1.0]], dtype=np.float32)
+    by_hand = b"shd-sample-key-1\n"
+    by_hand += struct.pack("<I", 9) + b"input_ids" + struct.pack("<I", 5) + b"int64" + struct.pack("<IQ", 1, 3)
+    by_hand += struct.pack("<3q", 101, 7592, 102)
+    by_hand += struct.pack("<I", 6) + b"pixels" + struct.pack("<I", 7) + b"float32" + struct.pack("<IQQ", 2, 1, 2)
+    by_hand += struct.pack("<2f", 0.5, -1.0)
+    assert sample_key({"pixels": image, "input_ids": TOKENS}) == xxhash.xxh3_128_hexdigest(by_hand)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint16", "uint64", ">i4", ">i8"])
+def test_integer_width_and_byte_order_do_not_matter(dtype: str) -> None:
+    values = np.array([1, 2, 100])
+    assert sample_key({"x": values.astype(dtype)}) == sample_key({"x": values})
+
+
+def test_float_width_and_memory_order_do_not_matter() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
+    expected = sample_key({"x": values})
+    assert sample_key({"x": values.astype(np.float64)}) == expected
+    assert sample_key({"x": values.astype(np.float16)}) == expected
+    assert sample_key({"x": np.asfortranarray(values)}) == expected
+    assert sample_key({"x": np.repeat(values, 2, axis=0)[::2]}) == expected
+
+
+def test_torch_tensors_give_the_same_key() -> None:
+    torch = pytest.importorskip("torch")
+    assert sample_key({"x": torch.tensor([101, 7592, 102], dtype=torch.int32)}) == sample_key({"x": TOKENS})
+
+
+def test_content_matters() -> None:
+    variants = [
+        {"x": TOKENS},
+        {"y": TOKENS},
+        {"x": TOKENS[::-1]},
+        {"x": TOKENS[None]},
+        {"x": TOKENS.astype(np.float32)},
+        {"x": TOKENS > 200},
+        {"x": (TOKENS > 200).astype(np.int64)},
+        {"x": TOKENS, "y": TOKENS},
+        {"x": np.array(101)},
+        {"x": np.array([], dtype=np.int64)},
+    ]
+    assert len({sample_key(inputs) for inputs in variants}) == len(variants)
+
+
+@pytest.mark.parametrize(
+    "inputs", [{}, {"x": np.array(["a"])}, {"x": np.array([1j])}, {"x": np.array([2**63], dtype=np.uint64)}]
+)
+def test_key_refuses(inputs: dict[str, np.ndarray]) -> None:
+    with pytest.raises(ShdError) as caught:
+        sample_key(inputs)
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_trailing_padding_does_not_change_a_key() -> None:
+    padded = {"ids": np.array([5, 6, 7, 0, 0]), "mask": np.array([1, 1, 1, 0, 0]), "other": np.ones((2, 5))}
+    trimmed, length = trim_sample(padded, "mask")
+    assert length == 3
+    assert {name: array.shape for name, array in trimmed.items()} == {"ids": (3,), "mask": (3,), "other": (2, 5)}
+    longer = {name: np.pad(array, (0, 4)) if array.ndim == 1 else array for name, array in padded.items()}
+    assert sample_key(trim_sample(longer, "mask")[0]) == sample_key(trimmed)
+
+
+def test_leading_padding_stays() -> None:
+    trimmed, length = trim_sample(
+        {"ids": np.array([0, 5, 6, 0]), "mask": np.array([False, True, True, False])}, "mask"
+    )
+    assert length == 3
+    assert trimmed["ids"].tolist() == [0, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [(np.zeros(4), "at least one token"), (np.ones((1, 4)), r"must be \(L,\)"), (None, "must hold the mask 'mask'")],
+)
+def test_trim_refuses(mask: np.ndarray | None, message: str) -> None:
+    inputs = {"ids": np.arange(4)} | ({} if mask is None else {"mask": mask})
+    with pytest.raises(ShdError, match=message) as caught:
+        trim_sample(inputs, "mask")
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_fingerprint_depends_on_order() -> None:
+    keys = ["00" * 16, "ff" * 16]
+    assert dataset_fingerprint(keys) == xxhash.xxh3_128_hexdigest(b"shd-dataset-1\n" + bytes(16) + b"\xff" * 16)
+    assert dataset_fingerprint(keys) != dataset_fingerprint(reversed(keys))
+
+
+@pytest.mark.parametrize("key", ["", "00" * 15, "FF" * 16, "0x" + "0" * 30, "00" * 16 + "\n", 7])
+def test_fingerprint_refuses_what_is_no_key(key: str) -> None:
+    with pytest.raises(ShdError, match="32 lower-case hex digits"):
+        dataset_fingerprint([key])

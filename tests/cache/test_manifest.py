@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from cache.makers import document, job, key_of
+
+from shd_ref.cache import Dataset, LayerPair, Manifest, SampleInputs, ShardPlan, Teacher
+from shd_ref.errors import ShdError
+
+
+def members_of(manifest: Manifest) -> dict[str, Any]:
+    members: dict[str, Any] = json.loads(manifest.to_bytes())
+    return members
+
+
+def test_bytes_are_what_the_specification_says() -> None:
+    manifest = job()
+    assert document(members_of(manifest)) == manifest.to_bytes()
+
+
+def test_parsing_undoes_writing() -> None:
+    manifest = job(plan=(((0, 1),), ((0, 2),)), inputs=SampleInputs(("ids", "mask"), "mask"))
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_same_job_same_id() -> None:
+    assert job().id == job().id == replace(job(), temperature=1).id
+    assert job(temperature=2.0).id != job().id
+
+
+def test_names_may_hold_any_character() -> None:
+    layer = LayerPair(0, 0, 'a"b\\c\n\x7f\u00e9\U0001f40d\ud800', 4)
+    manifest = job(layers=(layer,))
+    assert manifest.to_bytes().isascii()
+    assert Manifest.from_bytes(manifest.to_bytes()).layers[0].site == layer.site
+
+
+def test_differences_name_the_members() -> None:
+    changed = job(temperature=2.0, shards=ShardPlan(4, 17, 2))
+    assert job().differences(changed) == [
+        "shards.num_shards: 4 -> 2",
+        "shards.samples_per_shard: 2 -> 4",
+        "temperature: 1.0 -> 2.0",
+    ]
+    assert job().differences(job()) == []
+
+
+def test_shards_hold_every_sample_once_in_the_specified_order() -> None:
+    manifest = job(num_samples=103, samples_per_shard=10)
+    by_hand = sorted(range(103), key=lambda i: (xxhash.xxh3_64_intdigest(struct.pack("<Q", i), 17), i))
+    dealt = [manifest.shard_samples(shard) for shard in range(11)]
+    assert [index for shard in dealt for index in shard] == by_hand
+    assert [len(shard) for shard in dealt] == [10] * 10 + [3]
+
+
+@pytest.mark.parametrize("shard", [-1, 4])
+def test_no_such_shard(shard: int) -> None:
+    with pytest.raises(ShdError, match="shard must be 0 to 3"):
+        job().shard_samples(shard)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"format_version": "2"}, "format_version must be '1'"),
+        ({"num_student_heads": 5}, "num_student_heads must be 1 to num_teacher_heads=4; got 5"),
+        ({"num_student_heads": 0}, "num_student_heads must be 1"),
+        ({"layers": ()}, "layers must be 1 to 1000; got 0"),
+        ({"layers": (LayerPair(2, 2, "a", 4), LayerPair(1, 1, "b", 4))}, "student layers must ascend"),
+        ({"layers": (LayerPair(1, 2, "a", 4), LayerPair(2, 1, "b", 8))}, "num_teacher_heads must agree"),
+        ({"plan": (((0, 4),),)}, "plan positions must be below 4"),
+        ({"alpha_per": "head"}, "alpha_per must be one of"),
+        ({"temperature": 0.0}, "temperature must be finite and above 0; got 0.0"),
+        ({"temperature": math.inf}, "temperature must be finite"),
+        ({"temperature": math.nan}, "temperature must be finite"),
+        ({"support": "window"}, "support must be one of"),
+        ({"codec": "zip"}, "codec must be one of"),
+        ({"shards": ShardPlan(2, 17, 5)}, "num_shards must be 4; got 5"),
+    ],
+)
+def test_constructor_refuses(changes: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ShdError, match=rule) as caught:
+        job(**changes)
+    assert caught.value.code == "argument-value"
+
+
+@pytest.mark.parametrize(
+    ("part", "arguments"),
+    [
+        (Teacher, ("ab" * 31, "n", "p", "d")),
+        (Teacher, ("AB" * 32, "n", "p", "d")),
+        (LayerPair, (1000, 0, "s", 4)),
+        (LayerPair, (0, 0, "s", 0)),
+        (SampleInputs, (("b", "a"), None)),
+        (SampleInputs, ((), None)),
+        (SampleInputs, (("a",), "mask")),
+        (Dataset, ("no key", 1)),
+        (Dataset, (key_of(0), 0)),
+        (Dataset, (key_of(0), 10**8 + 1)),
+        (ShardPlan, (0, 0, 1)),
+        (ShardPlan, (1, 2**53, 1)),
+        (ShardPlan, (1, 0, 10**6 + 1)),
+    ],
+)
+def test_parts_refuse(part: type, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ShdError) as caught:
+        part(*arguments)
+    assert caught.value.code == "argument-value"
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "unknown member": {"extra": 1},
+    "string for a number": {"num_student_heads": "2"},
+    "bool for a number": {"num_student_heads": True},
+    "real for an integer": {"num_student_heads": 2.0},
+    "integer for a real": {"temperature": 1},
+    "negative": {"num_student_heads": -1},
+    "beyond 2^53": {"shards": {"samples_per_shard": 2**53, "seed": 0, "num_shards": 1}},
+    "list for an object": {"teacher": []},
+    "object for a list": {"layers": {}},
+    "unknown inner member": {"dataset": {"fingerprint": key_of(0), "num_samples": 7, "path": "../../etc/passwd"}},
+    "missing inner member": {"dataset": {"num_samples": 7}},
+    "absurd size": {"dataset": {"fingerprint": key_of(0), "num_samples": 2**52}},
+    "path for a number": {"shards": {"samples_per_shard": 2, "seed": 17, "num_shards": "../../../4"}},
+    "triple for a pair": {"plan": [[[0, 1, 2]]]},
+    "null": {"codec": None},
+    "unknown codec": {"codec": "pickle"},
+    "version is no string": {"format_version": 1},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_manifests_are_refused(name: str) -> None:
+    with pytest.raises(ShdError, match="manifest") as caught:
+        Manifest.from_bytes(document(members_of(job()) | HOSTILE[name]))
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize("member", sorted(members_of(job())))
+def test_every_member_is_required(member: str) -> None:
+    members = members_of(job())
+    del members[member]
+    data = document(members)
+    if member == "checksum":
+        data = json.dumps(members, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    with pytest.raises(ShdError) as caught:
+        Manifest.from_bytes(data)
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\n",
+        b"{}\n",
+        b"[]\n",
+        b"null\n",
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"a":' * 100_000 + b"\n",
+        b'{"a":' + b"9" * 10_000 + b"}\n",
+        b'{"a":NaN}\n',
+        b'{"a":1e999}\n',
+        b'{"a":1,"a":1}\n',
+    ],
+    ids=range(12),
+)
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(ShdError) as caught:
+        Manifest.from_bytes(data)
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize(
+    "respelled",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"\n",
+        lambda data: b" " + data,
+        lambda data: data.replace(b":", b": ", 1),
+        lambda data: data.replace(b"\n", b"\r\n"),
+        lambda data: data.replace(b"tiny", b"t\\u0069ny"),
+        lambda data: data.replace(b":1.0}", b":1.00}"),
+        lambda data: json.dumps(json.loads(data), indent=2).encode(),
+    ],
+    ids=range(8),
+)
+def test_another_spelling_of_the_same_content_is_refused(respelled: Any) -> None:
+    data = respelled(job().to_bytes())
+    assert data != job().to_bytes()
+    with pytest.raises(ShdError, match="canonical form") as caught:
+        Manifest.from_bytes(data)
+    assert caught.value.code == "cache-corrupt"
+
+
+def test_newer_format_says_what_to_do() -> None:
+    members = members_of(job()) | {"format_version": "2", "something_new": [1]}
+    with pytest.raises(ShdError, match="got '2': install a release") as caught:
+        Manifest.from_bytes(document(members))
+    assert caught.value.code == "cache-version"
+
+
+def test_version_of_a_damaged_manifest_is_not_believed() -> None:
+    data = job().to_bytes().replace(b'"format_version":"1"', b'"format_version":"3"')
+    with pytest.raises(ShdError, match="checksum") as caught:
+        Manifest.from_bytes(data)
+    assert caught.value.code == "cache-corrupt"
+
+
+def test_absurdly_large_file_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(ShdError, match="at most 268435456 bytes"):
+        Manifest.read(tmp_path)
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="is no cache") as caught:
+        Manifest.read(tmp_path)
+    assert caught.value.code == "cache-incomplete"

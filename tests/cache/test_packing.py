@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cache.makers import rows_of
+
+from shd_ref.cache import CODECS, SUPPORTS, encode, pack, packed_size, unpack
+from shd_ref.errors import ShdError
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 33])
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_unpack_undoes_pack(codec: str, support: str, length: int) -> None:
+    codes = encode(codec, rows_of((3, length, length), 1, causal=support == "causal"))
+    blob = pack(codes, support)
+    assert blob.shape == (packed_size(codec, support, 3, length),)
+    np.testing.assert_array_equal(unpack(blob, codec, support, 3, length), codes)
+
+
+def test_causal_bytes_are_the_lower_triangle_row_by_row() -> None:
+    codes = np.array([[[1, 0, 0], [2, 3, 0], [4, 5, 6]], [[7, 0, 0], [8, 9, 0], [10, 11, 12]]], dtype=np.uint8)
+    assert pack(codes, "causal").tolist() == list(range(1, 13))
+
+
+def test_wide_codes_are_little_endian() -> None:
+    codes = np.array([[[0x0102]]], dtype=np.uint16)
+    assert pack(codes, "full").tolist() == [2, 1]
+    assert pack(codes.astype(">u2"), "full").tolist() == [2, 1]
+
+
+def test_strided_codes_pack_like_contiguous_ones() -> None:
+    codes = encode("bf16", rows_of((2, 6, 6), 2, causal=False))
+    assert pack(codes[:, ::2, ::2], "full").tolist() == pack(codes[:, ::2, ::2].copy(), "full").tolist()
+
+
+def test_causal_refuses_mass_in_the_future() -> None:
+    codes = np.zeros((2, 3, 3), dtype=np.uint8)
+    codes[1, 0, 2] = 9
+    with pytest.raises(ShdError, match="got 9 at head 1, row 0, key 2") as caught:
+        pack(codes, "causal")
+    assert caught.value.code == "support-mismatch"
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4)])
+def test_pack_refuses_maps_that_are_not_square(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShdError, match=r"must be \(H_s, n, n\)"):
+        pack(np.zeros(shape, dtype=np.uint8), "full")
+
+
+def test_unknown_support() -> None:
+    with pytest.raises(ShdError, match="support must be one of full, causal; got 'window'"):
+        packed_size("bf16", "window", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "blob", [np.zeros(8, np.uint8), np.zeros(10, np.uint8), np.zeros(9, np.int8), np.zeros((3, 3), np.uint8)]
+)
+def test_unpack_refuses_another_size(blob: np.ndarray) -> None:
+    with pytest.raises(ShdError, match=r"blob must be \(9,\) uint8"):
+        unpack(blob, "sqrt8-row", "full", 1, 3)

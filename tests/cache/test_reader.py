@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache.makers import job, key_of, read_everything, write_cache, write_shards
+
+from shd_ref.cache import CacheReader, CacheWriter, sample_key
+from shd_ref.cache import reader as reader_module
+from shd_ref.errors import ShdError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_cache(tmp_path / "cache", job())
+
+
+def test_partial_cache_is_refused_unless_allowed(tmp_path: Path) -> None:
+    write_shards(CacheWriter(tmp_path, job()), [1])
+    with pytest.raises(ShdError, match=r"SEALED\.json must exist: 1 of 4 shards are committed") as caught:
+        CacheReader(tmp_path)
+    assert caught.value.code == "cache-incomplete"
+    reader = CacheReader(tmp_path, allow_partial=True)
+    assert not reader.sealed
+    assert reader.keys() == [key_of(index) for index in job().shard_samples(1)]
+    absent = key_of(job().shard_samples(0)[0])
+    assert absent not in reader
+    with pytest.raises(ShdError, match="the cache is partial") as caught:
+        reader.read(absent)
+    assert caught.value.code == "sample-missing"
+
+
+def test_cache_without_a_shard_is_empty_but_readable(tmp_path: Path) -> None:
+    CacheWriter(tmp_path, job())
+    assert len(CacheReader(tmp_path, allow_partial=True)) == 0
+
+
+def test_missing_sample(folder: Path) -> None:
+    reader = CacheReader(folder)
+    key = sample_key({"input_ids": np.array([-1])})
+    assert key not in reader
+    assert key_of(0) in reader
+    with pytest.raises(ShdError, match=f"must hold sample {key}") as caught:
+        reader.read(key)
+    assert caught.value.code == "sample-missing"
+
+
+def test_unknown_layer(folder: Path) -> None:
+    with pytest.raises(ShdError, match=r"must be among student layers \[1, 2\]; got 3") as caught:
+        CacheReader(folder).read(key_of(0), layers=[1, 3])
+    assert caught.value.code == "argument-value"
+
+
+@pytest.mark.parametrize("allow_partial", [False, True])
+def test_missing_receipt_of_a_sealed_cache(folder: Path, allow_partial: bool) -> None:
+    (folder / "receipts/000002.json").unlink()
+    with pytest.raises(ShdError, match=r"receipts/000002\.json must exist") as caught:
+        CacheReader(folder, allow_partial=allow_partial)
+    assert caught.value.code == "cache-incomplete"
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize(
+    ("size", "problem"), [(None, "does not exist"), (0, "has 0"), (700, "has 700"), (9999, "has 9999")]
+)
+def test_missing_or_cut_shard_is_found_when_opening(
+    folder: Path, size: int | None, problem: str, sealed: bool
+) -> None:
+    shard = folder / "shards/02/000002.safetensors"
+    if size is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, size)
+    if not sealed:
+        (folder / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match=rf"000002\.safetensors: it .*{problem}") as caught:
+        CacheReader(folder, allow_partial=True)
+    assert caught.value.code == "cache-incomplete"
+
+
+@pytest.mark.parametrize("size", [None, 0, 700])
+def test_shard_lost_while_reading(folder: Path, size: int | None) -> None:
+    reader = CacheReader(folder)
+    key = key_of(job().shard_samples(2)[-1])
+    shard = folder / "shards/02/000002.safetensors"
+    if size is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, size)
+    with pytest.raises(ShdError, match=r"000002\.safetensors: it (does not exist|ends at byte)") as caught:
+        reader.read(key)
+    assert caught.value.code == "cache-incomplete"
+
+
+def test_receipt_from_another_cache(folder: Path, tmp_path: Path) -> None:
+    other = write_cache(tmp_path / "other", job(temperature=2.0))
+    shutil.copy(other / "receipts/000001.json", folder / "receipts/000001.json")
+    with pytest.raises(ShdError, match=r"000001\.json must belong to manifest") as caught:
+        CacheReader(folder)
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_receipt_under_another_number(folder: Path) -> None:
+    shutil.copy(folder / "receipts/000001.json", folder / "receipts/000002.json")
+    with pytest.raises(ShdError, match=r"000002\.json: shard must be 2, as its name says") as caught:
+        CacheReader(folder)
+    assert caught.value.code == "cache-corrupt"
+
+
+def test_seal_from_another_cache(folder: Path, tmp_path: Path) -> None:
+    other = write_cache(tmp_path / "other", job(temperature=2.0))
+    shutil.copy(other / "SEALED.json", folder / "SEALED.json")
+    with pytest.raises(ShdError, match=r"SEALED\.json must belong to manifest") as caught:
+        CacheReader(folder)
+    assert caught.value.code == "cache-mismatch"
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "SEALED.json", "receipts/000000.json", "shards/00/000000.safetensors"]
+)
+def test_links_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ShdError, match="must be a regular file") as caught:
+        CacheReader(folder)
+    assert caught.value.code == "path-unsafe"
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list open files there")
+def test_reader_keeps_few_files_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "OPEN_SHARDS", 2)
+    reader = CacheReader(folder)
+    before = open_descriptors()
+    expected = read_everything(reader)
+    assert open_descriptors() == before + 2
+    assert len(expected) == 7
+    del reader
+    assert open_descriptors() == before
+
+
+def test_pickled_reader_reads(folder: Path) -> None:
+    reader = CacheReader(folder)
+    expected = read_everything(reader)
+    copy = pickle.loads(pickle.dumps(reader))
+    del reader
+    assert read_everything(copy) == expected
+
+
+def test_relative_folder_survives_a_change_of_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    reader = CacheReader("cache")
+    monkeypatch.chdir("/")
+    assert len(read_everything(reader)) == 7
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_read(folder: Path, method: str) -> None:
+    reader = CacheReader(folder)
+    expected = read_everything(reader)  # with descriptors open when the processes start
+    with ProcessPoolExecutor(2, multiprocessing.get_context(method)) as pool:
+        assert list(pool.map(read_everything, [reader] * 6)) == [expected] * 6
+    assert read_everything(reader) == expected
+
+
+def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "OPEN_SHARDS", 1)  # every read closes what another thread is reading
+    reader = CacheReader(folder)
+    expected = read_everything(reader)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: read_everything(reader), range(40))) == [expected] * 40

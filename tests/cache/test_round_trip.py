@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache.makers import (
+    MEASURED,
+    contents,
+    job,
+    key_of,
+    length_of,
+    probs_of,
+    record_of,
+    records_of,
+    write_cache,
+    write_shards,
+)
+
+from shd_ref.cache import (
+    CODECS,
+    SUPPORTS,
+    CacheReader,
+    CacheWriter,
+    Dataset,
+    ShardPlan,
+    dataset_fingerprint,
+    decode,
+    encode,
+    verify_cache,
+)
+
+
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_was_written_is_read(tmp_path: Path, codec: str, support: str, alpha_per: str) -> None:
+    manifest = job(codec=codec, support=support, alpha_per=alpha_per)
+    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
+    assert reader.sealed
+    assert len(reader) == 7
+    assert reader.codec_error == replace(MEASURED, rows=4 * MEASURED.rows)  # of four shards
+    assert reader.keys() == [key_of(index) for shard in range(4) for index in manifest.shard_samples(shard)]
+    for index in range(7):
+        record, written = reader.read(key_of(index)), record_of(manifest, index)
+        assert (record.index, record.key, record.length) == (index, key_of(index), length_of(index))
+        np.testing.assert_array_equal(record.alphas, written.alphas)
+        np.testing.assert_array_equal(record.mixing, written.mixing)
+        for layer in (1, 2):
+            probs = probs_of(manifest, index, layer)
+            np.testing.assert_array_equal(reader.decode(record, layer), decode(codec, encode(codec, probs)))
+            np.testing.assert_allclose(reader.decode(record, layer), probs, atol=0.005)
+    assert verify_cache(reader.folder).ok
+
+
+def test_padding_is_cut_off(tmp_path: Path) -> None:
+    manifest = job(num_samples=2, samples_per_shard=2, alpha_per="row")
+    padded = []
+    for index in (0, 1):
+        record, length = record_of(manifest, index), length_of(index)
+        codes = [np.pad(array, ((0, 0), (0, 3), (0, 3))) for array in record.codes]
+        for array in codes:
+            array[:, length:, 0] = 77  # padding rows may hold anything
+        rows = ((0, 0), (0, 0), (0, 3))
+        alphas, mixing = np.pad(record.alphas, rows), np.pad(record.mixing, ((0, 0), *rows))
+        padded.append(replace(record, codes=codes, alphas=alphas, mixing=mixing))
+    CacheWriter(tmp_path / "padded", manifest).write_shard(0, padded, MEASURED)
+    write_shards(CacheWriter(tmp_path / "cut", manifest), [0])
+    assert contents(tmp_path / "padded") == contents(tmp_path / "cut")
+
+
+def test_alphas_and_mixing_may_be_absent(tmp_path: Path) -> None:
+    manifest = job(strategy="mean")
+    writer = CacheWriter(tmp_path, manifest)
+    for shard in range(4):
+        none = np.zeros((2, 0), dtype=np.float32)
+        records = [replace(record, alphas=none, mixing=None) for record in records_of(manifest, shard)]
+        writer.write_shard(shard, records, MEASURED)
+    writer.seal()
+    record = CacheReader(tmp_path).read(key_of(3))
+    assert record.alphas.shape == (2, 0)
+    assert record.mixing is None
+    assert verify_cache(tmp_path).ok
+
+
+def test_identity_has_no_pairs(tmp_path: Path) -> None:
+    manifest = job(num_student_heads=4, plan=())
+    record = CacheReader(write_cache(tmp_path, manifest)).read(key_of(0))
+    assert record.alphas.shape == (2, 0)
+    assert record.mixing is not None
+    assert record.mixing.shape == (2, 4, 4)
+
+
+def test_some_layers(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path, job()))
+    record = reader.read(key_of(4), layers=[2])
+    assert list(record.blobs) == [2]
+    np.testing.assert_array_equal(record.blobs[2], reader.read(key_of(4)).blobs[2])
+
+
+def test_arrays_belong_to_the_caller(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path, job()))
+    record = reader.read(key_of(4))
+    record.blobs[1][:] = 0
+    record.alphas[:] = 0
+    assert reader.read(key_of(4)).blobs[1].any()
+
+
+def test_equal_samples_share_a_key_and_the_first_is_read(tmp_path: Path) -> None:
+    keys = [key_of(index % 3) for index in range(6)]
+    manifest = job(dataset=Dataset(dataset_fingerprint(keys), 6), shards=ShardPlan(1, 17, 6))
+    writer = CacheWriter(tmp_path, manifest)
+    for shard in range(6):
+        (index,) = manifest.shard_samples(shard)
+        writer.write_shard(shard, [record_of(manifest, index, key=keys[index])], MEASURED)
+    writer.seal()
+    reader = CacheReader(tmp_path)
+    assert len(reader) == len(reader.keys()) == 6
+    assert [reader.read(key).index for key in keys] == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "pt"])
+def test_shards_are_safetensors_files(tmp_path: Path, framework: str) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    pytest.importorskip("torch" if framework == "pt" else "numpy")
+    manifest = job(codec="bf16", support="causal")
+    reader = CacheReader(write_cache(tmp_path, manifest))
+    for shard in range(4):
+        with safetensors.safe_open(tmp_path / f"shards/{shard:02d}/{shard:06d}.safetensors", framework) as file:
+            assert file.metadata() == {"format": "shd-cache-1", "manifest": manifest.id, "shard": str(shard)}
+            names = {f"{index:08d}/{part}" for index in manifest.shard_samples(shard) for part in PARTS}
+            assert set(file.keys()) == names
+            for index in manifest.shard_samples(shard):
+                record = reader.read(key_of(index))
+                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/L02"), record.blobs[2])
+                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/alphas"), record.alphas)
+                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/mixing"), record.mixing)
+
+
+PARTS = ("alphas", "mixing", "L01", "L02")
+
+
+def test_float_tensors_are_aligned(tmp_path: Path) -> None:
+    write_cache(tmp_path, job())
+    for path in tmp_path.rglob("*.safetensors"):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        assert length % 8 == 0
+        for name, tensor in header.items():
+            if name != "__metadata__" and tensor["dtype"] == "F32":
+                assert tensor["data_offsets"][0] % 4 == 0

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache.makers import MEASURED, contents, job, key_of, length_of, record_of, records_of, write_cache, write_shards
+
+from shd_ref.cache import CacheReader, CacheWriter, Dataset, Receipt, verify_cache
+from shd_ref.errors import ShdError
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.tmp"))
+
+
+def test_resume_writes_what_is_missing(tmp_path: Path) -> None:
+    first = CacheWriter(tmp_path / "resumed", job())
+    assert first.missing_shards() == [0, 1, 2, 3]
+    write_shards(first, [2])
+    second = CacheWriter(tmp_path / "resumed", job())
+    assert second.missing_shards() == [0, 1, 3]
+    write_shards(second, [0, 1, 3])
+    second.seal()
+    assert contents(tmp_path / "resumed") == contents(write_cache(tmp_path / "whole", job()))
+
+
+def test_order_of_records_does_not_matter(tmp_path: Path) -> None:
+    CacheWriter(tmp_path / "a", job()).write_shard(1, records_of(job(), 1), MEASURED)
+    CacheWriter(tmp_path / "b", job()).write_shard(1, records_of(job(), 1)[::-1], MEASURED)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_committed_shard_is_not_written_again(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path, job())
+    receipt = writer.write_shard(1, records_of(job(), 1), MEASURED)
+    before = contents(tmp_path)
+    other = [replace(record, alphas=record.alphas / 2) for record in records_of(job(), 1)]
+    assert writer.write_shard(1, other, MEASURED) == receipt
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["no receipt", "bad receipt", "foreign receipt", "no shard", "short shard"])
+def test_damaged_shards_are_missing_and_can_be_written_again(tmp_path: Path, damage: str) -> None:
+    folder = write_cache(tmp_path / "cache", job())
+    whole = contents(folder)
+    receipt, shard = folder / "receipts/000001.json", folder / "shards/01/000001.safetensors"
+    if damage == "no receipt":
+        receipt.unlink()
+    elif damage == "bad receipt":
+        receipt.write_bytes(receipt.read_bytes()[:-5])
+    elif damage == "foreign receipt":
+        other = write_cache(tmp_path / "other", job(temperature=2.0))
+        receipt.write_bytes((other / "receipts/000001.json").read_bytes())
+    elif damage == "no shard":
+        shard.unlink()
+    else:
+        os.truncate(shard, 900)
+    writer = CacheWriter(folder, job())
+    assert writer.missing_shards() == [1]
+    write_shards(writer, [1])
+    assert not (folder / "SEALED.json").exists()
+    writer.seal()
+    assert contents(folder) == whole
+
+
+def test_another_job_is_refused(tmp_path: Path) -> None:
+    CacheWriter(tmp_path, job())
+    before = contents(tmp_path)
+    with pytest.raises(ShdError, match=r"codec: 'sqrt8-row' -> 'bf16'; temperature: 1\.0 -> 2\.0; choose") as caught:
+        CacheWriter(tmp_path, job(temperature=2.0, codec="bf16"))
+    assert caught.value.code == "cache-mismatch"
+    assert contents(tmp_path) == before
+
+
+def test_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    CacheWriter(tmp_path, job())
+    (tmp_path / "manifest.json").write_bytes(job().to_bytes()[:-1])
+    with pytest.raises(ShdError, match=r"manifest\.json") as caught:
+        CacheWriter(tmp_path, job())
+    assert caught.value.code == "cache-corrupt"
+
+
+def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("do not lose this")
+    with pytest.raises(ShdError, match=r"holds 'thesis\.tex' and no manifest") as caught:
+        CacheWriter(tmp_path, job())
+    assert caught.value.code == "cache-exists"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ShdError, match="must be a folder") as caught:
+        CacheWriter(tmp_path / "thesis.tex", job())
+    assert caught.value.code == "cache-exists"
+
+
+def test_stale_files_of_the_dead_go_and_nothing_else(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path, job())
+    write_shards(writer, [0])
+    stale = tmp_path / "shards/00/.000000.safetensors.0123456789abcdef.tmp"
+    kept = [tmp_path / ".notes.tmp", tmp_path / "receipts/.000000.json.tmp"]
+    for path in (stale, *kept):
+        path.write_bytes(b"x")
+    CacheWriter(tmp_path, job())
+    assert not stale.exists()
+    assert all(path.exists() for path in kept)
+
+
+def test_files_of_the_living_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CacheWriter(tmp_path, job())
+    seen = []
+
+    def resume_meanwhile(descriptor: int) -> None:
+        if temporary_files(tmp_path) and not seen:
+            seen.append(temporary_files(tmp_path))
+            CacheWriter(tmp_path, job())
+            assert temporary_files(tmp_path) == seen[0]
+
+    monkeypatch.setattr(os, "fsync", resume_meanwhile)
+    write_shards(writer, [0])
+    assert seen
+    assert temporary_files(tmp_path) == []
+
+
+def test_seal_needs_every_shard(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path, job())
+    write_shards(writer, [0, 2])
+    with pytest.raises(ShdError, match="2 are missing, first shard 1") as caught:
+        writer.seal()
+    assert caught.value.code == "cache-incomplete"
+    assert not (tmp_path / "SEALED.json").exists()
+
+
+def test_seal_refuses_another_data_set(tmp_path: Path) -> None:
+    manifest = job(dataset=Dataset(key_of(0), 7))
+    writer = CacheWriter(tmp_path, manifest)
+    write_shards(writer, range(4))
+    with pytest.raises(ShdError, match="the data set or the tokenizer changed") as caught:
+        writer.seal()
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_seal_can_be_repeated(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path, job())
+    write_shards(writer, range(4))
+    assert writer.seal() == writer.seal()
+
+
+WRONG_SETS: dict[str, Any] = {
+    "too few": lambda records: records[:1],
+    "none": lambda records: [],
+    "twice": lambda records: [records[0], records[0]],
+    "another's": lambda records: [records[0], record_of(job(), 6)],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETS)
+def test_records_of_another_shard_are_refused(tmp_path: Path, name: str) -> None:
+    writer = CacheWriter(tmp_path, job())
+    assert 6 not in job().shard_samples(0)
+    with pytest.raises(ShdError, match="records of shard 0 must be its 2 samples") as caught:
+        writer.write_shard(0, WRONG_SETS[name](records_of(job(), 0)), MEASURED)
+    assert caught.value.code == "argument-value"
+
+
+def _mass_on_padding(array: np.ndarray) -> np.ndarray:
+    padded = np.pad(array, ((0, 0), (0, 1), (0, 1)))
+    padded[0, 0, -1] = 1
+    return padded
+
+
+LENGTH = length_of(1)
+WRONG_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"key": "../../../etc/passwd"}, "argument-value"),
+    "length zero": ({"length": 0}, "argument-shape"),
+    "length beyond the map": ({"length": LENGTH + 1}, "argument-shape"),
+    "a layer too few": ({"codes": record_of(job(), 1).codes[:1]}, "argument-shape"),
+    "not square": ({"codes": [array[:, :-1] for array in record_of(job(), 1).codes]}, "argument-shape"),
+    "a head too many": (
+        {"codes": [np.repeat(array, 2, axis=0) for array in record_of(job(), 1).codes]},
+        "argument-shape",
+    ),
+    "mass on padding": (
+        {"codes": [_mass_on_padding(array) for array in record_of(job(), 1).codes]},
+        "support-mismatch",
+    ),
+    "code type": ({"codes": [array.astype(np.int32) for array in record_of(job(), 1).codes]}, "argument-dtype"),
+    "alphas type": ({"alphas": np.zeros((2, 2))}, "argument-dtype"),
+    "alphas shape": ({"alphas": np.zeros((2, 3), np.float32)}, "argument-shape"),
+    "alphas per row": ({"alphas": np.zeros((2, 2, LENGTH), np.float32)}, "argument-shape"),
+    "alphas not finite": ({"alphas": np.full((2, 2), np.nan, np.float32)}, "not-finite"),
+    "mixing shape": ({"mixing": np.zeros((2, 4, 2), np.float32)}, "argument-shape"),
+    "mixing not finite": ({"mixing": np.full((2, 2, 4), np.inf, np.float32)}, "not-finite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RECORDS)
+def test_records_that_do_not_fit_are_refused_without_a_trace(tmp_path: Path, name: str) -> None:
+    manifest = job(num_samples=2, samples_per_shard=2)
+    changes, code = WRONG_RECORDS[name]
+    writer = CacheWriter(tmp_path, manifest)
+    before = contents(tmp_path)
+    with pytest.raises(ShdError) as caught:
+        writer.write_shard(0, [record_of(manifest, 0), record_of(manifest, 1, **changes)], MEASURED)
+    assert caught.value.code == code
+    assert contents(tmp_path) == before
+
+
+def test_future_mass_is_refused_in_a_causal_cache(tmp_path: Path) -> None:
+    manifest = job(num_samples=2, samples_per_shard=2, support="causal")
+    full = record_of(replace(manifest, support="full"), 1)
+    with pytest.raises(ShdError, match="above the diagonal") as caught:
+        CacheWriter(tmp_path, manifest).write_shard(0, [record_of(manifest, 0), full], MEASURED)
+    assert caught.value.code == "support-mismatch"
+
+
+def test_lost_support_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="codec_error must be finite") as caught:
+        CacheWriter(tmp_path, job()).write_shard(0, records_of(job(), 0), replace(MEASURED, kl_max=math.inf))
+    assert caught.value.code == "not-finite"
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond 600 bytes."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_refused_write_leaves_what_was_committed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    writer = CacheWriter(tmp_path, job())
+    write_shards(writer, [2])
+    before = contents(tmp_path)
+    request.getfixturevalue("file_size_limit")
+    with pytest.raises(ShdError, match=r"000000\.safetensors could not be written: File too large") as caught:
+        write_shards(writer, [0])
+    assert caught.value.code == "write-failed"
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", range(12))
+def test_disk_full_at_any_step_leaves_a_cache_that_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    folder = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        calls = iter(range(1000))
+        for name in ("write", "fsync"):
+            patch.setattr(os, name, _full_disk(getattr(os, name), calls, call * 3))
+        with pytest.raises(ShdError, match="No space left on device") as caught:
+            write_cache(folder, job())
+    assert caught.value.code == "write-failed"
+    assert temporary_files(tmp_path) == []
+    assert contents(write_cache(folder, job())) == contents(write_cache(tmp_path / "whole", job()))
+
+
+def _full_disk(real: Any, calls: Iterator[int], limit: int) -> Any:
+    def refuse(*arguments: Any) -> Any:
+        if next(calls) >= limit:
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
+
+    return refuse
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(ShdError, match="Permission denied") as caught:
+        CacheWriter(tmp_path / "cache", job())
+    tmp_path.chmod(0o755)
+    assert caught.value.code == "write-failed"
+
+
+def test_receipt_states_the_measured_error(tmp_path: Path) -> None:
+    write_shards(CacheWriter(tmp_path, job()), [3])
+    assert Receipt.read(tmp_path, 3, job()).codec_error == MEASURED
+
+
+def test_partial_cache_verifies_but_for_what_is_missing(tmp_path: Path) -> None:
+    write_shards(CacheWriter(tmp_path, job()), [1, 3])
+    report = verify_cache(tmp_path)
+    assert [(problem.code, problem.path) for problem in report.problems] == [
+        ("cache-incomplete", "SEALED.json"),
+        ("cache-incomplete", "receipts/000000.json"),
+    ]
+    assert (report.sealed, report.shards, report.records) == (False, 2, 3)
+    assert len(CacheReader(tmp_path, allow_partial=True)) == 3

@@ -1,0 +1,194 @@
+"""Small attention graphs, written node by node, in the forms that exporters give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+IR_VERSION = 9  # of the oldest onnxruntime that the project supports
+
+
+class GraphBuilder:
+    """Appends nodes and initialisers under readable names."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+
+    def op(self, op_type: str, *inputs: str, name: str = "", domain: str = "", **attributes: Any) -> str:
+        output = name or f"{op_type.lower()}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op_type, inputs, [output], name=output, domain=domain, **attributes))
+        return output
+
+    def const(self, array: Any, name: str = "") -> str:
+        name = name or f"constant_{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(np.asarray(array), name))
+        return name
+
+    def model(
+        self, inputs: dict[str, tuple[int, Sequence[str | int]]], outputs: Sequence[str], opset: int = 18
+    ) -> onnx.ModelProto:
+        graph = helper.make_graph(
+            self.nodes,
+            "teacher",
+            [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+            self.initializers,
+        )
+        opsets = [helper.make_opsetid("", opset)]
+        if any(node.domain == "com.microsoft" for node in self.nodes):
+            opsets.append(helper.make_opsetid("com.microsoft", 1))
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+
+
+def random_projection(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).normal(size=(rows, columns)) / np.sqrt(rows)).astype(np.float32)
+
+
+def bare_attention(
+    num_heads: int, d_v: int = 4, d_model: int = 10, *, num_layers: int = 1, opset: int = 18
+) -> onnx.ModelProto:
+    """Softmax(logits), zero where NaN, times V, times W_o: logits and V are inputs, so tests decide every map.
+
+    Inputs ``logits_i (B, H, L, S)``, ``values_i (B, H, S, d_v)`` and ``mask (B, L)``.
+    """
+    build = GraphBuilder()
+    inputs: dict[str, tuple[int, Sequence[str | int]]] = {"mask": (TensorProto.INT64, ["batch", "rows"])}
+    outputs = []
+    for layer in range(num_layers):
+        logits, values = f"logits_{layer}", f"values_{layer}"
+        inputs[logits] = (TensorProto.FLOAT, ["batch", num_heads, "rows", "keys"])
+        inputs[values] = (TensorProto.FLOAT, ["batch", num_heads, "keys", d_v])
+        raw = build.op("Softmax", logits, axis=-1, name=f"softmax_{layer}")
+        probs = build.op("Where", build.op("IsNaN", raw), build.const(np.float32(0)), raw, name=f"probs_{layer}")
+        context = build.op("MatMul", probs, values)
+        joined = build.op("Transpose", context, perm=[0, 2, 1, 3])
+        flat = build.op("Reshape", joined, build.const(np.array([0, 0, num_heads * d_v])))
+        weight = build.const(random_projection(num_heads * d_v, d_model, layer))
+        outputs.append(build.op("MatMul", flat, weight))
+    return build.model(inputs, outputs, opset)
+
+
+def encoder_layer(
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    kv_repeat: str = "expand",
+    d_v: int = 3,
+    mask: str | None = "add",
+    nan_guard: bool = False,
+    float16: bool = False,
+    layout: str = "batch-heads",
+    projection: str = "matmul",
+    sequence_first: bool = False,
+    head_mask: bool = False,
+    opset: int = 18,
+) -> onnx.ModelProto:
+    """One self-attention layer on ``x (B, L, D)`` with ``mask (B, L)``, in the form that the options describe."""
+    d_model = num_heads * d_v
+    num_kv_heads = num_kv_heads or num_heads
+    build = GraphBuilder()
+    source = build.op("Transpose", "x", perm=[1, 0, 2]) if sequence_first else "x"
+    source = build.op("Cast", source, to=TensorProto.FLOAT16) if float16 else source
+
+    def weight(array: NDArray[np.float32]) -> NDArray[Any]:
+        return array.astype(np.float16) if float16 else array
+
+    def heads(name: str, count: int, seed: int) -> str:
+        projected = build.op("MatMul", source, build.const(weight(random_projection(d_model, count * d_v, seed))))
+        if layout == "batch-folded":  # torch.nn.MultiheadAttention: (L, B, H d) -> (B H, L, d)
+            sizes = build.op(
+                "Slice", build.op("Shape", source), build.const(np.array([0])), build.const(np.array([1]))
+            )
+            shape = build.op("Concat", sizes, build.const(np.array([-1, d_v])), axis=0)
+            return build.op("Transpose", build.op("Reshape", projected, shape), perm=[1, 0, 2], name=name)
+        split = build.op("Reshape", projected, build.const(np.array([0, 0, count, d_v])))
+        order = [2, 0, 1, 3] if layout in ("heads-batch", "heads-folded") else [0, 2, 1, 3]
+        split = build.op("Transpose", split, perm=order)
+        if layout == "heads-folded":  # (H B, L, d)
+            rows = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
+            shape = build.op("Concat", build.const(np.array([-1])), rows, axis=0)
+            split = build.op("Reshape", split, shape)
+        return repeat(split) if count < num_heads else split
+
+    def repeat(split: str) -> str:
+        groups = num_heads // num_kv_heads
+        if kv_repeat == "gather":
+            return build.op("Gather", split, build.const(np.repeat(np.arange(num_kv_heads), groups)), axis=1)
+        sizes = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
+        wide = build.op("Unsqueeze", split, build.const(np.array([2])))
+        if kv_repeat == "tile":
+            wide = build.op("Tile", wide, build.const(np.array([1, 1, groups, 1, 1])))
+        else:
+            shape = build.op("Concat", build.const(np.array([1, 1, groups])), sizes, axis=0)
+            wide = build.op("Expand", wide, shape)
+        shape = build.op("Concat", build.const(np.array([-1, num_heads])), sizes, axis=0)
+        return build.op("Reshape", wide, shape)
+
+    query, key, values = heads("q", num_heads, 1), heads("k", num_kv_heads, 2), heads("v", num_kv_heads, 3)
+    key = build.op("Transpose", key, perm=[0, 2, 1] if "folded" in layout else [0, 1, 3, 2])
+    logits = build.op("MatMul", query, key)
+    if mask is not None and layout == "batch-heads":
+        column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))  # (B, 1, 1, L)
+        if mask == "where":
+            allowed = build.op("Cast", column, to=TensorProto.BOOL)
+            low = build.const(weight(np.float32([-np.inf if nan_guard else -3e4])))
+            logits = build.op("Where", allowed, logits, low)
+        else:
+            ones = build.op("Cast", column, to=TensorProto.FLOAT16 if float16 else TensorProto.FLOAT)
+            off = build.op("Sub", build.const(weight(np.float32([1]))), ones)
+            penalty = build.op("Mul", off, build.const(weight(np.float32([-1e4]))))
+            logits = build.op("Add", logits, penalty)
+    if float16:  # transformers computes the softmax in float32
+        logits = build.op("Cast", logits, to=TensorProto.FLOAT)
+    probs = build.op("Softmax", logits, axis=-1, name="softmax")
+    if nan_guard:
+        probs = build.op("Where", build.op("IsNaN", probs), build.const(np.float32(0)), probs, name="guarded")
+    if head_mask:
+        probs = build.op("Mul", probs, build.const(np.ones((1, num_heads, 1, 1), np.float32)), name="head_masked")
+    if float16:
+        probs = build.op("Cast", probs, to=TensorProto.FLOAT16)
+    context = build.op("MatMul", probs, values, name="context")
+    flat = _join_heads(build, context, source, layout, num_heads, d_v)
+    output = _project(build, flat, weight(random_projection(d_model, d_model + 2, 4)), projection)
+    output = build.op("Cast", output, to=TensorProto.FLOAT) if float16 else output
+    inputs: dict[str, tuple[int, Sequence[str | int]]] = {
+        "x": (TensorProto.FLOAT, ["batch", "length", d_model]),
+        "mask": (TensorProto.INT64, ["batch", "length"]),
+    }
+    return build.model(inputs, [output], opset)
+
+
+def _join_heads(build: GraphBuilder, context: str, source: str, layout: str, num_heads: int, d_v: int) -> str:
+    width = np.array([0, 0, num_heads * d_v])
+    if layout == "batch-folded":
+        shape = build.op("Shape", source)
+        return build.op("Reshape", build.op("Transpose", context, perm=[1, 0, 2]), shape)
+    if layout == "heads-folded":
+        rows = build.op("Slice", build.op("Shape", context), build.const(np.array([1])), build.const(np.array([3])))
+        shape = build.op("Concat", build.const(np.array([num_heads, -1])), rows, axis=0)
+        context = build.op("Reshape", context, shape)
+    order = [0, 2, 1, 3] if layout == "batch-heads" else [1, 2, 0, 3]
+    return build.op("Reshape", build.op("Transpose", context, perm=order), build.const(width))
+
+
+def _project(build: GraphBuilder, flat: str, weight: NDArray[Any], projection: str) -> str:
+    if projection == "matmul":
+        return build.op("MatMul", flat, build.const(weight))
+    if projection == "transposed":  # a Linear's weight, transposed in the graph
+        return build.op("MatMul", flat, build.op("Transpose", build.const(weight.T.copy()), perm=[1, 0]))
+    if projection == "gemm":
+        rows = build.op("Reshape", flat, build.const(np.array([-1, weight.shape[0]])))
+        bias = build.const(np.zeros(weight.shape[1], weight.dtype))
+        return build.op("Gemm", rows, build.const(weight.T.copy()), bias, transB=1)
+    if projection == "dequantized":
+        scale = np.abs(weight).max(axis=0) / 127
+        codes = np.rint(weight / scale).astype(np.int8)
+        zero = build.const(np.zeros(weight.shape[1], np.int8))
+        return build.op("MatMul", flat, build.op("DequantizeLinear", build.const(codes), build.const(scale), zero))
+    raise ValueError(projection)

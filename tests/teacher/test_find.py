@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from teacher import attention_graphs
+from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
+
+from shd_ref.teacher.find import AttentionSite, find_sites, load_teacher, probe_shapes
+from shd_ref.teacher.session import open_session
+
+LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
+
+
+def only_site(model: onnx.ModelProto) -> AttentionSite:
+    (site,) = find_sites(model)
+    return site
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"mask": "add"},
+        {"mask": "where"},
+        {"mask": None},
+        {"mask": "where", "nan_guard": True},
+        {"float16": True},
+        {"float16": True, "mask": "where", "nan_guard": True},
+        {"projection": "transposed"},
+        {"projection": "gemm"},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 2, "kv_repeat": "tile"},
+        {"num_kv_heads": 2, "kv_repeat": "gather"},
+        {"num_kv_heads": 1},
+        {"head_mask": True},
+        {"opset": 13},
+        *({"layout": layout} for layout in LAYOUTS),
+        {"layout": "batch-folded", "sequence_first": True},
+    ],
+    ids=str,
+)
+def test_every_form_is_understood(form: dict[str, Any]) -> None:
+    site = only_site(encoder_layer(**form))
+    assert site.supported, site.reason
+    assert (site.num_heads, site.num_kv_heads) == (4, form.get("num_kv_heads", 4))
+    assert (site.d_k, site.d_v, site.d_model) == (3, 3, 14)
+    assert site.layout == form.get("layout", "batch-heads")
+    assert site.cross is False
+    assert site.output_projection is not None
+    expected = random_projection(12, 14, 4)
+    tolerance = 1e-3 if form.get("float16") else 0.0
+    np.testing.assert_allclose(site.output_projection, expected, atol=tolerance)
+
+
+def test_the_map_is_the_last_float_value_before_the_product() -> None:
+    assert only_site(encoder_layer(mask="where", nan_guard=True)).probs == "guarded"
+    assert only_site(encoder_layer(head_mask=True)).probs == "head_masked"
+    rounded = only_site(encoder_layer(float16=True))
+    assert (rounded.probs, rounded.dtype) == ("softmax", "float32"), "the float32 map before its cast to float16"
+
+
+def test_dequantised_weights_are_folded() -> None:
+    site = only_site(encoder_layer(projection="dequantized"))
+    assert site.supported
+    assert site.output_projection is not None
+    np.testing.assert_allclose(site.output_projection, random_projection(12, 14, 4), atol=0.01)
+
+
+def test_quantised_map_and_values_are_read_before_rounding() -> None:
+    model = attention_graphs.bare_attention(2)
+    build = GraphBuilder()
+    scale, zero = build.const(np.float32(1 / 255), "scale"), build.const(np.uint8(0), "zero")
+    coded = build.op("QuantizeLinear", "probs_0", scale, zero)
+    rounded = build.op("DequantizeLinear", coded, scale, zero)
+    product = next(node for node in model.graph.node if node.op_type == "MatMul" and "values_0" in node.input)
+    product.input[0] = rounded
+    model.graph.node.extend(build.nodes)
+    model.graph.initializer.extend(build.initializers)
+    site = only_site(model)
+    assert site.supported
+    assert site.probs == "probs_0"
+
+
+def test_sites_follow_the_data_and_have_unique_names() -> None:
+    model = attention_graphs.bare_attention(3, num_layers=3)
+    for node in model.graph.node:
+        if node.op_type == "Softmax":
+            node.name = "same"
+    sites = find_sites(model)
+    assert [site.layer for site in sites] == [0, 1, 2]
+    assert len({site.name for site in sites}) == 3
+    assert [site.probs for site in sites] == ["probs_0", "probs_1", "probs_2"]
+
+
+def test_unsorted_graphs_are_walked_in_data_order() -> None:
+    model = encoder_layer()
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend(reversed(nodes))
+    assert only_site(model).supported
+
+
+def test_cross_attention_is_told_from_self_attention() -> None:
+    build = GraphBuilder()
+    query = build.op("MatMul", "x", build.const(random_projection(6, 6)))
+    key = build.op("Transpose", build.op("MatMul", "memory", build.const(random_projection(6, 6))), perm=[0, 2, 1])
+    value = build.op("MatMul", "memory", build.const(random_projection(6, 6)))
+    probs = build.op("Softmax", build.op("MatMul", query, key), axis=-1)
+    output = build.op("MatMul", build.op("MatMul", probs, value), build.const(random_projection(6, 6)))
+    shape = (TensorProto.FLOAT, ["batch", "length", 6])
+    memory = (TensorProto.FLOAT, ["batch", "keys", 6])
+    site = only_site(build.model({"x": shape, "memory": memory}, [output]))
+    assert site.cross is True
+    assert (site.num_heads, site.folded) == (1, True)
+
+
+def test_classifiers_and_routers_are_no_sites() -> None:
+    build = GraphBuilder()
+    scores = build.op("MatMul", "x", build.const(random_projection(6, 4)))
+    routed = build.op("MatMul", build.op("Softmax", scores, axis=-1), build.const(random_projection(4, 6)))
+    output = build.op("Softmax", build.op("MatMul", routed, build.const(random_projection(6, 3))), axis=-1)
+    assert find_sites(build.model({"x": (TensorProto.FLOAT, ["batch", "length", 6])}, [output])) == ()
+
+
+@pytest.mark.parametrize(
+    ("op_type", "domain"),
+    [("Attention", ""), ("Attention", "com.microsoft"), ("MultiHeadAttention", "com.microsoft")],
+)
+def test_fused_attention_is_reported_with_the_remedy(op_type: str, domain: str) -> None:
+    build = GraphBuilder()
+    attributes = {"q_num_heads": 2, "kv_num_heads": 1} if not domain else {"num_heads": 2}
+    output = build.op(op_type, "x", "x", "x", domain=domain, **attributes)
+    site = only_site(build.model({"x": (TensorProto.FLOAT, ["batch", "length", 6])}, [output], opset=24))
+    assert not site.supported
+    assert site.num_heads == 2
+    assert site.reason is not None
+    assert "attention fusion off" in site.reason
+
+
+def test_a_projection_that_is_an_input_is_refused() -> None:
+    model = encoder_layer()
+    weight = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [12, 14])
+    model.graph.initializer.remove(weight)
+    model.graph.input.append(onnx.helper.make_tensor_value_info(weight.name, TensorProto.FLOAT, [12, 14]))
+    site = only_site(model)
+    assert not site.supported
+    assert "output projection" in str(site.reason)
+
+
+def test_heads_joined_in_another_order_are_refused() -> None:
+    model = encoder_layer()
+    join = next(node for node in model.graph.node if list(node.input) == ["context"])
+    join.attribute[0].ints[:] = [0, 2, 3, 1]  # (B, L, d_v, H): rows of W_o would interleave the heads
+    site = only_site(model)
+    assert not site.supported
+    assert "head order" in str(site.reason)
+
+
+def test_a_transposed_map_is_refused() -> None:
+    build = GraphBuilder()
+    probs = build.op("Softmax", "logits", axis=-1)
+    context = build.op("MatMul", "values", probs)  # V^T A^T
+    output = build.op("MatMul", context, build.const(random_projection(5, 4)))
+    shapes = {
+        "logits": (TensorProto.FLOAT, ["batch", 2, "keys", 5]),
+        "values": (TensorProto.FLOAT, ["batch", 2, 3, "keys"]),
+    }
+    site = only_site(build.model(shapes, [output]))
+    assert not site.supported
+    assert "transposed" in str(site.reason)
+
+
+def test_a_probe_measures_shapes_of_batch_two_and_length_three() -> None:
+    model = encoder_layer(layout="batch-folded", sequence_first=True)
+    assert probe_shapes(model, ["softmax", "context"]) == {"softmax": (8, 3, 3), "context": (8, 3, 3)}
+
+
+def test_a_graph_that_does_not_run_is_refused_with_its_reason() -> None:
+    model = encoder_layer(layout="batch-folded")
+    product = next(node for node in model.graph.node if node.op_type == "MatMul")
+    bad = onnx.numpy_helper.from_array(np.ones((7, 12), np.float32), "bad")
+    model.graph.initializer.append(bad)
+    product.input[1] = "bad"
+    site = only_site(model)
+    assert not site.supported
+    assert "number of heads" in str(site.reason)
+
+
+def test_old_operator_sets_are_converted_on_loading(tmp_path: Path) -> None:
+    build = GraphBuilder()
+    probs = build.op("Softmax", "logits", axis=3)
+    joined = build.op("Transpose", build.op("MatMul", probs, "values"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    inputs = {
+        "logits": (TensorProto.FLOAT, ["batch", 2, "rows", "keys"]),
+        "values": (TensorProto.FLOAT, ["batch", 2, "keys", 3]),
+    }
+    old = build.model(inputs, [output], opset=11)
+    onnx.save(old, tmp_path / "old.onnx")
+    converted = load_teacher(tmp_path / "old.onnx")
+    assert converted.opset_import[0].version == 18
+    assert only_site(converted).supported
+    rng = np.random.default_rng(0)
+    feeds = {
+        "logits": rng.normal(size=(2, 2, 4, 4)).astype(np.float32),
+        "values": rng.normal(size=(2, 2, 4, 3)).astype(np.float32),
+    }
+    runs = [open_session(model.SerializeToString()).run(None, feeds)[0] for model in (old, converted)]
+    np.testing.assert_allclose(*runs, atol=1e-6)

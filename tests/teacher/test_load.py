@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.find import find_sites, load_teacher
+
+
+def save_external(model: onnx.ModelProto, folder: Path) -> Path:
+    path = folder / "teacher.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="teacher.data", size_threshold=0)
+    return path
+
+
+def refused(path: Path) -> ShdError:
+    with pytest.raises(ShdError) as caught:
+        load_teacher(path)
+    assert caught.value.code == "graph-invalid"
+    return caught.value
+
+
+def test_external_data_in_the_models_folder_is_read(tmp_path: Path) -> None:
+    path = save_external(encoder_layer(), tmp_path)
+    assert find_sites(load_teacher(path)) == find_sites(encoder_layer())
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "readable file" in str(refused(tmp_path / "absent.onnx"))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 10, 200, 0.5, 0.9, 0.999])
+def test_truncated_files_are_refused(tmp_path: Path, kept: float) -> None:
+    whole = encoder_layer().SerializeToString()
+    path = tmp_path / "short.onnx"
+    path.write_bytes(whole[: int(kept * len(whole) if kept < 1 else kept)])
+    assert "again" in str(refused(path))
+
+
+def test_a_file_that_is_no_protobuf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.onnx"
+    path.write_bytes(b"import os\n" * 100)
+    refused(path)
+
+
+@pytest.mark.parametrize("location", ["../secret.data", "a/../../secret.data"])
+def test_external_data_outside_the_folder_is_refused(tmp_path: Path, location: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.data").write_bytes(b"\0" * 10000)
+    model = encoder_layer()
+    onnx.external_data_helper.set_external_data(model.graph.initializer[0], location)
+    (folder / "teacher.onnx").write_bytes(model.SerializeToString())
+    assert "outside its own folder" in str(refused(folder / "teacher.onnx"))
+
+
+def test_an_absolute_location_is_refused(tmp_path: Path) -> None:
+    model = encoder_layer()
+    onnx.external_data_helper.set_external_data(model.graph.initializer[0], "/etc/hostname")
+    (tmp_path / "teacher.onnx").write_bytes(model.SerializeToString())
+    assert "outside its own folder" in str(refused(tmp_path / "teacher.onnx"))
+
+
+def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = save_external(encoder_layer(), folder)
+    (folder / "teacher.data").rename(tmp_path / "moved.data")
+    (folder / "teacher.data").symlink_to(tmp_path / "moved.data")
+    assert "not links" in str(refused(path))
+
+
+def test_external_data_that_is_missing_or_short_is_refused(tmp_path: Path) -> None:
+    path = save_external(encoder_layer(), tmp_path)
+    data = tmp_path / "teacher.data"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert "shorter" in str(refused(path))
+    data.unlink()
+    assert "missing" in str(refused(path))
+
+
+def test_external_data_of_constant_nodes_is_checked_too(tmp_path: Path) -> None:
+    build = GraphBuilder()
+    tensor = onnx.numpy_helper.from_array(random_projection(3, 3), "w")
+    onnx.external_data_helper.set_external_data(tensor, "../w.data")
+    tensor.ClearField("raw_data")
+    output = build.op("MatMul", "x", build.op("Constant", value=tensor))
+    model = build.model({"x": (TensorProto.FLOAT, ["batch", 3])}, [output])
+    (tmp_path / "teacher.onnx").write_bytes(model.SerializeToString())
+    assert "outside its own folder" in str(refused(tmp_path / "teacher.onnx"))
+
+
+def test_custom_operators_are_refused_by_name(tmp_path: Path) -> None:
+    build = GraphBuilder()
+    output = build.op("Softmaxish", "x", domain="evil.example")
+    model = build.model({"x": (TensorProto.FLOAT, ["batch", 3])}, [output])
+    model.opset_import.append(helper.make_opsetid("evil.example", 1))
+    onnx.save(model, tmp_path / "teacher.onnx")
+    assert "evil.example" in str(refused(tmp_path / "teacher.onnx"))
+
+
+def test_local_functions_are_inlined(tmp_path: Path) -> None:
+    build = GraphBuilder()
+    probs = build.op("OwnSoftmax", "logits", domain="local")
+    joined = build.op("Transpose", build.op("MatMul", probs, "values"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    inputs = {
+        "logits": (TensorProto.FLOAT, ["batch", 2, "rows", "keys"]),
+        "values": (TensorProto.FLOAT, ["batch", 2, "keys", 3]),
+    }
+    model = build.model(inputs, [output])
+    inner = helper.make_node("Softmax", ["z"], ["p"], axis=-1)
+    model.functions.append(
+        helper.make_function("local", "OwnSoftmax", ["z"], ["p"], [inner], [helper.make_opsetid("", 18)])
+    )
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    onnx.save(model, tmp_path / "teacher.onnx")
+    (site,) = find_sites(load_teacher(tmp_path / "teacher.onnx"))
+    assert site.supported

@@ -1,0 +1,373 @@
+"""The squeeze in the graph computes what the reference computes: in onnxruntime, and in ONNX's own evaluator."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+from teacher.attention_graphs import bare_attention, encoder_layer
+
+from shd_ref import merge_plan, squeeze_heads, value_outputs
+from shd_ref.cache.codecs import encode
+from shd_ref.errors import ShdError
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.squeeze import SqueezedGraph, compare_with_reference, squeeze_graph
+from shd_ref.tolerances import load_tolerances
+
+BATCH, ROWS, KEYS, D_V, D_MODEL = 3, 5, 7, 4, 10
+MASK = np.array([[1] * 5, [1] * 3 + [0] * 2, [1] + [0] * 4])
+PLANS = [(12, 6), (9, 3), (8, 2), (16, 6), (4, 4), (5, 1)]
+CROSSED = (((0, 3), (5, 1)), ((0, 2), (1, 3)))  # explicit: pairs far apart, then groups of two with single heads
+TOLERANCE = load_tolerances()["agreement"]["float32"]
+
+
+def random_inputs(num_heads: int, seed: int = 0, num_layers: int = 1) -> dict[str, NDArray[Any]]:
+    """Maps with an empty row, a causal sample and a nearly one-hot head."""
+    rng = np.random.default_rng(seed)
+    feeds: dict[str, NDArray[Any]] = {"mask": MASK}
+    for layer in range(num_layers):
+        logits = 2 * rng.normal(size=(BATCH, num_heads, ROWS, KEYS))
+        logits[0, :, 2] = -np.inf  # a fully masked row
+        logits[1, :, np.triu(np.ones((ROWS, KEYS), bool), 1)] = -np.inf
+        logits[2, 0] *= 40  # nearly one-hot: tiny probabilities
+        feeds[f"logits_{layer}"] = logits.astype(np.float32)
+        feeds[f"values_{layer}"] = rng.normal(size=(BATCH, num_heads, KEYS, D_V)).astype(np.float32)
+    return feeds
+
+
+def squeeze(model: onnx.ModelProto, num_student_heads: int, **options: Any) -> SqueezedGraph:
+    layers = tuple(enumerate(find_sites(model)))
+    return squeeze_graph(model, layers, num_student_heads=num_student_heads, check_outputs=True, **options)
+
+
+def run(
+    graph: SqueezedGraph, feeds: dict[str, NDArray[Any]], backend: str = "onnxruntime"
+) -> dict[str, NDArray[Any]]:
+    wanted = {value.name: feeds[value.name] for value in graph.model.graph.input}
+    if backend == "onnxruntime":
+        return run_session(open_session(graph.model.SerializeToString(), num_threads=1), wanted)
+    evaluator = ReferenceEvaluator(graph.model)
+    with np.errstate(invalid="ignore"):  # the softmax of a fully masked row is NaN before its guard
+        outputs = evaluator.run(None, wanted)
+    return dict(zip(evaluator.output_names, map(np.asarray, outputs), strict=True))
+
+
+def assert_agrees(
+    graph: SqueezedGraph, outputs: dict[str, NDArray[Any]], *, mask: bool, with_codes: bool = True
+) -> None:
+    """Maps, codes, alphas and degenerate flags against the reference, given the same maps and values."""
+    options, query_mask = graph.options, MASK.astype(bool) if mask else None
+    for layer in graph.layers:
+        assert layer.site.output_projection is not None
+        expected = squeeze_heads(
+            outputs[layer.probs],
+            value_outputs(outputs[layer.values], layer.site.output_projection),
+            options.num_student_heads,
+            plan=layer.plan,
+            strategy=options.strategy,
+            query_mask=query_mask,
+            temperature=options.temperature,
+            alpha_rule=options.alpha_rule,
+            alpha_per=options.alpha_per,
+        )
+        np.testing.assert_allclose(outputs[layer.merged], expected.probs, **TOLERANCE["probs"])
+        alphas = outputs[layer.alphas]
+        clipped = np.clip(alphas, 0, 1)
+        if expected.alphas:
+            np.testing.assert_allclose(clipped, np.concatenate(expected.alphas, axis=1), **TOLERANCE["alpha"])
+            assert int(((alphas < 0) | (alphas > 1)).sum()) == expected.num_clipped
+        if layer.degenerate is not None:
+            assert outputs[layer.degenerate].shape == alphas.shape
+            assert int(outputs[layer.degenerate].sum()) == expected.num_degenerate
+        if with_codes:
+            codes = outputs[layer.codes]
+            assert codes.dtype == np.uint8
+            # The same quantiser, bit by bit, on the graph's own maps; the reference's maps within tolerance.
+            np.testing.assert_array_equal(codes, encode("sqrt8-row", outputs[layer.merged]))
+            wrong = np.mean(codes != encode("sqrt8-row", expected.probs))
+            assert wrong <= load_tolerances()["graph"]["code_mismatch"]["float32"]
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "onnx.reference"])
+@pytest.mark.parametrize("heads", PLANS, ids=lambda heads: f"{heads[0]}to{heads[1]}")
+@pytest.mark.parametrize("strategy", ["shd", "hard", "constant", "mean"])
+def test_the_graph_equals_the_reference(backend: str, heads: tuple[int, int], strategy: str) -> None:
+    num_heads, num_student_heads = heads
+    model = bare_attention(num_heads, D_V, D_MODEL)
+    feeds = random_inputs(num_heads)
+    for plan, alpha_per, mask, temperature in product(
+        ("progressive", "balanced"), ("map", "row"), (None, "mask"), (1.0, 2.5)
+    ):
+        graph = squeeze(
+            model,
+            num_student_heads,
+            plan=plan,
+            strategy=strategy,
+            alpha_per=alpha_per,
+            row_mask_input=mask,
+            temperature=temperature,
+        )
+        masked = mask is not None and strategy in ("shd", "hard")  # the others read no values and no mask
+        assert_agrees(graph, run(graph, feeds, backend), mask=masked)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "onnx.reference"])
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+def test_explicit_plans_and_the_printed_rule(backend: str, alpha_per: str) -> None:
+    model, feeds = bare_attention(6, D_V, D_MODEL), random_inputs(6)
+    for rule, temperature in product(("least_squares", "as_printed"), (1.0, 0.5)):
+        graph = squeeze(
+            model, 2, plan=CROSSED, alpha_rule=rule, alpha_per=alpha_per, temperature=temperature,
+            row_mask_input="mask",
+        )  # fmt: skip
+        assert_agrees(graph, run(graph, feeds, backend), mask=True)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 21])
+def test_every_operator_set_from_13(opset: int) -> None:
+    graph = squeeze(bare_attention(4, opset=opset), 2, temperature=2.0)
+    assert_agrees(graph, run(graph, random_inputs(4)), mask=False)
+
+
+def test_layers_share_one_function_and_keep_their_own_weights() -> None:
+    graph = squeeze(bare_attention(4, num_layers=3), 2)
+    assert len(graph.model.functions) == 1
+    assert_agrees(graph, run(graph, random_inputs(4, num_layers=3)), mask=False)
+
+
+def test_simplex_of_pairs_is_the_clipped_alpha() -> None:
+    graph = squeeze(bare_attention(6), 3, strategy="simplex", alpha_rule="as_printed")
+    outputs = run(graph, random_inputs(6))
+    (layer,) = graph.layers
+    assert layer.site.output_projection is not None
+    expected = squeeze_heads(
+        outputs[layer.probs],
+        value_outputs(outputs[layer.values], layer.site.output_projection),
+        3,
+        strategy="simplex",
+    )
+    np.testing.assert_allclose(outputs[layer.merged], expected.probs, **TOLERANCE["probs"])
+
+
+def test_simplex_of_larger_groups_is_refused_with_alternatives() -> None:
+    with pytest.raises(ShdError, match=r"shd, constant, hard or mean.*squeeze_heads") as caught:
+        squeeze(bare_attention(9), 3, strategy="simplex")
+    assert caught.value.code == "argument-value"
+
+
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+def test_equal_heads_are_degenerate_and_merge_to_themselves(alpha_per: str) -> None:
+    feeds = random_inputs(4)
+    feeds["logits_0"][:, 1] = feeds["logits_0"][:, 0]
+    graph = squeeze(bare_attention(4), 2, alpha_per=alpha_per, row_mask_input="mask")
+    outputs = run(graph, feeds)
+    (layer,) = graph.layers
+    assert layer.degenerate is not None
+    counted = MASK.astype(bool) if alpha_per == "row" else np.ones(BATCH, bool)
+    np.testing.assert_array_equal(outputs[layer.degenerate][:, 0], counted)
+    np.testing.assert_array_equal(outputs[layer.alphas][:, 0], np.full(counted.shape, 0.5, np.float32))
+    np.testing.assert_allclose(outputs[layer.merged][:, 0], outputs[layer.probs][:, 0], atol=1e-7)
+    assert_agrees(graph, outputs, mask=True)
+
+
+def test_a_value_bias_does_not_move_alpha() -> None:
+    """Rows of A sum to one, so a constant added to V must cancel: in float32 too."""
+    feeds = random_inputs(4)
+    feeds["logits_0"][0, :, 2] = 0.0  # without the empty row, which sums to zero
+    graph = squeeze(bare_attention(4), 2)
+    before = run(graph, feeds)[graph.layers[0].alphas]
+    feeds["values_0"] = feeds["values_0"] + np.float32(10)
+    after = run(graph, feeds)[graph.layers[0].alphas]
+    np.testing.assert_allclose(before, after, atol=1e-4)
+
+
+def test_nearly_equal_heads_keep_their_maps_exact() -> None:
+    """Where alpha is ill-conditioned the maps still agree: they hardly depend on it."""
+    rng = np.random.default_rng(3)
+    feeds = random_inputs(4)
+    for exponent in range(-7, -1):
+        noise = 10.0**exponent * rng.normal(size=feeds["logits_0"][:, 0].shape)
+        feeds["logits_0"][:, 1] = feeds["logits_0"][:, 0] + noise.astype(np.float32)
+        graph = squeeze(bare_attention(4), 2)
+        compare_with_reference(graph, run(graph, feeds))
+
+
+def test_empty_rows_stay_empty_and_masked_entries_stay_zero() -> None:
+    graph = squeeze(bare_attention(8), 3, temperature=3.0)
+    outputs = run(graph, random_inputs(8))
+    (layer,) = graph.layers
+    empty = (outputs[layer.probs] == 0).all(axis=1)  # in every teacher head
+    assert empty[0, 2].all()
+    for name in (layer.merged, layer.codes):
+        assert (outputs[name][np.broadcast_to(empty[:, None], outputs[name].shape)] == 0).all()
+
+
+def test_probabilities_below_the_smallest_normal_number_get_code_zero() -> None:
+    feeds = random_inputs(2)
+    feeds["logits_0"][:] = np.array([0, -80, -86, -88, -95, -200, -np.inf], np.float32)
+    graph = squeeze(bare_attention(2), 2)
+    outputs = run(graph, feeds)
+    (layer,) = graph.layers
+    np.testing.assert_array_equal(outputs[layer.codes], encode("sqrt8-row", outputs[layer.merged]))
+    np.testing.assert_array_equal(outputs[layer.codes][0, 0, 0], [255, 1, 1, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("codec", ["float32", "bf16"])
+def test_other_codecs_output_the_maps(codec: str) -> None:
+    graph = squeeze(bare_attention(4), 2, codec=codec)
+    outputs = run(graph, random_inputs(4))
+    (layer,) = graph.layers
+    assert outputs[layer.codes].dtype == np.float32
+    np.testing.assert_array_equal(outputs[layer.codes], outputs[layer.merged])
+    compare_with_reference(graph, outputs)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *({"layout": layout} for layout in ("batch-heads", "heads-batch", "heads-folded")),
+        {"layout": "batch-folded", "sequence_first": True},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1, "kv_repeat": "tile"},
+        {"mask": "where", "nan_guard": True},
+        {"float16": True},
+    ],
+    ids=str,
+)
+def test_every_form_of_teacher(form: dict[str, Any]) -> None:
+    """Checked against a squeeze on the host of maps that another layout cannot disturb: by their row sums too."""
+    feeds = {
+        "x": np.random.default_rng(0).normal(size=(BATCH, ROWS, 12)).astype(np.float32),
+        "mask": MASK,
+    }
+    graph = squeeze(encoder_layer(**form), 2, row_mask_input="mask")
+    outputs = run(graph, feeds)
+    (layer,) = graph.layers
+    assert outputs[layer.probs].shape == (BATCH, 4, ROWS, ROWS)
+    assert outputs[layer.values].shape == (BATCH, 4, ROWS, 3)
+    compare_with_reference(graph, outputs, query_mask=MASK.astype(bool))
+    plain = run(squeeze(encoder_layer(mask=form.get("mask")), 2), feeds)
+    if "layout" in form and form["layout"] != "batch-heads":
+        unmasked = run(squeeze(encoder_layer(mask=None), 2, row_mask_input="mask"), feeds)
+        np.testing.assert_allclose(outputs[layer.merged], unmasked[layer.merged], atol=1e-6)
+    elif "float16" not in form and "num_kv_heads" not in form:
+        np.testing.assert_allclose(outputs[layer.probs], plain[layer.probs], atol=1e-6)
+
+
+def test_what_nobody_reads_is_pruned() -> None:
+    model = bare_attention(4, num_layers=2)
+    sites = find_sites(model)
+    graph = squeeze_graph(model, [(0, sites[0])], num_student_heads=2)
+    names = {value.name for value in graph.model.graph.output}
+    (layer,) = graph.layers
+    assert names == {layer.codes, layer.alphas, layer.degenerate}
+    assert [value.name for value in graph.model.graph.input] == ["logits_0", "values_0"]
+    projections = [tensor for tensor in graph.model.graph.initializer if list(tensor.dims) == [16, 10]]
+    assert projections == []
+    assert "logits_1" not in {name for node in graph.model.graph.node for name in node.input}
+    onnx.checker.check_model(graph.model, full_check=True)
+
+
+def test_the_teacher_is_not_changed() -> None:
+    model = bare_attention(4)
+    before = model.SerializeToString()
+    squeeze(model, 2)
+    assert model.SerializeToString() == before
+
+
+def test_student_layers_may_choose_their_sites() -> None:
+    model = bare_attention(4, num_layers=3)
+    sites = find_sites(model)
+    graph = squeeze_graph(model, [(0, sites[2]), (1, sites[0])], num_student_heads=2, check_outputs=True)
+    outputs = run(graph, random_inputs(4, num_layers=3))
+    assert [layer.site.layer for layer in graph.layers] == [2, 0]
+    assert_agrees(graph, outputs, mask=False)
+
+
+def test_a_wrong_squeeze_is_found_out() -> None:
+    graph = squeeze(bare_attention(4), 2)
+    outputs = run(graph, random_inputs(4))
+    (layer,) = graph.layers
+    for name, broken in (
+        (layer.merged, outputs[layer.merged] + np.float32(1e-4)),
+        (layer.merged, np.full_like(outputs[layer.merged], np.nan)),
+        (layer.codes, outputs[layer.codes] + np.uint8(1)),
+    ):
+        with pytest.raises(ShdError, match="agree with the reference") as caught:
+            compare_with_reference(graph, {**outputs, name: broken})
+        assert caught.value.code == "graph-mismatch"
+
+
+def test_a_teacher_with_nan_shows_it_in_its_alphas() -> None:
+    feeds = random_inputs(4)
+    feeds["values_0"][0, 0, 0] = np.nan
+    graph = squeeze(bare_attention(4), 2)
+    outputs = run(graph, feeds)
+    assert np.isnan(outputs[graph.layers[0].alphas][0, 0])
+    with pytest.raises(ShdError) as caught:
+        compare_with_reference(graph, outputs)
+    assert caught.value.code == "not-finite"
+
+
+def test_comparison_reports_residuals() -> None:
+    graph = squeeze(bare_attention(8, num_layers=2), 4)
+    outputs = run(graph, random_inputs(8, num_layers=2))
+    comparison = compare_with_reference(graph, outputs)
+    assert 0 < comparison.residual < comparison.constant_residual
+    assert comparison.map_difference < 1e-6
+    with pytest.raises(ShdError, match="check_outputs=True"):
+        compare_with_reference(squeeze_graph(bare_attention(4), graph.layers[:0] or [(0, find_sites(
+            bare_attention(4))[0])], num_student_heads=2), outputs)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"num_student_heads": 5}, "heads-exceed"),
+        ({"plan": "spiral"}, "argument-value"),
+        ({"plan": (((0, 0),),)}, "plan-invalid"),
+        ({"strategy": "best"}, "argument-value"),
+        ({"alpha_per": "key"}, "argument-value"),
+        ({"alpha_rule": "guess"}, "argument-value"),
+        ({"temperature": 0.0}, "argument-value"),
+        ({"codec": "zip"}, "argument-value"),
+        ({"row_mask_input": "absent"}, "inputs-invalid"),
+        ({"row_mask_input": "logits_0"}, "inputs-invalid"),
+        ({"layers": ()}, "layers-invalid"),
+        ({"layers": "twice"}, "layers-invalid"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked(options: dict[str, Any], code: str) -> None:
+    model = bare_attention(4)
+    (site,) = find_sites(model)
+    layers = options.pop("layers", [(0, site)])
+    layers = [(0, site), (0, site)] if layers == "twice" else layers
+    with pytest.raises(ShdError) as caught:
+        squeeze_graph(model, layers, **{"num_student_heads": 2, **options})
+    assert caught.value.code == code
+
+
+def test_unsupported_sites_and_old_graphs_are_refused() -> None:
+    model = encoder_layer()
+    join = next(node for node in model.graph.node if list(node.input) == ["context"])
+    join.attribute[0].ints[:] = [0, 2, 3, 1]
+    with pytest.raises(ShdError, match="head order") as caught:
+        squeeze(model, 2)
+    assert caught.value.code == "graph-unsupported"
+    old = bare_attention(4)
+    layers = [(0, find_sites(old)[0])]
+    old.opset_import[0].version = 11
+    with pytest.raises(ShdError, match="operator set 13"):
+        squeeze_graph(old, layers, num_student_heads=2)
+
+
+def test_plans_are_those_of_the_reference() -> None:
+    graph = squeeze(bare_attention(9), 3)
+    assert graph.layers[0].plan == merge_plan(9, 3)

@@ -1,0 +1,339 @@
+"""Capture: the right logits, with gradient, and a model that does not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_path.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
+
+import shd_torch
+from shd_torch import ShdError, capture_attention
+
+transformers = pytest.importorskip("transformers", reason="the Hugging Face side of capture needs transformers")
+
+
+def first_output(output: Any) -> Tensor:
+    result: Tensor = output if isinstance(output, Tensor) else output[0]
+    return result
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", HF_MODELS)
+def test_hf_outputs_are_bit_identical_and_maps_are_the_models(name: str, attn_implementation: str) -> None:
+    model, inputs = hf_model(name, attn_implementation), hf_inputs(name)
+    plain = model(**inputs)
+    with capture_attention(model, NUM_LAYERS) as captured:
+        watched = model(**inputs)
+    for key, value in plain.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, watched[key]), key
+    assert model.config._attn_implementation == attn_implementation
+    model.set_attn_implementation("eager")
+    attentions = model(**inputs, output_attentions=True).attentions
+    assert len(captured.logits) == len(attentions) == NUM_LAYERS
+    for probs, attention in zip(captured.probs, attentions, strict=True):
+        assert probs.shape == attention.shape
+        assert probs.shape[1] == NUM_HEADS
+        if attn_implementation == "eager":
+            assert torch.equal(probs, attention)
+        else:
+            torch.testing.assert_close(probs, attention, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", HF_MODELS)
+def test_masked_keys_are_minus_infinity(name: str) -> None:
+    logits = {}
+    for attn_implementation in ("eager", "sdpa"):
+        model = hf_model(name, attn_implementation)
+        with capture_attention(model) as captured:
+            model(**hf_inputs(name))
+        logits[attn_implementation] = captured.logits[0]
+    assert torch.equal(torch.isneginf(logits["eager"]), torch.isneginf(logits["sdpa"]))
+    assert torch.isneginf(logits["eager"]).any() == (name != "vit")
+    torch.testing.assert_close(logits["eager"], logits["sdpa"], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", HF_MODELS)
+def test_hf_training_gradients(name: str, attn_implementation: str) -> None:
+    """With dropout: the same random numbers, so the same loss and the same gradients; and SHD adds its own."""
+    dropout = {"gpt2": "attn_pdrop", "llama": "attention_dropout"}.get(name, "attention_probs_dropout_prob")
+    model, inputs = hf_model(name, attn_implementation, **{dropout: 0.3}).train(), hf_inputs(name)
+    gradients = []
+    for beta in (None, 0.0, 1.0):
+        model.zero_grad()
+        torch.manual_seed(1)
+        if beta is None:
+            first_output(model(**inputs)).square().mean().backward()
+        else:
+            with capture_attention(model) as captured:
+                loss = first_output(model(**inputs)).square().mean()
+                teacher = [torch.softmax(2 * t.detach(), -1) for t in captured.logits]
+                (loss + shd_torch.shd_loss(teacher, captured.logits, beta=beta)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-8, rtol=1e-5)
+    assert torch.isfinite(gradients[2]).all()
+    assert not torch.allclose(gradients[1], gradients[2], atol=1e-4)
+
+
+def test_plain_module_with_sdpa() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    plain = model(images)
+    with capture_attention(model, NUM_LAYERS) as captured:
+        watched = model(images)
+    assert torch.equal(plain, watched)
+    block = model.blocks[0]
+    hidden = model.patches(images).flatten(2).transpose(1, 2) + model.positions
+    query, key, _ = block.qkv(block.norm(hidden)).reshape(2, 16, 3, NUM_HEADS, 8).permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(captured.logits[0], query @ key.mT / 8**0.5)
+    captured.logits[0].sum().backward()
+    assert model.blocks[0].qkv.weight.grad is not None
+
+
+class Sdpa(nn.Module):
+    """Passes its arguments on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case", ["plain", "causal", "rectangular", "boolean", "additive", "grouped", "scale", "causal-LS"]
+)
+def test_sdpa_arguments(case: str, dtype: torch.dtype) -> None:
+    """``softmax(captured) @ value`` is what the fused kernel returns, whatever it was asked for."""
+    torch.manual_seed(0)
+    keys = 9 if case in ("rectangular", "causal-LS") else 7
+    kv_heads = 2 if case == "grouped" else 4
+    query = torch.randn(2, 4, 7, 8, dtype=dtype)
+    key, value = (torch.randn(2, kv_heads, keys, 8, dtype=dtype) for _ in range(2))
+    mask = torch.rand(2, 1, 7, keys) > 0.3
+    mask[..., 0] = True
+    kwargs: dict[str, Any] = {
+        "causal": {"is_causal": True},
+        "causal-LS": {"is_causal": True},
+        "boolean": {"attn_mask": mask},
+        "additive": {"attn_mask": torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)},
+        "grouped": {"enable_gqa": True},
+        "scale": {"scale": 0.7},
+    }.get(case, {})
+    module = Sdpa()
+    expected = module(query, key, value, **kwargs)
+    with capture_attention(module) as captured:
+        assert torch.equal(module(query, key, value, **kwargs), expected)
+    probs = captured.probs[0]
+    assert probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    rebuilt = probs @ value.to(probs.dtype).repeat_interleave(4 // kv_heads, 1)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(rebuilt, expected.to(probs.dtype), atol=tolerance, rtol=tolerance)
+    if case in ("boolean", "additive"):
+        assert torch.equal(torch.isneginf(captured.logits[0]), ~mask.expand(2, 4, 7, keys))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention(need_weights: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(32, NUM_HEADS, batch_first=True).train(training)
+    hidden = torch.randn(2, 7, 32)
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    arguments = {"attn_mask": mask, "need_weights": need_weights, "average_attn_weights": False}
+    with torch.set_grad_enabled(training):
+        expected = attention(hidden, hidden, hidden, **arguments)
+        with capture_attention(attention, 1) as captured:
+            watched = attention(hidden, hidden, hidden, **arguments)
+    torch.testing.assert_close(watched[0], expected[0], atol=0.0 if training else 1e-6, rtol=0.0)
+    weights = attention(hidden, hidden, hidden, **arguments | {"need_weights": True})[1]
+    torch.testing.assert_close(captured.probs[0], weights)
+    assert torch.isneginf(captured.logits[0][..., mask]).all()
+
+
+def test_transformer_encoder_without_its_fast_path() -> None:
+    layer = nn.TransformerEncoderLayer(32, NUM_HEADS, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    with torch.no_grad(), capture_attention(encoder, 3) as captured:
+        encoder(torch.randn(2, 7, 32))
+    assert [tuple(logits.shape) for logits in captured.logits] == [(2, NUM_HEADS, 7, 7)] * 3
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class OwnAttention(PlainBlock):
+    """Attention in its own way, with the one line that makes it visible."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = shd_torch.record_attention(self, query @ key.mT / query.shape[-1] ** 0.5)
+        return logits.softmax(-1) @ value
+
+
+def test_record_attention() -> None:
+    torch.manual_seed(0)
+    model, hidden = OwnAttention(32, NUM_HEADS), torch.randn(2, 7, 32)
+    plain = model(hidden)
+    with capture_attention(model, 1) as captured:
+        assert torch.equal(model(hidden), plain)
+    assert captured.logits[0].shape == (2, NUM_HEADS, 7, 7)
+    assert captured.logits[0].requires_grad
+    model.attend = lambda q, k, v: shd_torch.record_attention(model, (q @ k.mT)[0])
+    with capture_attention(model), pytest.raises(ShdError, match="OwnAttention must be") as caught:
+        model(hidden)
+    assert caught.value.code == "capture-failed"
+
+
+def test_layers_are_kept_in_the_order_asked_for() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(num_layers=4), torch.randn(2, 3, 16, 16)
+    with capture_attention(model) as everything:
+        model(images)
+    with capture_attention(model, [3, 1]) as some:
+        model(images)
+    assert len(everything.logits) == 4
+    assert torch.equal(some.logits[0], everything.logits[3])
+    assert torch.equal(some.logits[1], everything.logits[1])
+
+
+def test_last_forward_wins_and_clear_forgets() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    with torch.no_grad(), capture_attention(model, NUM_LAYERS) as captured:
+        model(images)
+        model(2 * images)
+        twice = captured.logits
+        model(images)
+        assert len(captured.logits) == NUM_LAYERS
+        assert not captured.logits[0].requires_grad
+        assert not torch.equal(captured.logits[0], twice[0])
+        captured.clear()
+        with pytest.raises(ShdError, match="none was run yet"):
+            _ = captured.logits
+
+
+def test_only_the_student_is_recorded() -> None:
+    torch.manual_seed(0)
+    student, teacher, images = PlainViT(num_layers=2), PlainViT(num_layers=4), torch.randn(2, 3, 16, 16)
+    with capture_attention(student, 2) as captured:
+        student(images)
+        teacher(images)
+        assert captured.num_calls == 2
+        with capture_attention(teacher, 4) as other:
+            teacher(images)
+            student(images)
+        assert (captured.num_calls, other.num_calls) == (2, 4)
+
+
+def traces(model: nn.Module) -> tuple[Any, ...]:
+    return (
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        F.softmax,
+        torch.backends.mha.get_fastpath_enabled(),
+        "forward" in vars(model),
+        transformers.AttentionInterface().get("eager"),
+    )
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_nothing_is_left_behind_after_an_error(attn_implementation: str) -> None:
+    model, inputs = hf_model("bert", attn_implementation), hf_inputs("bert")
+    before = traces(model)
+    hook = model.encoder.layer[1].attention.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), capture_attention(model) as captured:  # noqa: PT012  # the state after it
+        try:
+            model(**inputs)
+        finally:
+            assert traces(model)[:4] == before[:4]
+            assert captured.num_calls == 0
+    hook.remove()
+    assert traces(model) == before
+    with capture_attention(model, NUM_LAYERS):
+        model(**inputs)
+    assert traces(model) == before
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (3, r"must make layers=3 attention calls; got 2"),
+        ([0, 2], r"layers must lie in 0\.\.1"),
+    ],
+)
+def test_counts_that_differ(layers: Any, message: str) -> None:
+    model = PlainViT()
+    with capture_attention(model, layers), pytest.raises(ShdError, match=message) as caught:
+        model(torch.randn(1, 3, 16, 16))
+    assert caught.value.code == "capture-failed"
+
+
+def test_nothing_recorded_says_what_to_do() -> None:
+    model = nn.Linear(3, 3)
+    with capture_attention(model), pytest.raises(ShdError, match=r"got 0 calls: use .*record_attention") as caught:
+        model(torch.randn(2, 3))
+    assert caught.value.code == "capture-failed"
+
+
+@pytest.mark.parametrize("layers", [0, [], [1, 1], [-1], True, [False]])
+def test_bad_layers(layers: Any) -> None:
+    with pytest.raises(ShdError) as caught, capture_attention(nn.Identity(), layers):
+        pass
+    assert caught.value.code == "argument-value"
+
+
+def test_checkpointing_is_refused() -> None:
+    model = hf_model("bert").train()
+    model.encoder.gradient_checkpointing = True
+    with capture_attention(model), pytest.raises(ShdError, match="activation checkpointing") as caught:
+        model(**hf_inputs("bert"))
+    assert caught.value.code == "capture-failed"
+
+
+def test_attention_sinks_are_refused() -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention"],
+    )
+    model = transformers.GptOssForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    with capture_attention(model), pytest.raises(ShdError, match="sinks") as caught:
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    assert caught.value.code == "capture-failed"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "t5"])
+def test_softcaps_and_position_biases_are_in_the_logits(name: str) -> None:
+    """What a re-implemented softmax silently gets wrong."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50}
+    if name == "gemma2":
+        config = transformers.Gemma2Config(
+            **sizes,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            attn_logit_softcapping=0.5,
+        )
+        model = transformers.Gemma2ForCausalLM(config).eval()
+    else:
+        config = transformers.T5Config(**sizes, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        model = transformers.T5EncoderModel(config).eval()
+    model.set_attn_implementation("eager")
+    inputs = hf_inputs("bert")
+    with capture_attention(model, 2) as captured:
+        attentions = model(**inputs, output_attentions=True).attentions
+    for probs, attention in zip(captured.probs, attentions, strict=True):
+        torch.testing.assert_close(probs, attention)

@@ -1,0 +1,240 @@
+"""Export: the graph is the model, at any batch and length, and the model is left as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_path.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
+
+import shd_torch.export
+from shd_torch import ShdError, export_teacher, load_hf_model
+
+onnx = pytest.importorskip("onnx", reason="export needs onnx")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+pytest.importorskip("transformers", reason="these teachers come from transformers")
+onnxruntime = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
+
+
+def run(path: Path, inputs: dict[str, Tensor]) -> Tensor:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    return torch.from_numpy(result)
+
+
+def count_softmax(path: Path) -> int:
+    return sum(node.op_type == "Softmax" for node in onnx.load(path).graph.node)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HF_MODELS)
+def test_hf_graph_is_the_model(name: str, tmp_path: Path) -> None:
+    model = hf_model(name).train()
+    model.eval()
+    model.train(name == "gpt2")  # whatever it was, it stays
+    report = export_teacher(model, hf_inputs(name), tmp_path / "deep" / "teacher.onnx")
+
+    assert model.training == (name == "gpt2")
+    assert model.config._attn_implementation == "sdpa"
+    model.eval()
+    inputs = hf_inputs(name, batch=5, length=11, seed=3)
+    with torch.no_grad():
+        output = model(**inputs)
+    assert report.output == next(iter(output))
+    torch.testing.assert_close(run(report.path, inputs), output[report.output], atol=2e-5, rtol=1e-4)
+    assert report.num_softmax == count_softmax(report.path) == NUM_LAYERS
+    assert report.max_difference is not None
+    assert report.tolerance is not None
+    assert report.max_difference <= report.tolerance
+    assert report.data_path is None
+    assert [path.name for path in report.path.parent.iterdir()] == ["teacher.onnx"]
+    assert str(Path(__file__).parent).encode() not in report.path.read_bytes()  # no paths of this machine
+    if name in TEXT_MODELS:
+        assert report.inputs == {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "sequence")}
+        assert report.checked_shapes[1] == {"input_ids": (3, 6), "attention_mask": (3, 6)}
+    else:
+        assert report.inputs == {"pixel_values": ("batch", 3, 16, 16)}
+    graph = onnx.load(report.path).graph
+    assert [i.name for i in graph.input] == list(report.inputs)
+    assert [o.name for o in graph.output] == [report.output]
+    assert {o.version for o in onnx.load(report.path).opset_import if not o.domain} == {18}
+
+
+def test_plain_module_from_a_single_sample(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = PlainViT()
+    model.blocks[0].eval()
+    flags = [module.training for module in model.modules()]
+    report = export_teacher(model, torch.randn(1, 3, 16, 16), tmp_path / "vit.onnx")
+    assert [module.training for module in model.modules()] == flags
+    images = torch.randn(7, 3, 16, 16)
+    torch.testing.assert_close(
+        run(report.path, {"images": images}), model.eval()(images).detach(), atol=2e-5, rtol=1e-4
+    )
+    assert (report.output, report.num_softmax) == ("output", NUM_LAYERS)
+    assert report.inputs == {"images": ("batch", 3, 16, 16)}
+
+
+class Decoder(nn.Module):
+    """Causal SDPA over embedded tokens; returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.block = PlainBlock(32, 4, causal=True)
+
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> tuple[Tensor, None]:
+        hidden = self.embedding(tokens)
+        return self.block(hidden if scale is None else hidden * scale), None
+
+
+@pytest.mark.parametrize("opset", [18, 20])
+def test_causal_sdpa_is_decomposed(opset: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Decoder().eval()
+    report = export_teacher(model, [torch.randint(0, 50, (2, 6))], tmp_path / "decoder.onnx", opset=opset)
+    tokens = torch.randint(0, 50, (4, 13))
+    torch.testing.assert_close(run(report.path, {"tokens": tokens}), model(tokens)[0].detach(), atol=2e-5, rtol=1e-4)
+    assert (report.num_softmax, report.opset) == (1, opset)
+    assert report.inputs == {"tokens": ("batch", "sequence")}
+
+
+def test_dynamic_axes_may_be_named(tmp_path: Path) -> None:
+    model = Decoder().eval()
+    inputs = {"tokens": torch.randint(0, 50, (2, 6)), "scale": torch.rand(2, 6, 1)}
+    axes = {"tokens": {1: "length"}, "scale": {1: "length"}}
+    report = export_teacher(model, inputs, tmp_path / "decoder.onnx", dynamic=axes)
+    assert report.inputs == {"tokens": (2, "length"), "scale": (2, "length", 1)}
+    assert report.checked_shapes[1] == {"tokens": (2, 5), "scale": (2, 5, 1)}
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT().half(), torch.randn(2, 3, 16, 16).half()
+    report = export_teacher(model, [images], tmp_path / "half.onnx")
+    assert report.tolerance is not None
+    assert report.tolerance >= 4e-3
+    assert next(model.parameters()).dtype == torch.float16
+
+
+def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, images, path = PlainViT().eval(), torch.randn(2, 3, 16, 16), tmp_path / "vit.onnx"
+    monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", 0)
+    report = export_teacher(model, images, path)
+    assert report.data_path == tmp_path / "vit.onnx.data"
+    assert report.data_path.stat().st_size > path.stat().st_size
+    torch.testing.assert_close(run(path, {"images": images}), model(images).detach(), atol=2e-5, rtol=1e-4)
+    monkeypatch.undo()
+    assert export_teacher(model, images, path).data_path is None
+    assert [p.name for p in tmp_path.iterdir()] == ["vit.onnx"]
+
+
+class OneSize(nn.Module):
+    """Cannot be exported with a free batch: it works for one size only."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.reshape(2, 3).softmax(-1)
+
+
+class Branches(nn.Module):
+    """Cannot be exported: what it does depends on its values."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images if images.sum() > 0 else -images
+
+
+@pytest.mark.parametrize("model", [OneSize(), Branches()], ids=["one-size", "branches"])
+def test_failed_exports_leave_nothing(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="must be exportable") as caught:
+        export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
+    assert caught.value.code == "export-failed"
+    assert list(tmp_path.iterdir()) == []
+    assert model.training
+
+
+def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = PlainViT(), tmp_path / "vit.onnx"
+    path.write_bytes(b"an older graph")
+    trace = shd_torch.export._trace
+
+    def trace_another(wrapper: Any, *args: Any) -> Any:
+        program = trace(wrapper, *args)
+        wrapper.model.head = nn.Linear(32, 5)
+        return program
+
+    monkeypatch.setattr(shd_torch.export, "_trace", trace_another)
+    with pytest.raises(ShdError, match="must give the model's output within") as caught:
+        export_teacher(model, torch.randn(2, 3, 16, 16), path)
+    assert caught.value.code == "export-failed"
+    assert path.read_bytes() == b"an older graph"
+    assert [p.name for p in tmp_path.iterdir()] == ["vit.onnx"]
+
+
+def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = shd_torch.export.importlib.util.find_spec
+    monkeypatch.setattr(
+        shd_torch.export.importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "onnxruntime" else find_spec(name, *a),
+    )
+    report = export_teacher(Decoder(), torch.ones(2, 4, dtype=torch.int64), tmp_path / "decoder.onnx")
+    assert (report.max_difference, report.tolerance, report.checked_shapes) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"opset": 23}, "argument-value"),
+        ({"opset": 17}, "argument-value"),
+        ({"example_inputs": []}, "argument-shape"),
+        ({"example_inputs": [torch.zeros(2, 4)] * 3}, "argument-shape"),
+        ({"example_inputs": {"tokens": torch.tensor(1)}}, "argument-shape"),
+        ({"dynamic": {"words": {0: "batch"}}}, "argument-value"),
+        ({"dynamic": {"tokens": {2: "batch"}}}, "argument-value"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], code: str, tmp_path: Path) -> None:
+    good: dict[str, Any] = {"example_inputs": torch.ones(2, 4, dtype=torch.int64), "path": tmp_path / "x.onnx"}
+    with pytest.raises(ShdError) as caught:
+        export_teacher(Decoder(), **good | arguments)
+    assert caught.value.code == code
+
+
+def test_unwritable_target(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ShdError) as caught:
+        export_teacher(Decoder(), torch.ones(2, 4, dtype=torch.int64), tmp_path / "file" / "x.onnx")
+    assert caught.value.code == "write-failed"
+
+
+@pytest.mark.parametrize("name", HF_MODELS)
+def test_load_hf_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a folder needs no network"))
+    model = hf_model(name)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load_hf_model(tmp_path)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+def test_load_hf_model_from_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="save_pretrained") as caught:
+        load_hf_model(tmp_path)
+    assert caught.value.code == "export-failed"
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shd_torch.export.importlib.util, "find_spec", lambda *_: None)
+    for call in (
+        lambda: load_hf_model(tmp_path),
+        lambda: export_teacher(Decoder(), torch.ones(2, 4), tmp_path / "x"),
+    ):
+        with pytest.raises(ShdError, match="pip install") as caught:
+            call()
+        assert caught.value.code == "dependency-missing"
+    assert "transformers" in sys.modules  # it is only this test that hides it
