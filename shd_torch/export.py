@@ -100,10 +100,10 @@ def export_teacher(
         # torch.export takes an axis of size 0 or 1 for a constant.
         inputs = _resized(inputs, axes, lambda size, _: max(size, 2))
         wrapper = _Positional(model, tuple(inputs)).eval()
-        output_name, _ = _first_output(model(**inputs))
+        output_name = _first_output(model(**inputs))[0]
         program = _trace(wrapper, inputs, axes, output_name, opset)
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
-        expected = [wrapper(*sample.values()) for sample in samples]
+        expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -294,6 +294,18 @@ def _trace(
         ) from error
     finally:
         logger.setLevel(level)
+
+
+def _run_model(wrapper: nn.Module, sample: Mapping[str, Tensor]) -> Tensor:
+    try:
+        output: Tensor = wrapper(*sample.values())
+    except Exception as error:  # a model raises what it likes
+        raise ShdError(
+            "export-failed",
+            f"the model must accept every size of its dynamic axes; at {_shapes(sample)} it raised "
+            f"{type(error).__name__}: {error}. Name the axes that may vary as dynamic",
+        ) from error
+    return output
 
 
 def _strip_metadata(program: Any) -> None:

@@ -259,10 +259,13 @@ def _simplex_mixing(
 def _residual(
     probs: Tensor, outputs: Tensor, merged: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None
 ) -> Tensor:
-    """Relative Frobenius error of the merged attention output per sample (MIX-8)."""
-    group_outputs = torch.stack([outputs[:, list(group)].sum(1) for group in groups], dim=1)
+    """Relative Frobenius error of the merged attention output per sample (MIX-8).
+
+    As ``sum_t (A~_h(t) - A_t) X_t`` with h(t) the student head that t went into: exactly 0 where nothing changed.
+    """
+    student_head = [next(h for h, group in enumerate(groups) if t in group) for t in range(probs.shape[1])]
     target = torch.einsum("btls,btsd->bld", probs, outputs)
-    error = torch.einsum("bhls,bhsd->bld", merged, group_outputs) - target
+    error = torch.einsum("btls,btsd->bld", merged[:, student_head] - probs, outputs)
     if query_mask is not None:
         target, error = (t.masked_fill(~query_mask[:, :, None], 0.0) for t in (target, error))
     error_norm, norm = (torch.linalg.vector_norm(t, dim=(1, 2)) for t in (error, target))

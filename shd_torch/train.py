@@ -6,10 +6,13 @@ of it (``SupervisedDataset``, ``capture_attention``, ``shd_loss``) is made to be
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -95,8 +98,7 @@ def train_student(
         device: where the student trains; codes are decoded there.
 
     Raises:
-        ShdError: ``cache-mismatch``, ``sample-missing``, ``inputs-invalid``, ``capture-failed``; ``support-mismatch`` or
-            ``argument-shape`` where the student's maps do not fit the cache's.
+        ShdError: ``cache-mismatch``, ``sample-missing``, ``inputs-invalid``, ``capture-failed``.
     """
     joined = _join(data, options, cache)
     student.to(device).train()
@@ -131,7 +133,7 @@ def train_student(
             history.shd.append(float(shd.detach()))
             loss = loss + options.beta * shd
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without a type
         optimizer.step()
         schedule.step()
         history.ce.append(float(ce.detach()))
@@ -141,10 +143,27 @@ def train_student(
 
 
 def kd_loss(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 2.0) -> Tensor:
-    """Knowledge distillation on class logits ``(B, C)``: ``T^2 KL(teacher / T || student / T)``, mean over samples."""
+    """Knowledge distillation on logits ``(B, C)``: ``T^2 KL(teacher / T || student / T)``, mean over samples."""
     teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
     student = (student_logits / temperature).log_softmax(-1)
     return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def load_training_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a training file, after checking that the names that every student needs are there.
+
+    Raises:
+        ShdError: ``inputs-invalid``.
+    """
+    needed = {"image", "label", "test_image", "test_label"}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ShdError("inputs-invalid", f"data {path} must be a readable .npz of plain arrays: {error}") from error
+    if missing := sorted(needed - arrays.keys()):
+        raise ShdError("inputs-invalid", f"data {path} must hold {', '.join(sorted(needed))}; missing {missing}")
+    return arrays
 
 
 @torch.no_grad()

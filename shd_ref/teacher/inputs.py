@@ -142,9 +142,12 @@ def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
         ShdError: ``inputs-invalid`` for a file that is absent, no npz archive, or holds objects.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        with archive:
             return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ShdError(
             "inputs-invalid",
             f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}",

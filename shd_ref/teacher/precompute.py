@@ -253,10 +253,10 @@ def precompute(
             if measured is None:
                 # The first batch of a shard also yields the uncoded maps: its receipt states a measured error.
                 outputs = work.squeeze_checked(batch)
+                records += _records(work, batch, outputs, keys)
                 measured = _measure_codec(work, batch, outputs)
             else:
-                outputs = work.squeeze(batch)
-            records += _records(work, batch, outputs, keys)
+                records += _records(work, batch, work.squeeze(batch), keys)
             if on_progress:
                 on_progress(done + len(records), len(keys), written)
         receipt = writer.write_shard(shard, records, measured or CodecError(0.0, 0.0, 0.0, 0))
@@ -375,9 +375,7 @@ def _records(
     count = len(batch.indices)
     codes = [_codes(options.codec, outputs[layer.codes][:count]) for layer in work.graph.layers]
     alphas = np.stack([outputs[layer.alphas][:count] for layer in work.graph.layers], axis=1)  # before clipping
-    for number, index in enumerate(batch.indices):
-        if not np.isfinite(alphas[number]).all():
-            raise ShdError("not-finite", f"the teacher gives NaN or infinity on sample {index}: look at its inputs")
+    _refuse_nan(work, batch, codes, alphas)
     padded = codes[0].shape[2]
     records = []
     for number, index in enumerate(batch.indices):
@@ -394,6 +392,24 @@ def _records(
             )
         )
     return records
+
+
+def _refuse_nan(work: TeacherRun, batch: Batch, codes: Sequence[NDArray[Any]], alphas: NDArray[np.float32]) -> None:
+    """NaN is never stored, and the sample that it comes from is named."""
+    finite = np.isfinite(alphas).reshape(len(alphas), -1).all(axis=1)  # (B,)
+    mask = _query_mask(work, batch)
+    counted = np.True_ if mask is None else mask[: len(alphas), None, :]
+    # A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the uncoded maps tell which.
+    if any(((layer == 0).all(axis=-1) & counted).any() or (layer != layer).any() for layer in codes):
+        outputs = work.squeeze_checked(batch)
+        for layer in work.graph.layers:
+            maps = outputs[layer.merged][: len(alphas)]
+            finite &= np.isfinite(maps).reshape(len(alphas), -1).all(axis=1)
+    if not finite.all():
+        index = batch.indices[int(np.argmin(finite))]
+        raise ShdError(
+            "not-finite", f"the teacher gives NaN or infinity on sample {index}: look at its inputs", "MAP-5"
+        )
 
 
 def _mixing(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:

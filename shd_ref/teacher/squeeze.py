@@ -37,6 +37,7 @@ except ImportError as error:
 FUNCTION_DOMAIN: Final = "squeezing_heads"
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _FLOAT: Final = TensorProto.FLOAT
+_RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
 _MASK_TYPES: Final = (TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64)
 
 Array32 = NDArray[np.float32]
@@ -314,10 +315,10 @@ class _Body:
         )
         return results
 
-    def output(self, value: str, name: str, elem_type: int) -> None:
+    def output(self, value: str, name: str, elem_type: int, rank: int) -> None:
         """Make a value a graph output of that name."""
         self.rename(value, name)
-        self.outputs.append(helper.make_tensor_value_info(name, elem_type, None))
+        self.outputs.append(helper.make_tensor_value_info(name, elem_type, [None] * rank))
 
     def _fresh(self, op_type: str) -> str:
         return f"{self.prefix}{op_type}_{len(self.nodes) + len(self.initializers)}"
@@ -440,8 +441,10 @@ def _squeeze_layer(
     kinds = {"codes": TensorProto.UINT8 if rule.codec == "sqrt8-row" else _FLOAT, "degenerate": TensorProto.BOOL}
     names = {name: f"{body.prefix}{name}" for name in results}
     hidden = () if check_outputs else ("probs", "values", "merged")
-    for name in results.keys() - set(hidden):
-        body.output(results[name], names[name], kinds.get(name, _FLOAT))
+    for name, source in results.items():
+        if name not in hidden:
+            by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
+            body.output(source, names[name], kinds.get(name, _FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
     return SqueezedLayer(student_layer, site, rule.rounds, degenerate=names.pop("degenerate", None), **names)
 
 
@@ -608,23 +611,42 @@ def _moments(body: _Body, rule: _Rule, one_round: _Round, products: str, gram: s
     The scale ``||P_p||^2 + ||P_q||^2`` is half of ``||P_p + P_q||^2 + ||P_p - P_q||^2``, and the second term is
     needed anyway, so one pass over sums and differences gives all three (norms in the metric of the Gram matrix).
     """
-    num_pairs, half = len(one_round.pairs), one_round.width * rule.d_v
+    num_pairs, width = len(one_round.pairs), 2 * one_round.width * rule.d_v
     both = body.const(np.array([[1.0, 1.0], [1.0, -1.0]], dtype=np.float32))
-    turned = body.op("MatMul", both, body.reshape(products, 0, num_pairs, 2, -1))
-    turned = body.reshape(turned, 0, num_pairs, -1, 2 * half)  # sums above differences (B, m, 2 L, E)
-    terms = body.op("Mul", body.op("MatMul", turned, gram), turned)
-    # u = (A_p - A_q) V_p is the first half of a difference: its columns are the numerator's.
-    pick = np.zeros((2, 2 * half, 3), dtype=np.float32)  # (sum or difference, column, moment)
-    pick[1, :half, 0] = pick[1, :, 1] = 1.0
-    pick[:, :, 2] = 0.5
-    by_row = body.reshape(terms, 0, num_pairs, 2, -1, 2 * half)
+    turned = body.op("MatMul", both, body.reshape(products, 0, num_pairs, 2, -1))  # sums, differences
+    by_row = body.reshape(turned, 0, num_pairs, -1, width)  # (B, m, 2 L, E)
+    in_metric = body.op("MatMul", by_row, gram)
+    terms, pick = body.op("Mul", in_metric, by_row), _pick_moments(width)
+    if rule.alpha_rule == "as_printed":
+        # Its numerator also needs differences times sums.
+        swapped = body.reshape(body.op("Gather", turned, body.const([1, 0]), axis=2), 0, num_pairs, -1, width)
+        terms = body.concat([terms, body.op("Mul", in_metric, swapped)], -1)
+        width, pick = 2 * width, _pick_printed_moments(width)
+    terms = body.reshape(terms, 0, num_pairs, 2, -1, width)  # (B, m, 2, L, E)
     if rule.alpha_per == "map":
-        totals = body.op("MatMul", body.reshape("row_mask", 0, 1, 1, 1, -1), by_row)  # (B, m, 2, 1, E)
+        totals = body.op("MatMul", body.reshape("row_mask", 0, 1, 1, 1, -1), terms)  # (B, m, 2, 1, E)
         picked = body.const(pick.reshape(-1, 3))
-        return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 4 * half), picked)
-    parts = body.op("MatMul", by_row, body.const(pick))  # (B, m, 2, L, 3)
-    moments = body.reduce_sum(parts, 2)
-    return body.op("Mul", moments, body.reshape("row_mask", 0, 1, -1, 1))
+        return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 2 * width), picked)
+    parts = body.reduce_sum(body.op("MatMul", terms, body.const(pick)), 2)  # (B, m, L, 3)
+    return body.op("Mul", parts, body.reshape("row_mask", 0, 1, -1, 1))
+
+
+def _pick_moments(width: int) -> Array32:
+    """Which columns of (sums, differences) make the numerator, the denominator and the scale: ``(2, E, 3)``."""
+    pick = np.zeros((2, width, 3), dtype=np.float32)
+    # u = (A_p - A_q) V_p is the first half of a difference.
+    pick[1, : width // 2, 0] = 1.0
+    pick[1, :, 1] = 1.0
+    pick[:, :, 2] = 0.5
+    return pick
+
+
+def _pick_printed_moments(width: int) -> Array32:
+    """The same for the printed N: ``A_p X_q - A_q X_p`` is half of (difference -+ sum), minus on p's columns."""
+    pick = np.concatenate([_pick_moments(width), np.zeros((2, width, 3), dtype=np.float32)], axis=1)
+    pick[1, :width, 0] = 0.5
+    pick[1, width:, 0] = np.repeat([-0.5, 0.5], width // 2)
+    return pick
 
 
 def _alphas(body: _Body, rule: _Rule, moments: str) -> tuple[str, str]:

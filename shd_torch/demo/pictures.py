@@ -28,12 +28,13 @@ def draw_maps(image: NDArray[Any], rows: Sequence[tuple[str, NDArray[Any]]], pat
     """
     columns = max(len(maps) for _, maps in rows)
     figure, axes = plt.subplots(
-        len(rows), columns + 1, figsize=(1.15 * (columns + 1), 1.35 * len(rows)), squeeze=False, layout="constrained"
+        len(rows), columns + 1, figsize=(1.2 * (columns + 1), 1.45 * len(rows)), squeeze=False, layout="constrained"
     )
     for (title, maps), line in zip(rows, axes, strict=True):
         for axis in line:
             axis.axis("off")
-        line[0].text(0.0, 0.5, title, transform=line[0].transAxes, va="center", fontsize=8, wrap=True)
+        line[0].imshow(1 - image, cmap="gray", vmin=0, vmax=1)
+        line[0].set_title(title, fontsize=7, pad=2)
         for head, (axis, attention) in enumerate(zip(line[1:], maps, strict=False)):
             scale = image.shape[0] // attention.shape[0]
             heat = np.kron(attention, np.ones((scale, scale)))

@@ -22,6 +22,7 @@ from scipy import stats
 
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
+from shd_ref.plans import MergePlan, merge_pool
 from shd_torch.capture import capture_attention
 from shd_torch.dataset import SupervisedDataset
 from shd_torch.demo.digits import IMAGE_SIZE, NUM_CLASSES, Digits, load_split
@@ -68,7 +69,7 @@ def run_demo(
     digits = load_split()
 
     console.rule("1. a teacher: 8 heads, 4 layers, all 1,257 labels")
-    torch.set_num_threads(workers)
+    torch.set_num_threads(1)  # the models are too small for more
     teacher = train_teacher(digits, epochs=teacher_epochs, console=console)
     accuracy = measure_accuracy(teacher, torch.from_numpy(digits.test_images), torch.from_numpy(digits.test_labels))
     console.print(f"teacher: {accuracy:.1%} of {len(digits.test_labels)} test images")
@@ -138,10 +139,10 @@ def train_teacher(digits: Digits, *, epochs: int, console: Console) -> VisionTra
     with Progress(TextColumn("epoch"), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
         for _ in bar.track(range(epochs)):
             order = torch.randperm(len(images), generator=generator)
-            for chosen in order[: steps_per_epoch * batch_size].split(batch_size):
+            for chosen in torch.split(order[: steps_per_epoch * batch_size], batch_size):
                 loss = F.cross_entropy(teacher(images[chosen]), labels[chosen], label_smoothing=0.1)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without a type
                 optimizer.step()
                 schedule.step()
     return teacher.eval()
@@ -250,17 +251,17 @@ def _draw_all(
     _, supervision = joined.collate([joined[0]])
     squeezed = supervision.decode()[-1][0].numpy()
     panels = [
-        (f"teacher,\n{TEACHER_HEADS} heads", _class_rows(_last_maps(teacher, image))),
-        (f"squeezed\nto {STUDENT_HEADS}", _class_rows(squeezed)),
+        (f"teacher, {TEACHER_HEADS} heads", _class_rows(_last_maps(teacher, image))),
+        (f"squeezed to {STUDENT_HEADS}", _class_rows(squeezed)),
     ]
     for method in ("CE + KD + SHD", "CE + KD"):
         student = make_student(0)
         student.load_state_dict(students[method])
-        panels.append((f"student,\n{method}", _class_rows(_last_maps(student.eval(), image))))
+        panels.append((f"student\n{method}", _class_rows(_last_maps(student.eval(), image))))
     draw_maps(digits.train_images[index], panels, out / "maps.png")
 
     manifest = reader.manifest
-    alphas = np.stack([reader.read(key, layers=()).alphas for key in reader.keys()])
+    alphas = np.stack([reader.read(key, layers=()).alphas for key in reader])
     titles = [f"student layer {p.student_layer}, teacher layer {p.teacher_layer}" for p in manifest.layers]
     draw_alphas(alphas, titles, _pair_labels(manifest.plan, TEACHER_HEADS), out / "alphas.png")
 
@@ -289,13 +290,11 @@ def _class_rows(maps: NDArray[Any]) -> NDArray[Any]:
     return maps[:, 0, 1:].reshape(-1, side, side)
 
 
-def _pair_labels(plan: Sequence[Sequence[tuple[int, int]]], heads: int) -> list[str]:
+def _pair_labels(plan: MergePlan, heads: int) -> list[str]:
     """What each alpha merges, as the teacher heads on both sides, such as ``01+23``."""
-    pool = [(head,) for head in range(heads)]
+    pool: list[tuple[int, ...]] = [(head,) for head in range(heads)]
     labels = []
     for one_round in plan:
         labels += [f"{''.join(map(str, pool[p]))}+{''.join(map(str, pool[q]))}" for p, q in one_round]
-        used = {head for pair in one_round for head in pair}
-        merged = [pool[p] + pool[q] for p, q in one_round]
-        pool = merged + [head for position, head in enumerate(pool) if position not in used]
+        pool = merge_pool(pool, one_round)
     return labels

@@ -54,7 +54,8 @@ class Block(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(B, L, D)`` to tokens."""
         tokens = tokens + self.attention(self.norm1(tokens))
-        return tokens + self.mlp(self.norm2(tokens))
+        tokens = tokens + self.mlp(self.norm2(tokens))
+        return tokens
 
 
 class Attention(nn.Module):

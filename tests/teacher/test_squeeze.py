@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -20,6 +21,8 @@ from shd_ref.teacher.session import open_session, run_session
 from shd_ref.teacher.squeeze import SqueezedGraph, compare_with_reference, squeeze_graph
 from shd_ref.tolerances import load_tolerances
 
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
 BATCH, ROWS, KEYS, D_V, D_MODEL = 3, 5, 7, 4, 10
 MASK = np.array([[1] * 5, [1] * 3 + [0] * 2, [1] + [0] * 4])
 PLANS = [(12, 6), (9, 3), (8, 2), (16, 6), (4, 4), (5, 1)]
@@ -27,10 +30,10 @@ CROSSED = (((0, 3), (5, 1)), ((0, 2), (1, 3)))  # explicit: pairs far apart, the
 TOLERANCE = load_tolerances()["agreement"]["float32"]
 
 
-def random_inputs(num_heads: int, seed: int = 0, num_layers: int = 1) -> dict[str, NDArray[Any]]:
+def random_inputs(num_heads: int, seed: int = 0, num_layers: int = 1) -> Arrays:
     """Maps with an empty row, a causal sample and a nearly one-hot head."""
     rng = np.random.default_rng(seed)
-    feeds: dict[str, NDArray[Any]] = {"mask": MASK}
+    feeds: Arrays = {"mask": MASK}
     for layer in range(num_layers):
         logits = 2 * rng.normal(size=(BATCH, num_heads, ROWS, KEYS))
         logits[0, :, 2] = -np.inf  # a fully masked row
@@ -46,9 +49,7 @@ def squeeze(model: onnx.ModelProto, num_student_heads: int, **options: Any) -> S
     return squeeze_graph(model, layers, num_student_heads=num_student_heads, check_outputs=True, **options)
 
 
-def run(
-    graph: SqueezedGraph, feeds: dict[str, NDArray[Any]], backend: str = "onnxruntime"
-) -> dict[str, NDArray[Any]]:
+def run(graph: SqueezedGraph, feeds: Arrays, backend: str = "onnxruntime") -> Arrays:
     wanted = {value.name: feeds[value.name] for value in graph.model.graph.input}
     if backend == "onnxruntime":
         return run_session(open_session(graph.model.SerializeToString(), num_threads=1), wanted)
@@ -58,9 +59,7 @@ def run(
     return dict(zip(evaluator.output_names, map(np.asarray, outputs), strict=True))
 
 
-def assert_agrees(
-    graph: SqueezedGraph, outputs: dict[str, NDArray[Any]], *, mask: bool, with_codes: bool = True
-) -> None:
+def assert_agrees(graph: SqueezedGraph, outputs: Arrays, *, mask: bool, with_codes: bool = True) -> None:
     """Maps, codes, alphas and degenerate flags against the reference, given the same maps and values."""
     options, query_mask = graph.options, MASK.astype(bool) if mask else None
     for layer in graph.layers:
@@ -231,7 +230,8 @@ def test_other_codecs_output_the_maps(codec: str) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        *({"layout": layout} for layout in ("batch-heads", "heads-batch", "heads-folded")),
+        {"layout": "heads-batch"},
+        {"layout": "heads-folded"},
         {"layout": "batch-folded", "sequence_first": True},
         {"num_kv_heads": 2},
         {"num_kv_heads": 1, "kv_repeat": "tile"},
@@ -241,7 +241,6 @@ def test_other_codecs_output_the_maps(codec: str) -> None:
     ids=str,
 )
 def test_every_form_of_teacher(form: dict[str, Any]) -> None:
-    """Checked against a squeeze on the host of maps that another layout cannot disturb: by their row sums too."""
     feeds = {
         "x": np.random.default_rng(0).normal(size=(BATCH, ROWS, 12)).astype(np.float32),
         "mask": MASK,
@@ -252,12 +251,12 @@ def test_every_form_of_teacher(form: dict[str, Any]) -> None:
     assert outputs[layer.probs].shape == (BATCH, 4, ROWS, ROWS)
     assert outputs[layer.values].shape == (BATCH, 4, ROWS, 3)
     compare_with_reference(graph, outputs, query_mask=MASK.astype(bool))
-    plain = run(squeeze(encoder_layer(mask=form.get("mask")), 2), feeds)
-    if "layout" in form and form["layout"] != "batch-heads":
-        unmasked = run(squeeze(encoder_layer(mask=None), 2, row_mask_input="mask"), feeds)
-        np.testing.assert_allclose(outputs[layer.merged], unmasked[layer.merged], atol=1e-6)
-    elif "float16" not in form and "num_kv_heads" not in form:
-        np.testing.assert_allclose(outputs[layer.probs], plain[layer.probs], atol=1e-6)
+    # The same weights in the plainest form give the same maps.
+    plain = run(squeeze(encoder_layer(mask=None if "layout" in form else "add"), 2, row_mask_input="mask"), feeds)
+    if not form.keys() & {"num_kv_heads"}:
+        np.testing.assert_allclose(
+            outputs[layer.merged], plain[layer.merged], atol=5e-3 if "float16" in form else 1e-6
+        )
 
 
 def test_what_nobody_reads_is_pruned() -> None:
@@ -322,8 +321,7 @@ def test_comparison_reports_residuals() -> None:
     assert 0 < comparison.residual < comparison.constant_residual
     assert comparison.map_difference < 1e-6
     with pytest.raises(ShdError, match="check_outputs=True"):
-        compare_with_reference(squeeze_graph(bare_attention(4), graph.layers[:0] or [(0, find_sites(
-            bare_attention(4))[0])], num_student_heads=2), outputs)  # fmt: skip
+        compare_with_reference(replace(graph, check_outputs=False), outputs)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, monkey
 
 
 class OneSize(nn.Module):
-    """Cannot be exported with a free batch: it works for one size only."""
+    """Works for one size only, so it has no free batch."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.reshape(2, 3).softmax(-1)
@@ -149,7 +150,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("model", [OneSize(), Branches()], ids=["one-size", "branches"])
 def test_failed_exports_leave_nothing(model: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="must be exportable") as caught:
+    with pytest.raises(ShdError, match=r"must (be exportable|accept)") as caught:
         export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
     assert caught.value.code == "export-failed"
     assert list(tmp_path.iterdir()) == []
@@ -175,9 +176,9 @@ def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = shd_torch.export.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        shd_torch.export.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name, *a: None if name == "onnxruntime" else find_spec(name, *a),
     )
@@ -229,12 +230,11 @@ def test_load_hf_model_from_nothing(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shd_torch.export.importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     for call in (
         lambda: load_hf_model(tmp_path),
-        lambda: export_teacher(Decoder(), torch.ones(2, 4), tmp_path / "x"),
+        lambda: export_teacher(Decoder(), torch.ones(2, 4, dtype=torch.int64), tmp_path / "x.onnx"),
     ):
         with pytest.raises(ShdError, match="pip install") as caught:
             call()
         assert caught.value.code == "dependency-missing"
-    assert "transformers" in sys.modules  # it is only this test that hides it

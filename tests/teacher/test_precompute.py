@@ -1,0 +1,323 @@
+"""Precompute from graph to cache and back: right numbers, resumable, refusing what does not fit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from teacher.attention_graphs import bare_attention, encoder_layer
+
+from shd_ref import ShdError, squeeze_heads, value_outputs
+from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
+from shd_ref.teacher.find import find_sites, load_teacher
+from shd_ref.teacher.inputs import ModelInputs, input_specs, load_arrays
+from shd_ref.teacher.precompute import PrecomputeOptions, RunOptions, hash_teacher, precompute
+from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.session import open_session
+from shd_ref.tolerances import load_tolerances
+
+NUM_SAMPLES = 23
+LENGTH = 9
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_inputs(seed: int = 0, width: int = 12) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, LENGTH + 1, NUM_SAMPLES)
+    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
+    x = rng.normal(size=(NUM_SAMPLES, LENGTH, width)).astype(np.float32) * 2
+    return {"x": x, "mask": mask}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
+    onnx.save(encoder_layer(num_heads=4, mask="where"), path)
+    return path
+
+
+OPTIONS = PrecomputeOptions(num_student_heads=2)
+RUN = RunOptions(mask="mask", batch_size=4, samples_per_shard=5)
+
+
+def teacher_maps(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> tuple[Any, Any]:
+    """Maps and value outputs of one sample without its padding, straight from onnxruntime."""
+    model = load_teacher(teacher)
+    (site,) = find_sites(model)
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in (site.probs, site.values))
+    length = int(inputs["mask"][index].sum())
+    feeds = {name: array[index : index + 1, :length] for name, array in inputs.items()}
+    probs, values = open_session(model.SerializeToString()).run([site.probs, site.values], feeds)
+    assert site.output_projection is not None
+    return probs, value_outputs(values, site.output_projection)
+
+
+@pytest.mark.parametrize("codec", ["sqrt8-row", "bf16", "float32"])
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, codec: str, alpha_per: str) -> None:
+    inputs = make_inputs()
+    options = PrecomputeOptions(num_student_heads=2, codec=codec, alpha_per=alpha_per, temperature=1.5)
+    progress: list[tuple[int, int, int]] = []
+    summary = precompute(teacher, inputs, tmp_path / "cache", options, RUN, on_progress=lambda *p: progress.append(p))
+    assert summary.samples == NUM_SAMPLES
+    assert summary.resumed == 0
+    assert [total for _, total, _ in progress] == [NUM_SAMPLES] * len(progress)
+    assert progress[-1][0] == NUM_SAMPLES
+    assert summary.comparison.residual < 1
+    assert verify_cache(tmp_path / "cache").ok
+    reader = CacheReader(tmp_path / "cache")
+    assert len(reader) == NUM_SAMPLES
+    limit = load_tolerances()["graph"]["probs"]["float32"]
+    for index in range(NUM_SAMPLES):
+        probs, outputs = teacher_maps(teacher, inputs, index)
+        length = probs.shape[-1]
+        reference = squeeze_heads(probs, outputs, 2, alpha_per=alpha_per, temperature=1.5)
+        key = sample_key({"x": inputs["x"][index, :length], "mask": inputs["mask"][index, :length]})
+        record = reader.read(key)
+        assert record.length == length
+        assert record.index == index
+        exact = decode(codec, encode(codec, reference.probs[0].astype(np.float32)))
+        np.testing.assert_allclose(reader.decode(record, 0), exact, atol=limit if codec == "float32" else 0.01)
+        np.testing.assert_allclose(np.clip(record.alphas[0], 0, 1), reference.alphas[0][0], atol=1e-3)
+        if alpha_per == "map":
+            assert record.mixing is not None
+            np.testing.assert_allclose(record.mixing[0], reference.mixing[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["constant", "hard", "mean", "simplex"])
+def test_other_strategies_reach_the_cache(teacher: Path, tmp_path: Path, strategy: str) -> None:
+    inputs = make_inputs()
+    options = PrecomputeOptions(num_student_heads=2, strategy=strategy, codec="float32")
+    precompute(teacher, inputs, tmp_path / "cache", options, RUN)
+    reader = CacheReader(tmp_path / "cache")
+    for record in map(reader.read, reader):
+        probs, outputs = teacher_maps(teacher, inputs, record.index)
+        reference = squeeze_heads(probs, outputs, 2, strategy=strategy)
+        np.testing.assert_allclose(reader.decode(record, 0), reference.probs[0], atol=2e-5)
+        assert record.mixing is not None
+        np.testing.assert_allclose(record.mixing[0], reference.mixing[0], atol=1e-3)
+
+
+def test_batching_and_order_do_not_matter(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    precompute(teacher, inputs, tmp_path / "a", OPTIONS, RUN)
+    shuffled = {name: array[::-1].copy() for name, array in inputs.items()}
+    wider = {name: np.concatenate([a, np.zeros_like(a[:, :3])], axis=1) for name, a in shuffled.items()}
+    run = RunOptions(mask="mask", batch_size=7, samples_per_shard=3, seed=5)
+    precompute(teacher, wider, tmp_path / "b", OPTIONS, run)
+    first, second = CacheReader(tmp_path / "a"), CacheReader(tmp_path / "b")
+    assert sorted(first) == sorted(second)
+    for key in first:
+        one, two = first.read(key), second.read(key)
+        np.testing.assert_allclose(first.decode(one, 0), second.decode(two, 0), atol=0.01)
+        np.testing.assert_allclose(one.alphas, two.alphas, atol=1e-4)
+
+
+def test_a_killed_run_resumes_to_the_undisturbed_cache(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    np.savez(tmp_path / "data.npz", **inputs)
+    precompute(
+        teacher, inputs, tmp_path / "whole", OPTIONS, RunOptions(mask="mask", batch_size=4, samples_per_shard=1)
+    )
+    command = [
+        *(sys.executable, "-c", "from shd_ref.cli import main; main()", "precompute", str(teacher)),
+        *("--inputs", str(tmp_path / "data.npz"), "--student-heads", "2", "--out", str(tmp_path / "killed")),
+        *("--mask", "mask", "--batch-size", "4", "--samples-per-shard", "1"),
+    ]
+    moments = random.Random(3)
+    committed = 0
+    for _ in range(4):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=ROOT)
+        deadline = time.monotonic() + 30
+        # Wait until it commits something new, then strike a random moment later.
+        while process.poll() is None and time.monotonic() < deadline:
+            found = len(list((tmp_path / "killed" / "receipts").glob("*.json")))
+            if found > committed:
+                break
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.02))
+        process.kill()
+        process.wait()
+        committed = len(list((tmp_path / "killed" / "receipts").glob("*.json")))
+    if committed < NUM_SAMPLES:
+        with pytest.raises(ShdError) as caught:
+            CacheReader(tmp_path / "killed")
+        assert caught.value.code == "cache-incomplete"
+    assert committed > 0
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert f"{NUM_SAMPLES} (" in done.stdout
+    assert verify_cache(tmp_path / "killed").ok
+    whole, killed = CacheReader(tmp_path / "whole"), CacheReader(tmp_path / "killed")
+    assert sorted(whole) == sorted(killed)
+    for key in whole:
+        np.testing.assert_array_equal(whole.decode(whole.read(key), 0), killed.decode(killed.read(key), 0))
+
+
+def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    cache = tmp_path / "cache"
+    precompute(teacher, inputs, cache, OPTIONS, RUN)
+    report = recheck_records(cache, teacher, inputs, num_records=6)
+    assert report.records == 6
+    assert report.rows > 0
+    assert report.tv_max < load_tolerances()["recheck"]["total_variation"]
+    other = tmp_path / "other.onnx"
+    onnx.save(encoder_layer(num_heads=4, mask="add"), other)
+    assert hash_teacher(other) != hash_teacher(teacher)
+    with pytest.raises(ShdError, match="must come from this teacher") as caught:
+        recheck_records(cache, other, inputs)
+    assert caught.value.code == "cache-mismatch"
+    with pytest.raises(ShdError, match="23 of 23 are not in it") as caught:
+        recheck_records(cache, teacher, make_inputs(seed=1))
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_maps_that_differ_are_found(teacher: Path, tmp_path: Path) -> None:
+    """A cache whose bytes are right and whose maps are another plan's."""
+    inputs = make_inputs()
+    cache = tmp_path / "cache"
+    precompute(teacher, inputs, cache, PrecomputeOptions(num_student_heads=2, strategy="constant"), RUN)
+    other = tmp_path / "other"
+    precompute(teacher, inputs, other, PrecomputeOptions(num_student_heads=2, strategy="hard"), RUN)
+    _rewrite_as(other, cache)
+    with pytest.raises(ShdError, match="total variation") as caught:
+        recheck_records(cache, teacher, inputs, num_records=NUM_SAMPLES)
+    assert caught.value.code == "cache-mismatch"
+
+
+def _rewrite_as(source: Path, target: Path) -> None:
+    """Store the records of one cache under the manifest of another, with valid checksums."""
+    from shd_ref.cache import CacheWriter, CodecError, NewRecord
+
+    reader, manifest = CacheReader(source), CacheReader(target).manifest
+    records = {record.index: record for record in map(reader.read, reader)}
+    shutil.rmtree(target)
+    writer = CacheWriter(target, manifest)
+    for shard in writer.missing_shards():
+        new = []
+        for index in manifest.shard_samples(shard):
+            record = records[index]
+            maps = encode(manifest.codec, reader.decode(record, 0))
+            new.append(NewRecord(index, record.key, record.length, [maps], record.alphas, record.mixing))
+        writer.write_shard(shard, new, CodecError(0.0, 0.0, 0.0, 0))
+    writer.seal()
+
+
+def test_causal_teachers_are_packed_as_triangles(tmp_path: Path) -> None:
+    model = bare_attention(4, num_layers=2)
+    onnx.save(model, tmp_path / "teacher.onnx")
+    rng = np.random.default_rng(0)
+    causal = np.tril(np.ones((6, 6), dtype=bool))
+    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((5, 6), dtype=np.int64)}
+    for layer in range(2):
+        logits = np.where(causal, rng.normal(size=(5, 4, 6, 6)), -np.inf)
+        arrays[f"logits_{layer}"] = logits.astype(np.float32)
+        arrays[f"values_{layer}"] = rng.normal(size=(5, 4, 6, 4)).astype(np.float32)
+    options = PrecomputeOptions(num_student_heads=3, layer_pairs=((4, 1),))
+    summary = precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, RunOptions(mask="mask"))
+    manifest = CacheReader(tmp_path / "cache").manifest
+    assert manifest.support == "causal"
+    assert manifest.student_layers == [4]
+    assert manifest.layers[0].teacher_layer == 1
+    assert summary.stored_bytes == 5 * 3 * 21
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "change"),
+    [
+        ("heads-exceed", {"num_student_heads": 5}, {}),
+        ("layers-invalid", {"num_student_layers": 2}, {}),
+        ("layers-invalid", {"layer_pairs": ((0, 3),)}, {}),
+        ("inputs-invalid", {}, {"x": None}),
+        ("inputs-invalid", {}, {"x": np.zeros((NUM_SAMPLES, LENGTH, 12), dtype=np.int64)}),
+        ("inputs-invalid", {}, {"x": np.zeros((2, LENGTH, 12), dtype=np.float32)}),
+        ("inputs-invalid", {}, {"mask": np.zeros((NUM_SAMPLES, LENGTH), dtype=np.int64)}),
+        ("not-finite", {}, {"x": np.full((NUM_SAMPLES, LENGTH, 12), np.nan, dtype=np.float32)}),
+        ("argument-value", {"codec": "jpeg"}, {}),
+        ("argument-value", {"temperature": 0.0}, {}),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    teacher: Path, tmp_path: Path, code: str, options: dict[str, Any], change: dict[str, Any]
+) -> None:
+    inputs = {name: change.get(name, array) for name, array in make_inputs().items()}
+    inputs = {name: array for name, array in inputs.items() if array is not None}
+    with pytest.raises(ShdError) as caught:
+        precompute(
+            teacher, inputs, tmp_path / "cache", PrecomputeOptions(**({"num_student_heads": 2} | options)), RUN
+        )
+    assert caught.value.code == code
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("strategy", ["shd", "constant", "hard", "mean"])
+def test_nan_of_one_later_sample_is_named_and_not_stored(teacher: Path, tmp_path: Path, strategy: str) -> None:
+    inputs = make_inputs()
+    shortest = int(inputs["mask"].sum(1).argmin())
+    inputs["x"][shortest, 0, 0] = np.nan
+    with pytest.raises(ShdError, match=f"sample {shortest}") as caught:
+        precompute(
+            teacher, inputs, tmp_path / "cache", PrecomputeOptions(num_student_heads=2, strategy=strategy), RUN
+        )
+    assert caught.value.code == "not-finite"
+    partial = CacheReader(tmp_path / "cache", allow_partial=True)
+    assert all(record.index != shortest for record in map(partial.read, partial))
+
+
+def test_inputs_are_cast_without_loss_and_fixed_batches_are_filled(tmp_path: Path) -> None:
+    model = encoder_layer(num_heads=4)
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_value = 4
+    arrays = make_inputs() | {"label": np.zeros(NUM_SAMPLES)}
+    arrays["mask"] = arrays["mask"].astype(np.int32)
+    inputs = ModelInputs(arrays, input_specs(model), "mask")
+    assert inputs.ignored == ("label",)
+    assert inputs.fixed_batch == 4
+    batches = list(inputs.batches(range(NUM_SAMPLES), 16))
+    assert [len(batch.indices) for batch in batches] == [4, 4, 4, 4, 4, 3]
+    assert all(batch.arrays["x"].shape[0] == 4 for batch in batches)
+    assert batches[0].arrays["mask"].dtype == np.int64
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(NUM_SAMPLES))
+
+
+def test_input_files_hold_plain_arrays(tmp_path: Path) -> None:
+    np.savez(tmp_path / "objects.npz", x=np.array([{"a": 1}], dtype=object))
+    (tmp_path / "text.npz").write_text("not an archive")
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    for name in ("objects.npz", "text.npz", "single.npy", "absent.npz"):
+        with pytest.raises(ShdError) as caught:
+            load_arrays(tmp_path / name)
+        assert caught.value.code == "inputs-invalid"
+        assert name in str(caught.value)
+
+
+def test_a_full_disk_loses_nothing(teacher: Path, tmp_path: Path) -> None:
+    """The process may not write files above a size; what was committed before stays whole, and a rerun finishes."""
+    np.savez(tmp_path / "data.npz", **make_inputs())
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2);"
+        "from shd_ref.cli import main; main()"
+    )
+    command = [
+        *(sys.executable, "-c", code, "1700", "precompute", str(teacher), "--inputs", str(tmp_path / "data.npz")),
+        *("--student-heads", "2", "--out", str(tmp_path / "cache"), "--mask", "mask", "--samples-per-shard", "5"),
+    ]
+    failed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "300"})
+    assert failed.returncode == 1
+    assert "write-failed" in failed.stderr
+    assert (tmp_path / "cache" / "manifest.json").exists()
+    assert not (tmp_path / "cache" / "SEALED.json").exists()
+    command[3] = str(2**30)
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    assert verify_cache(tmp_path / "cache").ok

@@ -1,0 +1,85 @@
+"""Graphs that nobody here wrote: test fixtures of other projects, inspected and, where possible, squeezed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.find import MIN_OPSET, find_sites, load_teacher, opset_version
+from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.squeeze import compare_with_reference, squeeze_graph
+
+
+class Verdict(NamedTuple):
+    sites: int
+    op_type: str = "Softmax"
+    supported: bool = True
+    layout: str | None = "batch-heads"
+    heads: int | None = None
+    kv_heads: int | None = None
+    reason: str = ""
+
+
+FUSED = "attention fusion off"
+VERDICTS = {
+    "02_bert_toy_pytorch_h4.onnx": Verdict(5, heads=4, kv_heads=4),
+    "04_gpt2_one_layer_h2.onnx": Verdict(1, heads=2, kv_heads=2),
+    "08_nn_transformer_encoder_mlm_folded_h2.onnx": Verdict(2, layout="batch-folded", heads=2, kv_heads=2),
+    "11_tiny_random_gpt2_fused_attention_5L_h4.onnx": Verdict(5, "Attention", False, None, 4, None, FUSED),
+    "12_tiny_qwen_gqa_fp16_2L_q4kv2.onnx": Verdict(2, "GroupQueryAttention", False, None, 4, 2, FUSED),
+    "attention_no_mask_fp16.onnx": Verdict(1, "Softmax", False, None, None, None, "no output projection"),
+    "attention_symbolic_batch.onnx": Verdict(1, heads=2, kv_heads=2),
+    "hf_fp32_encoder_self_attention.onnx": Verdict(1, "Attention", False, None, 2, None, FUSED),
+    "random_encoder.onnx": Verdict(1, layout="batch-folded", heads=1, kv_heads=1),
+}
+CONVERTED = ("02_bert_toy_pytorch_h4.onnx", "08_nn_transformer_encoder_mlm_folded_h2.onnx", "random_encoder.onnx")
+TOO_OLD = ("04_gpt2_one_layer_h2.onnx", "attention_symbolic_batch.onnx")  # contrib operators have no conversion
+
+
+def graph(shared_data: Path, name: str) -> onnx.ModelProto:
+    path = shared_data / "onnx_graphs" / name
+    if not path.is_file():
+        pytest.skip(f"public graph not found: {name}")
+    return load_teacher(path)
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts(shared_data: Path, name: str) -> None:
+    wanted, sites = VERDICTS[name], find_sites(graph(shared_data, name))
+    assert len(sites) == wanted.sites
+    assert len({site.name for site in sites}) == len(sites)
+    for layer, site in enumerate(sites):
+        assert site.layer == layer
+        assert (site.op_type, site.supported, site.layout) == (wanted.op_type, wanted.supported, wanted.layout)
+        assert (site.num_heads, site.num_kv_heads) == (wanted.heads, wanted.kv_heads)
+        assert wanted.reason in (site.reason or "")
+        assert (site.reason is None) == site.supported
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_squeezed_and_compared(shared_data: Path, name: str) -> None:
+    model = graph(shared_data, name)
+    sites = find_sites(model)
+    squeezed = squeeze_graph(model, tuple(enumerate(sites)), num_student_heads=1, check_outputs=True)
+    session = open_session(squeezed.model.SerializeToString(), num_threads=1)
+    rng = np.random.default_rng(0)
+    feeds = {}
+    for value in session.get_inputs():
+        shape = [size if isinstance(size, int) else 3 + axis for axis, size in enumerate(value.shape)]
+        whole = value.type == "tensor(int64)"
+        feeds[value.name] = rng.integers(0, 2, shape) if whole else rng.normal(size=shape).astype(np.float32)
+    compare_with_reference(squeezed, run_session(session, feeds))
+
+
+@pytest.mark.parametrize("name", TOO_OLD)
+def test_old_graphs_without_a_conversion_are_refused(shared_data: Path, name: str) -> None:
+    model = graph(shared_data, name)
+    assert opset_version(model) < MIN_OPSET
+    with pytest.raises(ShdError, match="re-export it with opset 18") as caught:
+        squeeze_graph(model, tuple(enumerate(find_sites(model))), num_student_heads=1)
+    assert caught.value.code == "graph-unsupported"
