@@ -4,12 +4,18 @@ The functions have the names, arguments and errors of ``shd_ref`` and are writte
 they agree is what the tests judge.
 """
 
+try:
+    import torch as _torch  # noqa: F401  (a missing PyTorch is said once, here, with the remedy)
+except ImportError as error:
+    raise ImportError("shd_torch needs PyTorch: pip install 'squeezing-heads[torch]'") from error
+
 from shd_ref.errors import ERROR_CODES, ShdError
 from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.alpha import solve_alpha
 from shd_torch.attention import soften, softmax, value_outputs
 from shd_torch.capture import Captured, capture_attention, record_attention
+from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, mix_heads, squeeze_heads
@@ -17,11 +23,14 @@ from shd_torch.mixing import SqueezeResult, mix_heads, squeeze_heads
 __all__ = [
     "ERROR_CODES",
     "Captured",
+    "CodedSupervision",
     "ExportReport",
     "MergePlan",
     "ShdError",
     "SqueezeResult",
+    "SupervisedDataset",
     "capture_attention",
+    "check_cache",
     "export_teacher",
     "layer_map",
     "load_hf_model",

@@ -9,7 +9,6 @@ def main() -> None:
     """Entry point; says what to install where the command's own packages are missing."""
     try:
         import rich  # noqa: F401  (only its presence matters here)
-        import torch  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd-torch needs the package {error.name}: pip install 'squeezing-heads[torch]'")

@@ -162,6 +162,34 @@ def load_hf_model(source: str | os.PathLike[str], *, dtype: torch.dtype = torch.
     return model.eval()
 
 
+def example_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Inputs that a Hugging Face text or image model can be exported with; their values do not matter.
+
+    Args:
+        model: from ``load_hf_model``.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` ``(2, 8)``, or ``pixel_values`` ``(2, channels, height, width)``.
+
+    Raises:
+        ShdError: ``export-failed`` for another kind of model.
+    """
+    config: Any = getattr(model, "config", None)
+    main_input = getattr(model, "main_input_name", None)
+    if main_input == "input_ids":
+        ids = torch.ones(2, 8, dtype=torch.int64)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    size = getattr(config, "image_size", None)
+    if main_input == "pixel_values" and size is not None:
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), height, width)}
+    raise ShdError(
+        "export-failed",
+        f"model must be a Hugging Face text or image model; got {type(model).__name__} with main input "
+        f"{main_input!r}: call shd_torch.export_teacher with example inputs of your own",
+    )
+
+
 class _Positional(nn.Module):
     """The model behind positional arguments: ``**kwargs`` cannot be exported with dynamic axes."""
 

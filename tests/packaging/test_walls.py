@@ -1,0 +1,139 @@
+"""Who may import whom, held by processes in which the forbidden modules do not exist."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shd_ref
+from shd_ref.errors import ERROR_CODES
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "xxhash", "rich", "typer", "scipy", "networkx")
+
+
+def run_without(blocked: tuple[str, ...], code: str) -> str:
+    prelude = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
+    done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_reference_needs_numpy_alone() -> None:
+    run_without(
+        HEAVY,
+        """
+import numpy as np, shd_ref
+maps = shd_ref.softmax(np.zeros((1, 4, 3, 3)))
+result = shd_ref.squeeze_heads(maps, np.ones((1, 4, 3, 5)), 2)
+assert shd_ref.shd_loss(result.probs, np.zeros((1, 2, 3, 3))) < 1e-12
+outside = {name.split(".")[0] for name in sys.modules if name.split(".")[0] not in sys.stdlib_module_names}
+assert not outside & {"torch", "onnx", "onnxruntime"} or all(sys.modules[n] is None for n in outside & {"torch"})
+""",
+    )
+
+
+def test_public_names_of_the_reference_are_these() -> None:
+    expected = run_without(HEAVY, "import shd_ref; print(' '.join(shd_ref.__all__))").split()
+    assert expected == sorted(shd_ref.__all__, key=expected.index)
+    assert {
+        "merge_plan",
+        "solve_alpha",
+        "squeeze_heads",
+        "mix_heads",
+        "shd_loss",
+        "layer_map",
+        "ShdError",
+        "ERROR_CODES",
+    } <= set(expected)
+    assert all(hasattr(shd_ref, name) for name in expected)
+
+
+def test_shd_never_imports_torch(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
+    pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
+    code = f"""
+from shd_ref.teacher.commands import app
+import shd_ref.teacher.precompute, shd_ref.teacher.recheck
+from typer.testing import CliRunner
+result = CliRunner().invoke(app, ["verify", {str(tmp_path)!r}])
+assert result.exit_code == 1 and "is no cache" in result.output, result.output
+"""
+    run_without(("torch", "transformers", "shd_torch"), code)
+
+
+def test_commands_say_what_to_install() -> None:
+    code = """
+from shd_ref.cli import main
+try:
+    main()
+except SystemExit as error:
+    print(error)
+"""
+    assert "pip install 'squeezing-heads[teacher]'" in run_without(("typer",), code)
+    assert "pip install 'squeezing-heads[torch]'" in run_without(("typer",), code.replace("shd_ref", "shd_torch"))
+    code = """
+try:
+    import shd_torch
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'squeezing-heads[torch]'" in run_without(("torch",), code)
+
+
+ALLOWED_IN_TORCH = {
+    "shd_ref.cache",
+    "shd_ref.errors",
+    "shd_ref.layers",
+    "shd_ref.plans",
+    "shd_ref.tokens",
+    "shd_ref.tolerances",
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "shd_torch").rglob("*.py")), ids=lambda p: p.name)
+def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
+    """Independence is what gives agreement its value."""
+    for module in _imported(path):
+        if module.split(".")[0] == "shd_ref":
+            assert any(module == name or module.startswith(f"{name}.") for name in ALLOWED_IN_TORCH), module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "shd_ref").rglob("*.py")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_reference_never_names_torch(path: Path) -> None:
+    assert not {module.split(".")[0] for module in _imported(path)} & {"torch", "transformers", "shd_torch"}
+
+
+def _imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_every_error_code_in_use_is_listed_and_every_listed_one_is_used() -> None:
+    used: set[str] = set()
+    for path in [*(ROOT / "shd_ref").rglob("*.py"), *(ROOT / "shd_torch").rglob("*.py")]:
+        if path.name == "errors.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used |= {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in ERROR_CODES
+        }
+    assert used == set(ERROR_CODES)
+
+
+def test_error_codes_of_the_meaning_are_the_specifications() -> None:
+    page = (ROOT / "specs" / "shd.md").read_text(encoding="utf-8")
+    listed = page[page.index("**ERR-2**") : page.index("**ERR-3**")]
+    codes = [line.split("`")[1] for line in listed.splitlines() if line.startswith("| `")]
+    assert codes == list(ERROR_CODES)[: len(codes)]
+    for code in codes:
+        assert ERROR_CODES[code] in listed

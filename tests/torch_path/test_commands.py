@@ -1,0 +1,83 @@
+"""The ``shd-torch`` and ``shd`` commands, as a user types them, on a folder that save_pretrained wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch_path.models import hf_model
+
+pytest.importorskip("transformers", reason="the exported teacher comes from transformers")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+
+from shd_ref.cache import CacheReader  # noqa: E402  (after the skips)
+from shd_ref.teacher.commands import app as shd  # noqa: E402
+from shd_torch.commands import app as shd_torch  # noqa: E402
+
+RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def run(app: object, *words: object, code: int = 0) -> str:
+    result = RUNNER.invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return str(result.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "llama", "vit"])
+def test_export_inspect_precompute_verify(name: str, tmp_path: Path) -> None:
+    hf_model(name).save_pretrained(tmp_path / "model")
+    teacher, cache, data = tmp_path / "teacher.onnx", tmp_path / "cache", tmp_path / "data.npz"
+    assert "shd inspect" in run(shd_torch, "export", "--model", tmp_path / "model", "--out", teacher)
+    table = run(shd, "inspect", teacher)
+    assert table.count("yes") == 2
+    sites = json.loads(run(shd, "inspect", teacher, "--json"))["sites"]
+    assert [(s["num_heads"], s["num_kv_heads"], s["d_v"], s["d_model"]) for s in sites] == [
+        (4, 2 if name == "llama" else 4, 8, 32)
+    ] * 2
+    rng = np.random.default_rng(0)
+    if name == "vit":
+        np.savez(data, pixel_values=rng.normal(size=(20, 3, 16, 16)).astype(np.float32), label=np.zeros(20))
+    else:
+        mask = (np.arange(12) < rng.integers(2, 13, (20, 1))).astype(np.int64)
+        np.savez(data, input_ids=rng.integers(1, 50, (20, 12)), attention_mask=mask)
+    words = ("precompute", teacher, "--inputs", data, "--student-heads", 2, "--student-layers", 1, "--out", cache)
+    output = run(shd, *words)
+    assert "20 (0 were there)" in output
+    assert "20 (20 were there)" in run(shd, *words)
+    assert CacheReader(cache).manifest.support == ("causal" if name == "llama" else "full")
+    checked = run(shd, "verify", cache, "--teacher", teacher, "--inputs", data)
+    assert "intact: 20 records" in checked
+    assert "same: 8 records" in checked
+    wrong = run(shd, *words[:5], 3, *words[6:], code=1)
+    assert "cache-mismatch" in wrong
+    assert "num_student_heads: 2 -> 3" in wrong
+    shard = next((cache / "shards").rglob("*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(bytes(damaged))
+    problems = run(shd, "verify", cache, code=1)
+    assert shard.name in problems
+    assert "record" in problems
+
+
+def test_errors_are_one_message(tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"\x08\x07\x12")
+    assert "error (graph-invalid)" in run(shd, "inspect", tmp_path / "broken.onnx", code=1)
+    assert "is no cache" in run(shd, "verify", tmp_path, code=1)
+    assert "given together" in run(shd, "verify", tmp_path, "--teacher", "x.onnx", code=1)
+    assert "error (export-failed)" in run(shd_torch, "export", "--model", tmp_path, "--out", tmp_path / "t", code=1)
+    assert "error (inputs-invalid)" in run(shd_torch, "train", "--data", tmp_path / "absent.npz", code=1)
+
+
+def test_help_teaches() -> None:
+    assert "shd precompute teacher.onnx --inputs data.npz" in " ".join(run(shd, "--help").split())
+    for command in ("inspect", "precompute", "verify"):
+        assert "Usage" in run(shd, command, "--help")
+    for command in ("export", "train", "demo"):
+        assert "Usage" in run(shd_torch, command, "--help")
+    assert "specification" in run(shd, "--version")

@@ -1,0 +1,150 @@
+"""Cached supervision in PyTorch: joined by key, one buffer, decoded as the reference decodes."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache.makers import job, key_of, length_of, probs_of, write_cache
+from torch.utils.data import DataLoader
+
+from shd_ref.cache import CacheReader, dataset_fingerprint
+from shd_torch import ShdError
+from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
+
+NUM_SAMPLES = 11
+
+
+class TokenData(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": torch.arange(index + self.shift, index + self.shift + length_of(index)), "number": index}
+
+
+@pytest.fixture(params=["full", "causal"])
+def support(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("codec", ["sqrt8-row", "bf16", "float32"])
+def test_decodes_as_the_reference(tmp_path: Path, codec: str, support: str) -> None:
+    manifest = job(NUM_SAMPLES, codec=codec, support=support)
+    reader = CacheReader(write_cache(tmp_path, manifest))
+    joined = SupervisedDataset(TokenData(), reader)
+    batch = [joined[index] for index in (3, 0, 7, 3)]
+    assert [record.index for _, record in batch] == [3, 0, 7, 3]
+    _, supervision = (
+        DataLoader(
+            joined, batch_size=4, sampler=[3, 0, 7, 3], collate_fn=lambda b: (None, joined.collate(_alone(b))[1])
+        )
+        .__iter__()
+        .__next__()
+    )
+    longest = max(map(length_of, (3, 0, 7)))
+    for size in (longest, longest + 3):
+        layers = supervision.decode(size)
+        assert [tuple(maps.shape) for maps in layers] == [(4, 2, size, size)] * 2
+        assert supervision.query_mask(size).sum(1).tolist() == [length_of(i) for i in (3, 0, 7, 3)]
+        for layer, maps in zip(manifest.student_layers, layers, strict=True):
+            for number, index in enumerate((3, 0, 7, 3)):
+                n = length_of(index)
+                expected = reader.decode(reader.read(key_of(index)), layer)
+                np.testing.assert_allclose(maps[number, :, :n, :n].numpy(), expected, rtol=1e-6, atol=1e-9)
+                assert not maps[number, :, n:].any()
+                assert not maps[number, :, :, n:].any()
+                if codec == "float32":
+                    np.testing.assert_array_equal(expected, probs_of(manifest, index, layer))
+    assert supervision.buffer.dtype == torch.uint8
+    assert supervision.buffer.ndim == 1
+    with pytest.raises(ShdError, match="at least the longest"):
+        supervision.decode(longest - 1)
+
+
+def _alone(batch: list[Any]) -> list[Any]:
+    """Only what has one shape goes through the default collation."""
+    return [(sample["number"], record) for sample, record in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support: str) -> None:
+    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, support=support)))
+    joined = SupervisedDataset(TokenData(), reader, layers=[2], preload=workers == 0)
+
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(
+        joined,
+        1,
+        shuffle=True,
+        generator=generator,
+        num_workers=workers,
+        collate_fn=joined.collate,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    seen = []
+    for sample, supervision in loader:
+        index = int(sample["number"])
+        seen.append(index)
+        assert supervision.layers == (2,)
+        expected = reader.decode(reader.read(key_of(index)), 2)
+        np.testing.assert_allclose(supervision.decode()[0][0].numpy(), expected, rtol=1e-6)
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+    assert seen != sorted(seen)
+
+
+def test_supervision_is_picklable_and_moves(tmp_path: Path) -> None:
+    joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
+    _, supervision = joined.collate([joined[2]])
+    again: CodedSupervision = pickle.loads(pickle.dumps(supervision))
+    assert torch.equal(again.to("cpu").decode()[1], supervision.decode()[1])
+    assert supervision.decode(dtype=torch.float16)[0].dtype == torch.float16
+
+
+def test_samples_that_the_cache_lacks_are_counted_before_the_first_step(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, job(NUM_SAMPLES))
+    with pytest.raises(ShdError, match=r"11 of 11 are not in it, first sample 0") as caught:
+        SupervisedDataset(TokenData(shift=100), cache)
+    assert caught.value.code == "sample-missing"
+    with pytest.raises(ShdError, match="must hold the teacher's inputs input_ids; got") as caught:
+        SupervisedDataset([{"image": 1}], cache)
+    assert caught.value.code == "inputs-invalid"
+    renamed = SupervisedDataset(
+        [{"tokens": torch.arange(length_of(0))}], cache, model_inputs=lambda sample: {"input_ids": sample["tokens"]}
+    )
+    assert renamed.keys == [key_of(0)]
+    with pytest.raises(ShdError) as caught:
+        renamed.cache.read(dataset_fingerprint([key_of(0)]))
+    assert caught.value.code == "sample-missing"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"num_student_heads": 3}, "num_student_heads must be 2"),
+        ({"num_student_layers": 2}, "num_student_layers must be above 2"),
+        ({"temperature": 2.0}, "temperature must be 1.0"),
+        ({"plan": ()}, "plan must be"),
+        ({"teacher_sha256": "00" * 32}, "teacher_sha256 must be"),
+    ],
+)
+def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any], text: str) -> None:
+    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES)))
+    check_cache(
+        reader,
+        num_student_heads=2,
+        num_student_layers=3,
+        temperature=1.0,
+        plan=reader.manifest.plan,
+        teacher_sha256="ab" * 32,
+    )
+    with pytest.raises(ShdError, match=text) as caught:
+        check_cache(reader, **wanted)
+    assert caught.value.code == "cache-mismatch"
