@@ -33,19 +33,20 @@ class ShardFile:
             raise _incomplete(self.path, "it does not exist") from error
 
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Bytes ``start`` to ``end``, in memory of the caller's own.
+        """Bytes ``start`` to ``end``, read-only.
 
         Raises:
             ShdError: ``cache-incomplete`` when the file ends before that.
         """
-        data = np.empty(end - start, dtype=np.uint8)
-        done = 0
-        while done < len(data):
-            count = os.preadv(self._descriptor, [data[done:].data], start + done)
-            if not count:
-                raise _incomplete(self.path, f"it ends at byte {start + done} of at least {end}")
-            done += count
-        return data
+        parts: list[bytes] = []
+        position = start
+        while position < end:  # one read may bring less than was asked for
+            part = os.pread(self._descriptor, end - position, position)
+            if not part:
+                raise _incomplete(self.path, f"it ends at byte {position} of at least {end}")
+            parts.append(part)
+            position += len(part)
+        return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
     def __del__(self) -> None:
         # Not when the cache of open files drops it: another thread may still be reading.
