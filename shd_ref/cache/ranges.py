@@ -33,20 +33,18 @@ class ShardFile:
             raise _incomplete(self.path, "it does not exist") from error
 
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Bytes ``start`` to ``end``, read-only.
+        """Bytes ``start`` to ``end``, in memory of the caller's own.
 
         Raises:
             ShdError: ``cache-incomplete`` when the file ends before that.
         """
-        parts: list[bytes] = []
-        position = start
-        while position < end:  # one read may bring less than was asked for
-            part = os.pread(self._descriptor, end - position, position)
+        data = bytearray()
+        while len(data) < end - start:  # one read may bring less than was asked for
+            part = os.pread(self._descriptor, end - start - len(data), start + len(data))
             if not part:
-                raise _incomplete(self.path, f"it ends at byte {position} of at least {end}")
-            parts.append(part)
-            position += len(part)
-        return np.frombuffer(b"".join(parts), dtype=np.uint8)
+                raise _incomplete(self.path, f"it ends at byte {start + len(data)} of at least {end}")
+            data += part
+        return np.frombuffer(data, dtype=np.uint8)
 
     def __del__(self) -> None:
         # Not when the cache of open files drops it: another thread may still be reading.
