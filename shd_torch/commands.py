@@ -122,7 +122,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo_out"),
     seeds: Annotated[int, typer.Option(help="Students per method and number of labels.", min=1)] = 5,
     labels: Annotated[str, typer.Option(help="Numbers of labelled images, with commas.")] = "50,100,300",
-    steps: Annotated[int, typer.Option(help="Optimiser steps per student.", min=1)] = 300,
+    steps: Annotated[int, typer.Option(help="Optimiser steps per student.", min=1)] = 240,
     teacher_epochs: Annotated[int, typer.Option(help="Epochs of the teacher.", min=1)] = 30,
     workers: Annotated[int, typer.Option(help="Students trained side by side.", min=1)] = 2,
 ) -> None:

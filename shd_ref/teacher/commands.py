@@ -180,8 +180,8 @@ def precompute(
     tolerance refuses the run. Stop it at any moment (also with kill -9): the same command goes on where it stopped.
     """
     from shd_ref.teacher.inputs import load_arrays
-    from shd_ref.teacher.precompute import PrecomputeOptions, RunOptions
     from shd_ref.teacher.precompute import precompute as run_precompute
+    from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 
     with reported_errors():
         options = PrecomputeOptions(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 import shd_ref
@@ -25,7 +23,6 @@ from shd_ref.cache import (
     NewRecord,
     SampleInputs,
     ShardPlan,
-    Teacher,
     codec_error,
     dataset_fingerprint,
     decode,
@@ -34,13 +31,10 @@ from shd_ref.cache import (
     packed_size,
 )
 from shd_ref.errors import ShdError
-from shd_ref.layers import layer_map
 from shd_ref.mixing import compose_mixing
-from shd_ref.plans import MergePlan, merge_plan
-from shd_ref.teacher.find import AttentionSite, find_sites, load_teacher
-from shd_ref.teacher.inputs import Arrays, Batch, ModelInputs, input_specs
-from shd_ref.teacher.session import open_session
-from shd_ref.teacher.squeeze import Comparison, SqueezedGraph, compare_with_reference, squeeze_graph
+from shd_ref.teacher.inputs import Arrays, Batch
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.squeeze import Comparison, compare_with_reference
 
 SHARD_BYTES = 256 * 2**20
 """Default size of a shard, unless the data set is small."""
@@ -49,50 +43,6 @@ LEAST_SHARDS = 16
 
 OnProgress = Callable[[int, int, int], None]
 """Called with samples done, samples in all and bytes written."""
-
-
-@dataclass(frozen=True)
-class PrecomputeOptions:
-    """What to make of the teacher; see ``shd_ref.squeeze_heads`` for the meaning.
-
-    Attributes:
-        num_student_heads: H_s.
-        num_student_layers: L_s; by default as many as the teacher has attention sites.
-        layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map.
-        plan: a kind or explicit rounds.
-        codec: ``sqrt8-row``, ``bf16`` or ``float32``.
-    """
-
-    num_student_heads: int
-    num_student_layers: int | None = None
-    layer_pairs: tuple[tuple[int, int], ...] | None = None
-    plan: str | MergePlan = "progressive"
-    strategy: str = "shd"
-    alpha_rule: str = "least_squares"
-    alpha_per: str = "map"
-    temperature: float = 1.0
-    codec: str = "sqrt8-row"
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How to run it; none of these changes what a cache means.
-
-    Attributes:
-        mask: name of the attention-mask input, if it is not one of the usual.
-        batch_size: samples a teacher call.
-        samples_per_shard: by default shards of about 256 MiB, and at least 16 of them.
-        seed: of the order in which samples are dealt to shards.
-        provider: ``cpu``, ``cuda`` or an onnxruntime name.
-        num_threads: of onnxruntime; its own choice by default.
-    """
-
-    mask: str | None = None
-    batch_size: int = 16
-    samples_per_shard: int | None = None
-    seed: int = 0
-    provider: str = "cpu"
-    num_threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,88 +74,6 @@ class PrecomputeSummary:
     codec_error: CodecError
     compared_samples: int
     comparison: Comparison
-
-
-class TeacherRun:
-    """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
-
-    Args:
-        teacher: the ``.onnx`` file.
-        arrays: model inputs by name.
-        options: what to make of the teacher.
-        run: how to run it.
-
-    Attributes:
-        inputs: the samples, checked against the graph.
-        plan: the rounds of merges.
-        layers: ``(student_layer, site)`` pairs.
-
-    Raises:
-        ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
-            ``inputs-invalid``, ``heads-exceed``, ``layers-invalid``, ``provider-unavailable``.
-    """
-
-    def __init__(self, teacher: Path, arrays: Arrays, options: PrecomputeOptions, run: RunOptions) -> None:
-        self.path = teacher
-        self.options = options
-        self.run = run
-        self.model = load_teacher(teacher)
-        self.inputs = ModelInputs(arrays, input_specs(self.model), run.mask)
-        self.layers = _choose_sites(find_sites(self.model), options)
-        self.num_teacher_heads = _common_heads(self.layers)
-        self.plan = merge_plan(self.num_teacher_heads, options.num_student_heads, options.plan)
-        self._fast: tuple[SqueezedGraph, Any] | None = None
-        self._checked: tuple[SqueezedGraph, Any] | None = None
-
-    def squeeze(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """Codes and alphas of a batch, by output name of ``self.graph``."""
-        if self._fast is None:
-            self._fast = self._open(check_outputs=False)
-        return _run(self._fast, batch)
-
-    def squeeze_checked(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """The same with the teacher's maps and values and the uncoded merged maps."""
-        if self._checked is None:
-            self._checked = self._open(check_outputs=True)
-        return _run(self._checked, batch)
-
-    @property
-    def graph(self) -> SqueezedGraph:
-        """Output names by layer."""
-        if self._checked is None:
-            self._checked = self._open(check_outputs=True)
-        return self._checked[0]
-
-    def fingerprint(self) -> Teacher:
-        """The teacher's identity for the manifest: a hash of the model file and of its external data."""
-        sites = [site for _, site in self.layers]
-        dtypes = {value.name: value.type.tensor_type.elem_type for value in self.model.graph.value_info}
-        kind = dtypes.get(sites[0].probs, onnx.TensorProto.FLOAT)
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)).name
-        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(
-            self.run.provider, self.run.provider
-        )
-        return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
-
-    def _open(self, *, check_outputs: bool) -> tuple[SqueezedGraph, Any]:
-        options = self.options
-        graph = squeeze_graph(
-            self.model,
-            self.layers,
-            num_student_heads=options.num_student_heads,
-            plan=self.plan,
-            strategy=options.strategy,
-            alpha_rule=options.alpha_rule,
-            alpha_per=options.alpha_per,
-            temperature=options.temperature,
-            codec=options.codec,
-            row_mask_input=self.inputs.mask,
-            check_outputs=check_outputs,
-        )
-        session = open_session(
-            graph.model.SerializeToString(), provider=self.run.provider, num_threads=self.run.num_threads
-        )
-        return graph, session
 
 
 def precompute(
@@ -240,7 +108,7 @@ def precompute(
     keys = list(work.inputs.keys())
     first = next(work.inputs.batches(range(len(keys)), work.run.batch_size))
     outputs = work.squeeze_checked(first)
-    comparison = compare_with_reference(work.graph, outputs, query_mask=_query_mask(work, first))
+    comparison = compare_with_reference(work.graph, outputs, query_mask=work.query_mask(first))
     manifest = _make_manifest(work, keys, outputs)
     writer = CacheWriter(out, manifest)
     missing = writer.missing_shards()
@@ -266,68 +134,6 @@ def precompute(
             on_progress(done, len(keys), written)
     writer.seal()
     return _summarise(Path(out), resumed, time.monotonic() - started, len(first.indices), comparison)
-
-
-def hash_teacher(path: str | Path) -> str:
-    """SHA-256 of a model file, continued over its external data files in order of their names."""
-    file = Path(path)
-    digest = hashlib.sha256(file.read_bytes())
-    model = onnx.load(file, load_external_data=False)
-    locations = {
-        entry.value
-        for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    for location in sorted(locations):
-        with (file.parent / location).open("rb") as data:
-            digest.update(hashlib.file_digest(data, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _choose_sites(
-    sites: Sequence[AttentionSite], options: PrecomputeOptions
-) -> tuple[tuple[int, AttentionSite], ...]:
-    if not sites:
-        raise ShdError(
-            "graph-unsupported",
-            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
-            "export the model with eager attention",
-        )
-    num_layers = options.num_student_layers or len(sites)
-    if options.layer_pairs is not None:
-        num_layers = max(num_layers, 1 + max((student for student, _ in options.layer_pairs), default=0))
-    pairs = layer_map(len(sites), num_layers, options.layer_pairs)
-    chosen = tuple((student, sites[teacher]) for student, teacher in pairs)
-    for _, site in chosen:
-        if not site.supported:
-            raise ShdError(
-                "graph-unsupported", f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason}"
-            )
-    return chosen
-
-
-def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
-    heads = {site.num_heads for _, site in layers}
-    if len(heads) != 1 or None in heads:
-        raise ShdError(
-            "graph-unsupported",
-            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
-        )
-    return int(heads.pop() or 0)
-
-
-def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str, NDArray[Any]]:
-    graph, session = graph_and_session
-    names = [output.name for output in graph.model.graph.output]
-    fed = {value.name for value in session.get_inputs()}
-    values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
-    return dict(zip(names, values, strict=True))
-
-
-def _query_mask(work: TeacherRun, batch: Batch) -> NDArray[np.bool_] | None:
-    return None if work.inputs.mask is None else batch.arrays[work.inputs.mask].astype(np.bool_)
 
 
 def _make_manifest(work: TeacherRun, keys: Sequence[str], outputs: dict[str, NDArray[Any]]) -> Manifest:
@@ -397,7 +203,7 @@ def _records(
 def _refuse_nan(work: TeacherRun, batch: Batch, codes: Sequence[NDArray[Any]], alphas: NDArray[np.float32]) -> None:
     """NaN is never stored, and the sample that it comes from is named."""
     finite = np.isfinite(alphas).reshape(len(alphas), -1).all(axis=1)  # (B,)
-    mask = _query_mask(work, batch)
+    mask = work.query_mask(batch)
     counted = np.True_ if mask is None else mask[: len(alphas), None, :]
     # A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the uncoded maps tell which.
     if any(((layer == 0).all(axis=-1) & counted).any() or (layer != layer).any() for layer in codes):
@@ -430,7 +236,7 @@ def _codes(codec: str, output: NDArray[Any]) -> NDArray[Any]:
 
 def _measure_codec(work: TeacherRun, batch: Batch, outputs: dict[str, NDArray[Any]]) -> CodecError:
     errors = []
-    mask = _query_mask(work, batch)
+    mask = work.query_mask(batch)
     count = len(batch.indices)
     for layer in work.graph.layers:
         merged = np.array(outputs[layer.merged][:count], dtype=np.float32)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, decode, encode
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
+from shd_ref.teacher.find import load_teacher
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
 from shd_ref.tolerances import load_tolerances
 
 
@@ -55,6 +56,7 @@ def recheck_records(
     """
     reader = CacheReader(cache)
     manifest = reader.manifest
+    load_teacher(teacher)  # refuses external data outside the folder before anything is hashed
     found = hash_teacher(teacher)
     if found != manifest.teacher.sha256:
         raise ShdError(

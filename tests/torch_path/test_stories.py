@@ -16,7 +16,8 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_ref.cache import CacheReader
 from shd_ref.teacher.find import find_sites, load_teacher
-from shd_ref.teacher.precompute import PrecomputeOptions, precompute
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions
 from shd_torch import SupervisedDataset, capture_attention, check_cache, export_teacher, shd_loss
 from shd_torch.train import ArrayDataset
 

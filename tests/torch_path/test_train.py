@@ -15,7 +15,8 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_ref.cache import CacheReader
-from shd_ref.teacher.precompute import PrecomputeOptions, precompute
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions
 from shd_torch import ShdError, capture_attention, export_teacher, shd_loss
 from shd_torch.dataset import SupervisedDataset
 from shd_torch.demo.vit import VisionTransformer

@@ -1,0 +1,213 @@
+"""A teacher graph with its attention squeezed, over a data set: what precompute and verify share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from shd_ref.cache import Teacher
+from shd_ref.errors import ShdError
+from shd_ref.layers import layer_map
+from shd_ref.plans import MergePlan, merge_plan
+from shd_ref.teacher.find import AttentionSite, find_sites, load_teacher
+from shd_ref.teacher.inputs import Arrays, Batch, ModelInputs, input_specs
+from shd_ref.teacher.session import open_session
+from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
+
+
+@dataclass(frozen=True)
+class PrecomputeOptions:
+    """What to make of the teacher; see ``shd_ref.squeeze_heads`` for the meaning.
+
+    Attributes:
+        num_student_heads: H_s.
+        num_student_layers: L_s; by default as many as the teacher has attention sites.
+        layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map.
+        plan: a kind or explicit rounds.
+        codec: ``sqrt8-row``, ``bf16`` or ``float32``.
+    """
+
+    num_student_heads: int
+    num_student_layers: int | None = None
+    layer_pairs: tuple[tuple[int, int], ...] | None = None
+    plan: str | MergePlan = "progressive"
+    strategy: str = "shd"
+    alpha_rule: str = "least_squares"
+    alpha_per: str = "map"
+    temperature: float = 1.0
+    codec: str = "sqrt8-row"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run it; none of these changes what a cache means.
+
+    Attributes:
+        mask: name of the attention-mask input, if it is not one of the usual.
+        batch_size: samples a teacher call.
+        samples_per_shard: by default shards of about 256 MiB, and at least 16 of them.
+        seed: of the order in which samples are dealt to shards.
+        provider: ``cpu``, ``cuda`` or an onnxruntime name.
+        num_threads: of onnxruntime; its own choice by default.
+    """
+
+    mask: str | None = None
+    batch_size: int = 16
+    samples_per_shard: int | None = None
+    seed: int = 0
+    provider: str = "cpu"
+    num_threads: int | None = None
+
+
+class TeacherRun:
+    """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
+
+    Args:
+        teacher: the ``.onnx`` file.
+        arrays: model inputs by name.
+        options: what to make of the teacher.
+        run: how to run it.
+
+    Attributes:
+        inputs: the samples, checked against the graph.
+        plan: the rounds of merges.
+        layers: ``(student_layer, site)`` pairs.
+
+    Raises:
+        ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
+            ``inputs-invalid``, ``heads-exceed``, ``layers-invalid``, ``provider-unavailable``.
+    """
+
+    def __init__(self, teacher: Path, arrays: Arrays, options: PrecomputeOptions, run: RunOptions) -> None:
+        self.path = teacher
+        self.options = options
+        self.run = run
+        self.model = load_teacher(teacher)
+        self.inputs = ModelInputs(arrays, input_specs(self.model), run.mask)
+        self.layers = _choose_sites(find_sites(self.model), options)
+        self.num_teacher_heads = _common_heads(self.layers)
+        self.plan = merge_plan(self.num_teacher_heads, options.num_student_heads, options.plan)
+        self._fast: tuple[SqueezedGraph, Any] | None = None
+        self._checked: tuple[SqueezedGraph, Any] | None = None
+
+    def squeeze(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Codes and alphas of a batch, by output name of ``self.graph``."""
+        if self._fast is None:
+            self._fast = self._open(check_outputs=False)
+        return _run(self._fast, batch)
+
+    def squeeze_checked(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """The same with the teacher's maps and values and the uncoded merged maps."""
+        if self._checked is None:
+            self._checked = self._open(check_outputs=True)
+        return _run(self._checked, batch)
+
+    def query_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
+        """``(B, L)``, True = the row counts; None where every row does."""
+        return None if self.inputs.mask is None else batch.arrays[self.inputs.mask].astype(np.bool_)
+
+    @property
+    def graph(self) -> SqueezedGraph:
+        """Output names by layer."""
+        if self._checked is None:
+            self._checked = self._open(check_outputs=True)
+        return self._checked[0]
+
+    def fingerprint(self) -> Teacher:
+        """The teacher's identity for the manifest: a hash of the model file and of its external data."""
+        sites = [site for _, site in self.layers]
+        dtypes = {value.name: value.type.tensor_type.elem_type for value in self.model.graph.value_info}
+        kind = dtypes.get(sites[0].probs, onnx.TensorProto.FLOAT)
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)).name
+        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(
+            self.run.provider, self.run.provider
+        )
+        return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
+
+    def _open(self, *, check_outputs: bool) -> tuple[SqueezedGraph, Any]:
+        options = self.options
+        graph = squeeze_graph(
+            self.model,
+            self.layers,
+            num_student_heads=options.num_student_heads,
+            plan=self.plan,
+            strategy=options.strategy,
+            alpha_rule=options.alpha_rule,
+            alpha_per=options.alpha_per,
+            temperature=options.temperature,
+            codec=options.codec,
+            row_mask_input=self.inputs.mask,
+            check_outputs=check_outputs,
+        )
+        session = open_session(
+            graph.model.SerializeToString(), provider=self.run.provider, num_threads=self.run.num_threads
+        )
+        return graph, session
+
+
+def hash_teacher(path: str | Path) -> str:
+    """SHA-256 of a model file, continued over its external data files in order of their names.
+
+    The file must have passed ``load_teacher``, which refuses external data outside its folder.
+    """
+    file = Path(path)
+    digest = hashlib.sha256(file.read_bytes())
+    model = onnx.load(file, load_external_data=False)
+    locations = {
+        entry.value
+        for tensor in model.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    for location in sorted(locations):
+        with (file.parent / location).open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _choose_sites(
+    sites: Sequence[AttentionSite], options: PrecomputeOptions
+) -> tuple[tuple[int, AttentionSite], ...]:
+    if not sites:
+        raise ShdError(
+            "graph-unsupported",
+            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
+            "export the model with eager attention",
+        )
+    num_layers = options.num_student_layers or len(sites)
+    if options.layer_pairs is not None:
+        num_layers = max(num_layers, 1 + max((student for student, _ in options.layer_pairs), default=0))
+    pairs = layer_map(len(sites), num_layers, options.layer_pairs)
+    chosen = tuple((student, sites[teacher]) for student, teacher in pairs)
+    for _, site in chosen:
+        if not site.supported:
+            raise ShdError(
+                "graph-unsupported", f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason}"
+            )
+    return chosen
+
+
+def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
+    heads = {site.num_heads for _, site in layers}
+    if len(heads) != 1 or None in heads:
+        raise ShdError(
+            "graph-unsupported",
+            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
+        )
+    return int(heads.pop() or 0)
+
+
+def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str, NDArray[Any]]:
+    graph, session = graph_and_session
+    names = [output.name for output in graph.model.graph.output]
+    fed = {value.name for value in session.get_inputs()}
+    values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
+    return dict(zip(names, values, strict=True))
