@@ -8,7 +8,7 @@ indices, and W_o's rows say where every number came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -35,6 +35,10 @@ except ImportError as error:
 
 Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
 """Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
+
+_HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 0}
+
+_Test: TypeAlias = Callable[[ir.Node], bool]
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -90,6 +94,7 @@ MIN_OPSET: Final = 13
 """The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
 
 _TARGET_OPSET: Final = 18
+_MAX_BYTES: Final = 2**31
 _PROBE_BATCH: Final = 2
 _PROBE_LENGTH: Final = 3
 
@@ -107,6 +112,7 @@ class AttentionSite:
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
         num_heads: H.
         num_kv_heads: value heads before they are repeated for grouped queries.
+        shared_values: V has a single head, which the product broadcasts to all.
         d_k: width of a query head.
         d_v: width of a value head.
         d_model: D, columns of W_o.
@@ -125,6 +131,7 @@ class AttentionSite:
     layout: Layout | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
+    shared_values: bool = False
     d_k: int | None = None
     d_v: int | None = None
     d_model: int | None = None
@@ -150,7 +157,7 @@ def load_teacher(path: str | Path) -> onnx.ModelProto:
 
     Raises:
         ShdError: ``graph-invalid`` for a file that cannot be read or parsed, that refers to data outside its
-            folder, or that needs operators from a custom library.
+            folder, or that needs operators from a custom library; ``graph-unsupported`` above 2 GB.
     """
     file = Path(path)
     try:
@@ -164,7 +171,8 @@ def load_teacher(path: str | Path) -> onnx.ModelProto:
     if not model.graph.node or not model.opset_import:
         raise ShdError("graph-invalid", f"teacher graph {file} holds no ONNX graph: copy or export it again")
     _check_external_data(model, file)
-    model = onnx.inliner.inline_local_functions(model)
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
     foreign = {node.domain for node in _all_nodes(model.graph)} - _KNOWN_DOMAINS
     if foreign:
         raise ShdError(
@@ -187,13 +195,19 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
 
     Returns:
         All sites, supported or not: an unsupported one has its ``reason``.
+
+    Raises:
+        ShdError: ``graph-invalid`` for a graph that is no graph.
     """
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except onnx.shape_inference.InferenceError:
         inferred = model  # a graph that inference rejects can still be probed
     graph = ir.from_proto(inferred).graph
-    graph.sort()
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ShdError("graph-invalid", f"the graph's nodes feed one another in a circle: {error}") from error
     opset = graph.opset_imports.get("", 1)
     walks = [walk for node in graph for walk in _walk(node, opset)]
     shapes: Shapes = _static_shapes(inferred)
@@ -281,6 +295,7 @@ class _Measure:
     layout: Layout | None  # None: W_o's rows are not in head order
     num_heads: int
     num_kv_heads: int
+    shared_values: bool
     d_k: int | None
     d_v: int
 
@@ -334,10 +349,13 @@ def _walk_softmax(softmax: ir.Node) -> Iterator[_Walk]:
 
 def _measure(walk: _Walk, shapes: Shapes) -> _Measure | None:
     """Heads, widths and layout from the shapes; None where a shape is missing or contradicts another."""
-    if walk.reason is not None or walk.weight is None or walk.probs is None or walk.context is None:
+    if walk.reason is not None or walk.weight is None:
         return None
-    probs, context = shapes.get(_name(walk.probs)), shapes.get(_name(walk.context))
-    if probs is None or context is None or len(probs) != len(context) or len(context) not in (3, 4):
+    probs, values, context, query = (
+        None if value is None else shapes.get(_name(value))
+        for value in (walk.probs, walk.values, walk.context, walk.query)
+    )
+    if probs is None or values is None or context is None or len(context) not in (3, 4):
         return None
     d_v = context[-1]
     num_heads, rest = divmod(walk.weight.shape[0], d_v)
@@ -345,11 +363,16 @@ def _measure(walk: _Walk, shapes: Shapes) -> _Measure | None:
     indices = _replay(walk.path, context, shapes)
     if rest or repeats is None or indices is None or num_heads % repeats:
         return None
-    query = None if walk.query is None else shapes.get(_name(walk.query))
+    layout = _layout(indices.reshape(-1, walk.weight.shape[0]), context, num_heads)
+    one_head = tuple(1 if axis == _HEAD_AXES.get(layout) else size for axis, size in enumerate(context[:-2]))
+    shared = values[:-2] == one_head != context[:-2]
+    if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
+        return None
     return _Measure(
-        layout=_layout(indices.reshape(-1, walk.weight.shape[0]), context, num_heads),
+        layout=layout,
         num_heads=num_heads,
-        num_kv_heads=num_heads // repeats,
+        num_kv_heads=1 if shared else num_heads // repeats,
+        shared_values=shared,
         d_k=None if query is None else query[-1],
         d_v=d_v,
     )
@@ -374,6 +397,7 @@ def _site(layer: int, walk: _Walk, measure: _Measure | None, name: str, probe_er
         layout=None if measure is None else measure.layout,
         num_heads=_attribute(walk.node, "num_heads", "q_num_heads") if measure is None else measure.num_heads,
         num_kv_heads=_attribute(walk.node, "kv_num_heads") if measure is None else measure.num_kv_heads,
+        shared_values=measure is not None and measure.shared_values,
         d_k=None if measure is None else measure.d_k,
         d_v=None if measure is None else measure.d_v,
         d_model=None if weight is None else int(weight.shape[1]),
@@ -388,14 +412,14 @@ def _site(layer: int, walk: _Walk, measure: _Measure | None, name: str, probe_er
 # --- following data ---------------------------------------------------------------------------------------------
 
 
-def _follow(value: ir.Value, carriers: frozenset[str], found: Any) -> tuple[ir.Node | None, int]:
+def _follow(value: ir.Value, carriers: frozenset[str], found: _Test) -> tuple[ir.Node | None, int]:
     """Breadth first to the nearest consumer that ``found`` accepts, and at which input it consumes."""
     queue = [value]
     for current in queue:
         for node, place in current.uses():
             if found(node):
                 return node, place
-            if node.op_type in carriers and place in _data_places(node):
+            if node.op_type in carriers and place in _data_places(node) and node.outputs[0] not in queue:
                 queue.append(node.outputs[0])
     return None, 0
 
@@ -412,7 +436,7 @@ def _follow_path(value: ir.Value) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:
     return None, ()
 
 
-def _trace_back(value: ir.Value | None, carriers: frozenset[str], found: Any) -> ir.Node | None:
+def _trace_back(value: ir.Value | None, carriers: frozenset[str], found: _Test) -> ir.Node | None:
     """Breadth first to the nearest producer that ``found`` accepts."""
     queue = [value]
     for current in queue:
@@ -422,15 +446,14 @@ def _trace_back(value: ir.Value | None, carriers: frozenset[str], found: Any) ->
         if found(node):
             return node
         if node.op_type in carriers:
-            queue.extend(node.inputs)
+            queue.extend(source for source in node.inputs if source not in queue)
     return None
 
 
 def _is_value_product(node: ir.Node) -> bool:
     """A product of two computed tensors, such as ``Q K^T`` and ``map @ V``."""
-    if node.op_type in _INTEGER_PRODUCTS:
-        return all(_constant(value) is None for value in _operands(node))
-    return node.op_type in _PRODUCTS and all(_constant(value) is None for value in _operands(node))
+    products = _PRODUCTS | _INTEGER_PRODUCTS
+    return node.op_type in products and all(_constant(value) is None for value in _operands(node))
 
 
 def _is_weight_product(node: ir.Node) -> bool:
@@ -662,12 +685,19 @@ def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
-    """External data must exist, be complete, and lie in the model's folder."""
+    """External data must exist, be complete, lie in the model's folder, and fit into one message with the model."""
     folder = file.parent.resolve()
+    sizes = {file: file.stat().st_size}
     for tensor in _all_tensors(model):
         if not uses_external_data(tensor):
             continue
-        info = ExternalDataInfo(tensor)
+        try:
+            info = ExternalDataInfo(tensor)
+        except ValueError as error:
+            raise ShdError(
+                "graph-invalid",
+                f"teacher graph {file} describes the data of {tensor.name!r} wrongly ({error}): export it again",
+            ) from error
         target = (folder / info.location).resolve()
         if not target.is_relative_to(folder):
             raise ShdError(
@@ -682,6 +712,13 @@ def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
                 f"teacher graph {file} needs {end} bytes of {info.location!r}, which is missing or shorter: "
                 "copy the model again together with its data files",
             )
+        sizes[target] = target.stat().st_size
+    if sum(sizes.values()) >= _MAX_BYTES:
+        raise ShdError(
+            "graph-unsupported",
+            f"teacher graph {file} and its data must be smaller than 2 GB, which protobuf allows at most; got "
+            f"{sum(sizes.values()) / 2**30:.1f} GB: export the teacher in float16",
+        )
 
 
 def _all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

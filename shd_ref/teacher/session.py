@@ -60,8 +60,9 @@ def open_session(
         options.intra_op_num_threads = num_threads
     if name == PROVIDERS["cuda"]:
         # Finds the CUDA and cuDNN of the nvidia-* wheels, where the system has none.
+        # (Not session.disable_cpu_ep_fallback: it also forbids what onnxruntime keeps on the CPU on purpose, the
+        # arithmetic on shapes, so no transformer would load.)
         onnxruntime.preload_dlls()
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     source = model if isinstance(model, bytes) else str(model)
     try:
         session = onnxruntime.InferenceSession(source, options, providers=[name])

@@ -10,6 +10,8 @@ from onnx import TensorProto
 from teacher import attention_graphs
 from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
 
+from shd_ref.errors import ShdError
+from shd_ref.teacher import find
 from shd_ref.teacher.find import AttentionSite, find_sites, load_teacher, probe_shapes
 from shd_ref.teacher.session import open_session
 
@@ -177,6 +179,22 @@ def test_a_transposed_map_is_refused() -> None:
 def test_a_probe_measures_shapes_of_batch_two_and_length_three() -> None:
     model = encoder_layer(layout="batch-folded", sequence_first=True)
     assert probe_shapes(model, ["softmax", "context"]) == {"softmax": (8, 3, 3), "context": (8, 3, 3)}
+
+
+@pytest.mark.parametrize("form", [*({"layout": layout} for layout in LAYOUTS), {"num_kv_heads": 2}], ids=str)
+def test_a_probe_finds_what_shape_inference_finds(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = find_sites(encoder_layer(**form))
+    monkeypatch.setattr(find, "_static_shapes", lambda model: {})
+    assert find_sites(encoder_layer(**form)) == expected
+
+
+def test_a_circular_graph_is_refused() -> None:
+    model = encoder_layer()
+    first = next(node for node in model.graph.node if node.op_type == "MatMul")
+    first.input[0] = "context"
+    with pytest.raises(ShdError, match="circle") as caught:
+        find_sites(model)
+    assert caught.value.code == "graph-invalid"
 
 
 def test_a_graph_that_does_not_run_is_refused_with_its_reason() -> None:

@@ -123,3 +123,20 @@ def test_local_functions_are_inlined(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "teacher.onnx")
     (site,) = find_sites(load_teacher(tmp_path / "teacher.onnx"))
     assert site.supported
+
+
+def test_malformed_offsets_are_refused(tmp_path: Path) -> None:
+    path = save_external(encoder_layer(), tmp_path)
+    model = onnx.load(path, load_external_data=False)
+    next(e for e in model.graph.initializer[0].external_data if e.key == "offset").value = "first"
+    path.write_bytes(model.SerializeToString())
+    assert "wrongly" in str(refused(path))
+
+
+def test_models_above_two_gigabytes_are_refused(tmp_path: Path) -> None:
+    path = save_external(encoder_layer(), tmp_path)
+    with (tmp_path / "teacher.data").open("r+b") as data:
+        data.truncate(2**31)  # sparse: takes no space
+    with pytest.raises(ShdError, match="2 GB") as caught:
+        load_teacher(path)
+    assert caught.value.code == "graph-unsupported"

@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
-from teacher.attention_graphs import bare_attention, encoder_layer
+from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
 
 from shd_ref import merge_plan, squeeze_heads, value_outputs
 from shd_ref.cache.codecs import encode
@@ -303,10 +304,11 @@ def test_a_wrong_squeeze_is_found_out() -> None:
         assert caught.value.code == "graph-mismatch"
 
 
-def test_a_teacher_with_nan_shows_it_in_its_alphas() -> None:
+@pytest.mark.parametrize("strategy", ["shd", "hard"])
+def test_a_teacher_with_nan_shows_it_in_its_alphas(strategy: str) -> None:
     feeds = random_inputs(4)
     feeds["values_0"][0, 0, 0] = np.nan
-    graph = squeeze(bare_attention(4), 2)
+    graph = squeeze(bare_attention(4), 2, strategy=strategy)
     outputs = run(graph, feeds)
     assert np.isnan(outputs[graph.layers[0].alphas][0, 0])
     with pytest.raises(ShdError) as caught:
@@ -330,6 +332,8 @@ def test_comparison_reports_residuals() -> None:
         ({"num_student_heads": 5}, "heads-exceed"),
         ({"plan": "spiral"}, "argument-value"),
         ({"plan": (((0, 0),),)}, "plan-invalid"),
+        ({"plan": (((0, 1, 2),),)}, "plan-invalid"),
+        ({"plan": 3}, "plan-invalid"),
         ({"strategy": "best"}, "argument-value"),
         ({"alpha_per": "key"}, "argument-value"),
         ({"alpha_rule": "guess"}, "argument-value"),
@@ -369,3 +373,43 @@ def test_unsupported_sites_and_old_graphs_are_refused() -> None:
 def test_plans_are_those_of_the_reference() -> None:
     graph = squeeze(bare_attention(9), 3)
     assert graph.layers[0].plan == merge_plan(9, 3)
+
+
+def test_sites_of_another_model_are_refused() -> None:
+    layers = [(0, find_sites(encoder_layer())[0])]
+    with pytest.raises(ShdError, match="find_sites on the same model") as caught:
+        squeeze_graph(bare_attention(4), layers, num_student_heads=2)
+    assert caught.value.code == "graph-unsupported"
+
+
+def test_a_single_value_head_that_the_product_broadcasts() -> None:
+    model = bare_attention(4)
+    model.graph.input[2].type.tensor_type.shape.dim[1].dim_value = 1
+    (site,) = find_sites(model)
+    assert (site.num_heads, site.num_kv_heads, site.shared_values, site.supported) == (4, 1, True, True)
+    graph = squeeze(model, 2)
+    feeds = random_inputs(4)
+    feeds["values_0"] = feeds["values_0"][:, :1]
+    assert_agrees(graph, run(graph, feeds), mask=False)
+
+
+def test_layers_of_different_width_have_their_own_functions() -> None:
+    """A constant merge reads no values, so there the same function serves both."""
+    build = GraphBuilder()
+    inputs: dict[str, tuple[int, list[str | int]]] = {}
+    outputs = []
+    for layer, d_v in enumerate((3, 5)):
+        inputs[f"logits_{layer}"] = (TensorProto.FLOAT, ["batch", 4, "rows", "keys"])
+        inputs[f"values_{layer}"] = (TensorProto.FLOAT, ["batch", 4, "keys", d_v])
+        context = build.op("MatMul", build.op("Softmax", f"logits_{layer}", axis=-1), f"values_{layer}")
+        flat = build.op("Transpose", context, perm=[0, 2, 1, 3])
+        flat = build.op("Reshape", flat, build.const(np.array([0, 0, 4 * d_v])))
+        outputs.append(build.op("MatMul", flat, build.const(random_projection(4 * d_v, 6))))
+    model = build.model(inputs, outputs)
+    rng = np.random.default_rng(0)
+    widths = {"logits_0": 3, "logits_1": 3, "values_0": 3, "values_1": 5}
+    feeds = {name: rng.normal(size=(2, 4, 3, width)).astype(np.float32) for name, width in widths.items()}
+    for strategy, num_functions in (("shd", 2), ("constant", 1)):
+        graph = squeeze(model, 2, strategy=strategy)
+        assert len(graph.model.functions) == num_functions
+        assert_agrees(graph, run(graph, feeds), mask=False)
