@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,23 +226,25 @@ def test_lost_support_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "not-finite"
 
 
-@pytest.fixture
+@contextmanager
 def file_size_limit() -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond 600 bytes."""
+    """The kernel refuses to let a file grow beyond 600 bytes; not even pytest's own output, so keep this short."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_refused_write_leaves_what_was_committed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_refused_write_leaves_what_was_committed(tmp_path: Path) -> None:
     writer = CacheWriter(tmp_path, job())
     write_shards(writer, [2])
     before = contents(tmp_path)
-    request.getfixturevalue("file_size_limit")
-    with pytest.raises(ShdError, match=r"000000\.safetensors could not be written: File too large") as caught:
+    error = pytest.raises(ShdError, match=r"000000\.safetensors could not be written: File too large")
+    with error as caught, file_size_limit():
         write_shards(writer, [0])
     assert caught.value.code == "write-failed"
     assert contents(tmp_path) == before
