@@ -108,7 +108,9 @@ def train_student(
     sampler = torch.utils.data.RandomSampler(
         data, replacement=True, num_samples=options.steps * options.batch_size, generator=generator
     )
-    optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), options.learning_rate, weight_decay=options.weight_decay, fused=True
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.steps)
     history = History()
     for step, (batch, supervision) in enumerate(_batches(data, joined, options, sampler)):

@@ -136,7 +136,7 @@ def train_teacher(digits: Digits, *, epochs: int, console: Console) -> VisionTra
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
     batch_size = 64
     steps_per_epoch = len(images) // batch_size
-    optimizer = torch.optim.AdamW(teacher.parameters(), 2e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(teacher.parameters(), 2e-3, weight_decay=0.05, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, epochs * steps_per_epoch)
     generator = torch.Generator().manual_seed(TEACHER_SEED)
     with Progress(TextColumn("epoch"), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
