@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, as_float, as_mask, check_probs
+from shd_ref.attention import check_option as check_option  # the tools import it from here
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import degenerate_threshold
 
@@ -37,8 +38,9 @@ def solve_alpha(
     query_mask: ArrayLike | None = None,
     rule: str = "least_squares",
     alpha_per: str = "map",
+    row_sums: str = "one",
 ) -> Array:
-    """The closed-form merge weight of head p against head q, clipped to [0, 1] (ALPHA-1..9).
+    """The closed-form merge weight of head p against head q, clipped to [0, 1] (ALPHA-1..11).
 
     ``a* = <u, u + w> / ||u + w||^2`` with ``u = (A_p - A_q) X_p`` and ``w = (A_p - A_q) X_q``. The objective
     is convex, so clipping gives the constrained optimum. Degenerate pairs get 1/2.
@@ -51,6 +53,7 @@ def solve_alpha(
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         rule: ``"least_squares"``, or ``"as_printed"`` for the misprinted N of the source (worse; for comparison).
         alpha_per: ``"map"`` (one per sample) or ``"row"`` (one per sample and query row).
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, used as they are.
 
     Returns:
         ``(B,)``, or ``(B, L)`` with ``alpha_per="row"``.
@@ -77,8 +80,8 @@ def solve_alpha(
             "ALPHA-1",
         )
     mask = None if query_mask is None else as_mask(query_mask, "query_mask", (batch, rows))
-    checked_p = check_probs(a_p[:, None], "probs_p", query_mask=mask)[:, 0]
-    checked_q = check_probs(a_q[:, None], "probs_q", query_mask=mask)[:, 0]
+    checked_p = check_probs(a_p[:, None], "probs_p", query_mask=mask, row_sums=row_sums)[:, 0]
+    checked_q = check_probs(a_q[:, None], "probs_q", query_mask=mask, row_sums=row_sums)[:, 0]
     return solve_pair(checked_p, checked_q, x_p, x_q, query_mask=mask, rule=rule, alpha_per=alpha_per).clipped
 
 
@@ -106,7 +109,34 @@ def solve_pair(
     return AlphaSolution(raw, np.clip(raw, 0.0, 1.0), degenerate & counted, counted)
 
 
-def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str) -> None:
-    """An option must be one of its list."""
-    if value not in options:
-        raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
+def check_alphas(alphas: Array, name: str, spec_id: str) -> None:
+    """Alphas given by a caller are weights: both they and what they leave are at least 0 (MIX-13, GRAM-6)."""
+    if ((alphas < 0.0) | (alphas > 1.0)).any():
+        raise ShdError(
+            "mixing-invalid",
+            f"{name} must lie in [0, 1]; got from {alphas.min():.6g} to {alphas.max():.6g}: clip them first",
+            spec_id,
+        )
+
+
+def merge_error(
+    a_p: Array, a_q: Array, x_p: Array, x_q: Array, alpha: Array, *, query_mask: Mask | None = None
+) -> Array:
+    """``E(alpha)``, the squared error of the merged attention output, per sample (chapter ALPHA, PLAN-12).
+
+    Args:
+        a_p: ``(B, L, S)``.
+        a_q: same shape.
+        x_p: ``(B, S, D)``.
+        x_q: same shape.
+        alpha: ``(B,)``, or one per row ``(B, L)``.
+        query_mask: boolean ``(B, L)``, True = the row counts.
+
+    Returns:
+        ``(B,)``.
+    """
+    a = alpha.reshape(len(alpha), -1, 1)  # (B, 1 or L, 1)
+    error = ((a * a_p + (1.0 - a) * a_q) @ (x_p + x_q) - a_p @ x_p - a_q @ x_q) ** 2  # (B, L, D)
+    weight = 1.0 if query_mask is None else query_mask[:, :, None].astype(np.float64)
+    total: Array = (error * weight).sum(axis=(1, 2))
+    return total

@@ -17,6 +17,8 @@ from shd_ref.tolerances import row_sum_tolerance
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 
+ROW_SUMS: tuple[str, ...] = ("one", "at_most_one")
+
 
 def softmax(attn_logits: ArrayLike, attn_mask: ArrayLike | None = None, *, temperature: float = 1.0) -> Array:
     """``softmax(attn_logits / temperature)`` over keys; a fully masked row is all zeros (MAP-1, MAP-2).
@@ -32,10 +34,12 @@ def softmax(attn_logits: ArrayLike, attn_mask: ArrayLike | None = None, *, tempe
     Source: Eq. 10.
     """
     logits = as_float(attn_logits, "attn_logits", allow_minus_inf=True)
-    logits = mask_logits(logits, attn_mask) / check_temperature(temperature)
+    check_axes(logits, "attn_logits")
+    logits, temperature = mask_logits(logits, attn_mask), check_temperature(temperature)
     peak = logits.max(axis=-1, keepdims=True, initial=-np.inf)
     # Decide which rows are empty before computing, so that -inf minus -inf never happens.
-    exps = np.exp(logits - np.where(np.isneginf(peak), 0.0, peak))
+    with np.errstate(over="ignore"):  # a difference beyond the largest number is probability 0 as well
+        exps = np.exp((logits - np.where(np.isneginf(peak), 0.0, peak)) / temperature)
     sums = exps.sum(axis=-1, keepdims=True)
     return exps / np.where(sums == 0.0, 1.0, sums)
 
@@ -56,22 +60,38 @@ def mask_logits(logits: Array, attn_mask: ArrayLike | None) -> Array:
     return np.where(mask, logits, -np.inf)
 
 
-def soften(attn_probs: ArrayLike, temperature: float) -> Array:
-    """``softmax(logits / T)`` from the probabilities alone: ``A^(1/T) / rowsum`` per head (TEMP-2).
+def soften(attn_probs: ArrayLike, temperature: float, *, row_sums: str = "one") -> Array:
+    """``softmax(logits / T)`` from the probabilities alone: ``A^(1/T) / rowsum`` per head (TEMP-2, TEMP-5..7).
 
     Args:
-        attn_probs: ``(..., L, S)``, rows summing to one or to zero.
+        attn_probs: ``(..., L, S)``, at least 0, rows summing to one or to zero.
         temperature: T_a > 0; above 1 softens, below 1 sharpens.
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks: a row then keeps its own mass.
+
+    Returns:
+        The softened maps, same shape; at T = 1 the maps as given.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+
+    Source: Eq. 10. Deviation: from probabilities; sinks (D-12).
     """
-    probs = as_float(attn_probs, "attn_probs")
     temperature = check_temperature(temperature)
+    probs = check_probs(attn_probs, "attn_probs", ndim=None, row_sums=row_sums)
+    return soften_rows(probs, temperature, row_sums=row_sums)
+
+
+def soften_rows(probs: Array, temperature: float, *, row_sums: str) -> Array:
+    """``soften`` on checked arrays, whose rows that do not count may have any sum."""
     if temperature == 1.0:
         return probs
     # Relative to the row's maximum, so that a large 1/T cannot underflow a whole row.
     peak = probs.max(axis=-1, keepdims=True, initial=0.0)
     powers = (probs / np.where(peak == 0.0, 1.0, peak)) ** (1.0 / temperature)
     sums = powers.sum(axis=-1, keepdims=True)
-    return powers / np.where(sums == 0.0, 1.0, sums)
+    softened = powers / np.where(sums == 0.0, 1.0, sums)
+    # What the sink took at temperature 1 stays taken (TEMP-5).
+    return softened * probs.sum(axis=-1, keepdims=True) if row_sums == "at_most_one" else softened
 
 
 def value_outputs(values: ArrayLike, output_projection: ArrayLike) -> Array:
@@ -103,35 +123,46 @@ def value_outputs(values: ArrayLike, output_projection: ArrayLike) -> Array:
 
 
 def check_probs(
-    attn_probs: ArrayLike, name: str, *, query_mask: Mask | None = None, layer: int | None = None
+    attn_probs: ArrayLike,
+    name: str,
+    *,
+    ndim: int | None = 4,
+    query_mask: Mask | None = None,
+    layer: int | None = None,
+    row_sums: str = "one",
 ) -> Array:
-    """Attention maps as float64 after the checks of MAP-3..5.
+    """Attention maps as float64 after the checks of MAP-3..5 and MAP-9.
 
-    Every entry must be finite and at least 0; every row that counts must sum to one within the tolerance
-    of its dtype, or be all zeros (a fully masked row).
+    Every entry must be finite and at least 0; every row that counts must sum to one within the tolerance of
+    its dtype, or be all zeros (a fully masked row). With ``row_sums="at_most_one"`` a row may fall short of one.
+    With ``ndim=None`` the maps may have any leading axes, and ``query_mask`` has no place.
     """
+    check_option("row_sums", row_sums, ROW_SUMS, "MAP-9")
     given = np.asarray(attn_probs)
     tolerance = row_sum_tolerance(dtype_name(given))
-    probs = as_float(given, name, ndim=4, layer=layer)
+    probs = as_float(given, name, ndim=ndim, layer=layer)
+    check_axes(probs, name)
     if probs.size and probs.min() < 0.0:
         where = _first(probs < 0.0)
         raise ShdError(
             "not-a-distribution",
-            f"{name} must be at least 0; got {probs[where]:.6g} at {_place(where, layer)}",
+            f"{name} must be at least 0; got {probs[where]:.6g} at {_place(where, probs.ndim, layer)}",
             "MAP-3",
         )
-    sums = probs.sum(axis=-1)  # (B, H, L)
-    wrong = (np.abs(sums - 1.0) > tolerance) & (sums != 0.0)
+    sums = probs.sum(axis=-1)  # (..., L)
+    wrong = sums - 1.0 > tolerance
+    if row_sums == "one":
+        wrong |= (1.0 - sums > tolerance) & (sums != 0.0)
     if query_mask is not None:
         wrong &= query_mask[:, None, :]
     if wrong.any():
         where = _first(wrong)
-        raise ShdError(
-            "not-a-distribution",
-            f"{name} must have rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked; "
-            f"got {sums[where]:.6g} at {_place(where, layer)}",
-            "MAP-3",
-        )
+        if row_sums == "at_most_one":
+            rule, spec_id = f"rows that sum to at most 1 within {tolerance:g}", "MAP-9"
+        else:
+            rule, spec_id = f"rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked", "MAP-3"
+        place = _place(where, probs.ndim, layer)
+        raise ShdError("not-a-distribution", f"{name} must have {rule}; got {sums[where]:.6g} at {place}", spec_id)
     return probs
 
 
@@ -153,8 +184,15 @@ def as_float(
     bad = np.isnan(array) | np.isposinf(array) if allow_minus_inf else ~np.isfinite(array)
     if bad.any():
         where = _first(bad)
-        raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {_place(where, layer)}", "MAP-5")
+        place = _place(where, array.ndim, layer)
+        raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {place}", "MAP-5")
     return array
+
+
+def check_axes(array: Array, name: str) -> None:
+    """Maps and logits have rows and keys, whatever comes before them (MAP-13)."""
+    if array.ndim < 2:
+        raise ShdError("argument-shape", f"{name} must be (..., L, S); got shape {array.shape}", "MAP-13")
 
 
 def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -> Mask:
@@ -180,6 +218,12 @@ def check_temperature(temperature: Any) -> float:
     return float(temperature)
 
 
+def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str) -> None:
+    """An option must be one of its list."""
+    if value not in options:
+        raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
+
+
 def dtype_name(array: NDArray[Any]) -> str:
     """The dtype's name as in the tolerances file (``bfloat16`` comes from the ml_dtypes package)."""
     return str(array.dtype.name)
@@ -189,7 +233,10 @@ def _first(where: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(where)[0])
 
 
-def _place(where: tuple[int, ...], layer: int | None) -> str:
-    names = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}.get(len(where))
-    place = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
+def _place(where: tuple[int, ...], num_axes: int, layer: int | None) -> str:
+    names = ("sample", "head", "row", "key")
+    if num_axes == 4:
+        place = [f"{n} {i}" for n, i in zip(names, where, strict=False)]
+    else:
+        place = [f"sample {where[0]}"] * (num_axes > 2) + [f"index {where}"]
     return ", ".join([f"layer {layer}"] * (layer is not None) + place)

@@ -12,14 +12,14 @@ ERROR_CODES: Final[dict[str, str]] = {
     # The meaning (every implementation raises these; ERR-2).
     "argument-value": "an option that is not in its list, or a number outside its range",
     "argument-shape": "arrays whose shapes do not fit together",
-    "argument-dtype": "a mask that is not boolean, probabilities that are not floating point",
+    "argument-dtype": "a mask that is not boolean, or an array that does not hold real numbers",
     "not-finite": "NaN or infinity where a finite number is needed",
     "not-a-distribution": "a negative probability, or a counted row that does not sum to one",
     "heads-exceed": "more student heads than teacher heads",
     "plan-invalid": "a merge plan that does not lead from the teacher's heads to the student's",
     "layers-invalid": "a layer map that does not fit the two models",
-    "mixing-invalid": "a mixing matrix with a negative entry or a row that does not sum to one",
-    "support-mismatch": "the teacher has mass where the student may not attend",
+    "mixing-invalid": "mixing weights with a negative entry or that do not sum to one, or an alpha outside [0, 1]",
+    "support-mismatch": "the teacher has mass where the student may not attend, or (`reverse_kl`) none where it may",
     # The tools (ERR-3).
     "dependency-missing": "an optional package that this call needs is not installed",
     "graph-invalid": "a file that is not a readable, safe ONNX model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
 
 
 def layer_map(
@@ -12,7 +13,7 @@ def layer_map(
     num_student_layers: int,
     pairs: Iterable[tuple[int, int]] | None = None,
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs ``(student_layer, teacher_layer)``, both zero-based (LAYER-1..4).
+    """Pairs ``(student_layer, teacher_layer)``, both zero-based (LAYER-1..6).
 
     Without ``pairs``, student layer s (one-based) meets teacher layer ``floor(s * L_t / L_s + 1/2)``, so
     that the last layers always meet; 48 and 24 layers pair 4 with 8.
@@ -32,7 +33,11 @@ def layer_map(
         ("num_teacher_layers", num_teacher_layers),
         ("num_student_layers", num_student_layers),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        try:
+            valid = as_index(value) >= 1
+        except TypeError:
+            valid = False
+        if not valid:
             raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
     if pairs is not None:
         return _check_pairs(pairs, num_teacher_layers, num_student_layers)
@@ -53,15 +58,14 @@ def layer_map(
 def _check_pairs(
     pairs: Iterable[tuple[int, int]], num_teacher_layers: int, num_student_layers: int
 ) -> tuple[tuple[int, int], ...]:
-    checked = []
+    try:
+        given = [(as_index(student), as_index(teacher)) for student, teacher in pairs]
+    except (TypeError, ValueError):
+        raise ShdError(
+            "layers-invalid", f"pairs must hold (student_layer, teacher_layer), integers; got {pairs!r}", "LAYER-4"
+        ) from None
     seen: set[int] = set()
-    for pair in pairs:
-        try:
-            student, teacher = (int(layer) for layer in pair)
-        except (TypeError, ValueError):
-            raise ShdError(
-                "layers-invalid", f"pairs must hold (student_layer, teacher_layer); got {pair!r}", "LAYER-4"
-            ) from None
+    for student, teacher in given:
         if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
             raise ShdError(
                 "layers-invalid",
@@ -72,7 +76,6 @@ def _check_pairs(
         if student in seen:
             raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
         seen.add(student)
-        checked.append((student, teacher))
-    if not checked:
+    if not given:
         raise ShdError("layers-invalid", "pairs must name at least one layer; got none", "LAYER-4")
-    return tuple(sorted(checked))
+    return tuple(sorted(given))

@@ -7,18 +7,51 @@ included, so that it is zero exactly where the maps are equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.alpha import check_option
-from shd_ref.attention import Array, as_float, as_mask, check_probs, check_temperature, mask_logits
+from shd_ref.attention import Array, Mask, check_option, check_temperature
 from shd_ref.errors import ShdError
+from shd_ref.support import check_layer, check_support, intersect
 
 REDUCTIONS: tuple[str, ...] = ("sum", "mean")
+DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "js", "mse")
+SUPPORTS: tuple[str, ...] = ("error", "intersect")
 
 Layers: TypeAlias = ArrayLike | Sequence[ArrayLike]
+
+
+class LossKeywords(TypedDict, total=False):
+    """The keywords of ``shd_loss``, which its gradients share."""
+
+    beta: float
+    loss_mask: ArrayLike | None
+    attn_mask: ArrayLike | None
+    temperature: float
+    reduction: str
+    divergence: str
+    support: str
+    row_sums: str
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What one layer's loss and its gradient are made of; rows that do not count are zero in P, rho and w."""
+
+    p: Array  # P (B, H_s, L, S), the supervision as distributions (LOSS-10)
+    mass: Array  # rho (B, H_s, L)
+    log_q: Array  # log of the student's map, 0 where it may not attend (B, H_s, L, S)
+    may_attend: Mask  # where it may (B, H_s, L, S)
+    weight: Array  # beta / n on rows that count, and over the number of maps with reduction="mean" (B, H_s, L)
+    temperature: float  # T
+
+    @property
+    def q(self) -> Array:
+        """The student's map; exactly 0 where it may not attend."""
+        return np.where(self.may_attend, np.exp(self.log_q), 0.0)
 
 
 def shd_loss(
@@ -30,8 +63,11 @@ def shd_loss(
     attn_mask: ArrayLike | None = None,
     temperature: float = 1.0,
     reduction: str = "sum",
+    divergence: str = "kl",
+    support: str = "error",
+    row_sums: str = "one",
 ) -> float:
-    """``beta * KL(supervision || softmax(student_logits / T))``, teacher first (LOSS-1..9).
+    """``beta * KL(supervision || softmax(student_logits / T))``, teacher first (LOSS-1..18).
 
     Per map: the sum over keys, then the mean over the rows that count in the whole batch. A row counts
     where ``loss_mask`` is True and the supervision has mass. A map with no such row contributes exactly 0.
@@ -44,82 +80,130 @@ def shd_loss(
         attn_mask: boolean, broadcastable to ``(B, H_s, L, S)``, True = may attend.
         temperature: T_a of both maps; the supervision is softened before mixing, the student's map here.
         reduction: ``"sum"`` over layers and heads (the source), or ``"mean"`` over both.
+        divergence: ``"kl"`` (the source), ``"reverse_kl"``, ``"js"`` (Jensen-Shannon) or ``"mse"`` (squared
+            differences, summed over keys).
+        support: ``"error"`` where the teacher has mass that the student may not attend, or ``"intersect"``: that
+            mass is dropped and the row scaled back, see ``intersect_support``.
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks: a row is compared as a
+            distribution over its keys and weighs with its mass.
 
     Returns:
-        The loss as a float, in nats times beta.
+        The loss as a float, in nats times beta (a pure number for ``mse``).
 
     Raises:
-        ShdError: ``support-mismatch`` (the teacher has mass where the student may not attend: LOSS-6),
-            ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+        ShdError: ``support-mismatch`` (the teacher has mass where the student may not attend: LOSS-6; the reverse
+            KL also where it has none and the student may: LOSS-13), ``argument-shape``, ``argument-value``,
+            ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
 
-    Source: Eq. 11.
+    Source: Eq. 11. Deviations: D-13..17.
     """
-    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < np.inf:
-        raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
-    teachers, students = as_layers(supervision), as_layers(student_logits)
-    if len(teachers) != len(students) or not teachers:
-        raise ShdError(
-            "argument-shape",
-            f"supervision and student_logits must hold the same number of layers, at least 1; "
-            f"got {len(teachers)} and {len(students)}",
-            "LOSS-3",
-        )
-    total, num_maps = 0.0, 0
-    for layer, (teacher, student) in enumerate(zip(teachers, students, strict=True)):
-        kl, counted = kl_rows(
-            teacher, student, loss_mask=loss_mask, attn_mask=attn_mask, temperature=temperature, layer=layer
-        )
-        rows = counted.sum(axis=(0, 2))  # (H_s,)
-        total += float((np.where(counted, kl, 0.0).sum(axis=(0, 2)) / np.maximum(rows, 1)).sum())
-        num_maps += kl.shape[1]
-    return float(beta) * (total / num_maps if reduction == "mean" else total)
+    maps, logits = as_layers(supervision=supervision, student_logits=student_logits)
+    layers = layer_rows(
+        maps,
+        logits,
+        beta=beta,
+        loss_mask=loss_mask,
+        attn_mask=attn_mask,
+        temperature=temperature,
+        reduction=reduction,
+        divergence=divergence,
+        support=support,
+        row_sums=row_sums,
+    )
+    return float(sum((rows.weight * rows.mass * row_divergence(rows, divergence)).sum() for rows in layers))
 
 
-def kl_rows(
-    supervision: ArrayLike,
-    student_logits: ArrayLike,
+def row_divergence(rows: LayerRows, divergence: str) -> Array:
+    """The divergence of P and Q for every row ``(B, H_s, L)`` (LOSS-11); 0 log 0 = 0 (LOSS-12)."""
+    p, q, log_p = rows.p, rows.q, safe_log(rows.p)
+    if divergence == "kl":
+        terms = p * (log_p - rows.log_q)
+    elif divergence == "reverse_kl":
+        terms = q * (rows.log_q - log_p)
+    elif divergence == "js":
+        log_r = safe_log((p + q) / 2)
+        terms = (p * (log_p - log_r) + q * (rows.log_q - log_r)) / 2
+    else:
+        terms = (p - q) ** 2
+    summed: Array = terms.sum(axis=-1)
+    return summed
+
+
+def layer_rows(
+    supervision: list[ArrayLike],
+    student_logits: list[ArrayLike],
     *,
+    beta: float = 1.0,
     loss_mask: ArrayLike | None = None,
     attn_mask: ArrayLike | None = None,
     temperature: float = 1.0,
-    layer: int = 0,
-) -> tuple[Array, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
-    """KL of every row of one layer, and which rows count; both ``(B, H_s, L)`` (LOSS-1, LOSS-4, LOSS-6)."""
+    reduction: str = "sum",
+    divergence: str = "kl",
+    support: str = "error",
+    row_sums: str = "one",
+) -> list[LayerRows]:
+    """Every check of the loss, and what its terms are made of, layer by layer."""
+    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
+    check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
+    check_option("support", support, SUPPORTS, "LOSS-14")
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < np.inf:
+        raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
     temperature = check_temperature(temperature)
-    logits = as_float(student_logits, "student_logits", ndim=4, allow_minus_inf=True, layer=layer)
-    shape = np.shape(supervision)
-    if shape != logits.shape:
+    num_maps = sum(np.shape(logits)[1] for logits in student_logits if np.ndim(logits) == 4)
+    scale = float(beta) / num_maps if reduction == "mean" and num_maps else float(beta)
+    layers = []
+    for layer, (given, logits) in enumerate(zip(supervision, student_logits, strict=True)):
+        teacher, masked, counted = check_layer(
+            given, logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, layer=layer
+        )
+        may_attend = ~np.isneginf(masked)
+        if support == "intersect":
+            teacher = intersect(teacher, may_attend).supervision
+        counted &= teacher.sum(axis=-1) > 0.0
+        check_support(teacher, may_attend, counted, divergence=divergence, layer=layer)
+        teacher = np.where(counted[..., None], teacher, 0.0)
+        mass = counted.astype(np.float64) if row_sums == "one" else teacher.sum(axis=-1)
+        num_rows = np.maximum(counted.sum(axis=(0, 2)), 1)  # n, per map (H_s,)
+        layers.append(
+            LayerRows(
+                p=teacher / np.where(mass == 0.0, 1.0, mass)[..., None],
+                mass=mass,
+                log_q=log_softmax(masked, temperature),
+                may_attend=may_attend,
+                weight=np.where(counted, scale / num_rows[None, :, None], 0.0),
+                temperature=temperature,
+            )
+        )
+    return layers
+
+
+def log_softmax(logits: Array, temperature: float) -> Array:
+    """Log-probabilities from logits, finite however small the probability (LOSS-12); 0 where a logit is -inf."""
+    masked = np.isneginf(logits)
+    peak = logits.max(axis=-1, keepdims=True, initial=-np.inf)
+    with np.errstate(over="ignore"):
+        shifted = (logits - np.where(np.isneginf(peak), 0.0, peak)) / temperature
+    sums = np.exp(shifted).sum(axis=-1, keepdims=True)
+    # A difference beyond the largest number stays the largest number.
+    shifted = np.where(masked, 0.0, np.maximum(shifted, -np.finfo(np.float64).max))
+    return shifted - np.where(masked, 0.0, np.log(np.where(sums == 0.0, 1.0, sums)))
+
+
+def safe_log(probs: Array) -> Array:
+    """The logarithm, and 0 where the probability is 0: it is always multiplied by a 0 there (LOSS-12)."""
+    logs: Array = np.log(np.where(probs > 0.0, probs, 1.0))
+    return logs
+
+
+def as_layers(**given: Layers) -> list[list[ArrayLike]]:
+    """Every argument as a list of layers: one array is one layer, a list holds one array a layer (LOSS-3)."""
+    counts = [len(value) if isinstance(value, list | tuple) else None for value in given.values()]
+    if len(set(counts)) > 1 or counts[0] == 0:
+        got = ", ".join("one array" if count is None else f"a list of {count}" for count in counts)
         raise ShdError(
             "argument-shape",
-            f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}; "
-            f"got {shape} and {logits.shape}",
+            f"{', '.join(given)} must be one array each, or lists of one array a layer, equally long and not empty; "
+            f"got {got}",
             "LOSS-3",
         )
-    row_mask = None if loss_mask is None else as_mask(loss_mask, "loss_mask", (shape[0], shape[2]))
-    teacher = check_probs(supervision, "supervision", query_mask=row_mask, layer=layer)
-    logits = mask_logits(logits, attn_mask) / temperature
-    counted = teacher.sum(axis=-1) > 0.0
-    if row_mask is not None:
-        counted &= row_mask[:, None, :]
-    outside = (teacher > 0.0) & np.isneginf(logits) & counted[..., None]
-    if outside.any():
-        b, h, i, j = (int(x) for x in np.argwhere(outside)[0])
-        raise ShdError(
-            "support-mismatch",
-            f"supervision must be 0 where the student may not attend; got {teacher[b, h, i, j]:.6g} at "
-            f"layer {layer}, sample {b}, head {h}, row {i}, key {j}: teacher and student must share one mask",
-            "LOSS-6",
-        )
-    peak = logits.max(axis=-1, keepdims=True, initial=-np.inf)
-    shifted = logits - np.where(np.isneginf(peak), 0.0, peak)
-    sums = np.exp(shifted).sum(axis=-1, keepdims=True)
-    # 0 log 0 = 0, on either side: entries without teacher mass contribute nothing.
-    student_log_probs = np.where(teacher > 0.0, shifted, 0.0) - np.log(np.where(sums == 0.0, 1.0, sums))
-    log_ratio = np.log(np.where(teacher > 0.0, teacher, 1.0)) - student_log_probs
-    return np.where(counted, np.where(teacher > 0.0, teacher * log_ratio, 0.0).sum(axis=-1), 0.0), counted
-
-
-def as_layers(value: Layers) -> list[ArrayLike]:
-    """One array is one layer; a list or tuple holds one array a layer (LOSS-3)."""
-    return [*value] if isinstance(value, list | tuple) else [np.asarray(value)]
+    return [[*value] if isinstance(value, list | tuple) else [np.asarray(value)] for value in given.values()]

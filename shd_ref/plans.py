@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from shd_ref.errors import ShdError
 
 Pair: TypeAlias = tuple[int, int]
@@ -40,14 +42,7 @@ def merge_plan(
     Source: Algorithm 1. Deviation: as printed it merges every pair of a round and misses H_s (16 -> 6
     gives 4); see the spec's Decisions, D-2.
     """
-    _check_count("num_teacher_heads", num_teacher_heads)
-    _check_count("num_student_heads", num_student_heads)
-    if num_student_heads > num_teacher_heads:
-        raise ShdError(
-            "heads-exceed",
-            f"num_student_heads must be at most num_teacher_heads={num_teacher_heads}; got {num_student_heads}",
-            "PLAN-2",
-        )
+    check_counts(num_teacher_heads, num_student_heads)
     if isinstance(kind, str):
         if kind == "progressive":
             return _progressive(num_teacher_heads, num_student_heads)
@@ -61,12 +56,24 @@ def merge_plan(
     return check_plan(kind, num_teacher_heads, num_student_heads)
 
 
+def check_counts(num_teacher_heads: int, num_student_heads: int) -> None:
+    """Both counts are at least 1, and the student's is not the larger (PLAN-1, PLAN-2)."""
+    check_count("num_teacher_heads", num_teacher_heads)
+    check_count("num_student_heads", num_student_heads)
+    if num_student_heads > num_teacher_heads:
+        raise ShdError(
+            "heads-exceed",
+            f"num_student_heads must be at most num_teacher_heads={num_teacher_heads}; got {num_student_heads}",
+            "PLAN-2",
+        )
+
+
 def check_plan(
-    rounds: Iterable[Iterable[Sequence[int]]], num_teacher_heads: int, num_student_heads: int
+    rounds: Iterable[Iterable[Sequence[int]]], num_teacher_heads: int, num_student_heads: int | None = None
 ) -> MergePlan:
-    """Explicit rounds in canonical form, after checking every pair and the final count (PLAN-7)."""
+    """Explicit rounds in canonical form, after checking every pair and, where given, the final count (PLAN-7)."""
     try:
-        plan = tuple(tuple((_as_index(p), _as_index(q)) for p, q in one_round) for one_round in rounds)
+        plan = tuple(tuple((as_index(p), as_index(q)) for p, q in one_round) for one_round in rounds)
     except (TypeError, ValueError):
         raise ShdError(
             "plan-invalid", f"plan must be rounds of pairs of integers; got {rounds!r}", "PLAN-7"
@@ -90,7 +97,7 @@ def check_plan(
                     "PLAN-7",
                 )
         heads -= len(one_round)
-    if heads != num_student_heads:
+    if num_student_heads is not None and heads != num_student_heads:
         raise ShdError(
             "plan-invalid",
             f"plan must leave num_student_heads={num_student_heads} of {num_teacher_heads} heads; got {heads}",
@@ -99,10 +106,19 @@ def check_plan(
     return plan
 
 
-def plan_groups(plan: MergePlan, num_teacher_heads: int) -> tuple[tuple[int, ...], ...]:
-    """The teacher heads behind each student head, in student order (PLAN-6)."""
+def plan_groups(plan: Iterable[Iterable[Sequence[int]]], num_teacher_heads: int) -> tuple[tuple[int, ...], ...]:
+    """The teacher heads behind each student head, in student order (PLAN-6).
+
+    Args:
+        plan: explicit rounds, as from ``merge_plan``; they may leave any number of heads.
+        num_teacher_heads: H_t.
+
+    Raises:
+        ShdError: ``argument-value`` (PLAN-1), ``plan-invalid`` (PLAN-7).
+    """
+    check_count("num_teacher_heads", num_teacher_heads)
     pool: list[tuple[int, ...]] = [(head,) for head in range(num_teacher_heads)]
-    for one_round in plan:
+    for one_round in check_plan(plan, num_teacher_heads):
         pool = merge_pool(pool, one_round)
     return tuple(pool)
 
@@ -140,16 +156,22 @@ def _balanced(num_teacher_heads: int, num_student_heads: int) -> MergePlan:
     return tuple(rounds)
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """A number of heads is an integer of at least 1 (PLAN-1)."""
     try:
-        valid = _as_index(value) >= 1
+        valid = as_index(value) >= 1
     except TypeError:
         valid = False
     if not valid:
         raise ShdError("argument-value", f"{name} must be an integer of at least 1; got {value!r}", "PLAN-1")
 
 
-def _as_index(value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def as_index(value: object) -> int:
+    """An integer as an ``int``; booleans and floats are none (ERR-6).
+
+    Raises:
+        TypeError: not an integer.
+    """
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise TypeError(f"not an integer: {value!r}")
     return int(value.__index__())

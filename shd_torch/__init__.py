@@ -17,31 +17,45 @@ from shd_torch.attention import soften, softmax, value_outputs
 from shd_torch.capture import Captured, capture_attention, record_attention
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
+from shd_torch.gradients import shd_loss_gradient, shd_loss_gradient_qk
+from shd_torch.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_torch.loss import shd_loss
-from shd_torch.mixing import SqueezeResult, mix_heads, squeeze_heads
+from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_torch.support import IntersectedMaps, intersect_support
+from shd_torch.tokens import AlignedMaps, align_tokens
 
 __all__ = [
     "ERROR_CODES",
+    "AlignedMaps",
     "Captured",
     "CodedSupervision",
     "ExportReport",
+    "IntersectedMaps",
     "MergePlan",
     "ShdError",
     "SqueezeResult",
     "SupervisedDataset",
+    "align_tokens",
     "capture_attention",
     "check_cache",
+    "compose_mixing",
     "export_teacher",
+    "gram_tensor",
+    "intersect_support",
     "layer_map",
     "load_hf_model",
+    "merge_gram",
     "merge_plan",
     "mix_heads",
     "plan_groups",
     "record_attention",
     "shd_loss",
+    "shd_loss_gradient",
+    "shd_loss_gradient_qk",
     "soften",
     "softmax",
     "solve_alpha",
+    "solve_alpha_from_gram",
     "squeeze_heads",
     "value_outputs",
 ]

@@ -41,9 +41,10 @@ def solve_alpha(
     query_mask: Tensor | None = None,
     rule: str = "least_squares",
     alpha_per: str = "map",
+    row_sums: str = "one",
     check: bool = True,
 ) -> Tensor:
-    """The closed-form merge weight of head p against head q, clipped to [0, 1] (ALPHA-1..9).
+    """The closed-form merge weight of head p against head q, clipped to [0, 1] (ALPHA-1..11).
 
     ``a* = <u, u + w> / ||u + w||^2`` with ``u = (A_p - A_q) X_p`` and ``w = (A_p - A_q) X_q``. The objective is
     convex, so clipping gives the constrained optimum. Degenerate pairs get 1/2. Runs without gradient.
@@ -56,6 +57,7 @@ def solve_alpha(
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         rule: ``"least_squares"``, or ``"as_printed"`` for the misprinted N of the source (worse; for comparison).
         alpha_per: ``"map"`` (one per sample) or ``"row"`` (one per sample and query row).
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
         check: look at the values of the arguments, which makes the host wait for the device.
 
     Returns:
@@ -89,8 +91,8 @@ def solve_alpha(
         )
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
-    check_probs(probs_p[:, None], "probs_p", check=check, query_mask=query_mask)
-    check_probs(probs_q[:, None], "probs_q", check=check, query_mask=query_mask)
+    check_probs(probs_p[:, None], "probs_p", check=check, query_mask=query_mask, row_sums=row_sums)
+    check_probs(probs_q[:, None], "probs_q", check=check, query_mask=query_mask, row_sums=row_sums)
     dtype = compute_dtype(probs_p, probs_q, value_outputs_p, value_outputs_q)
     pair = [t[:, None].to(dtype) for t in (probs_p, probs_q, value_outputs_p, value_outputs_q)]
     return solve_pairs(*pair, query_mask=query_mask, rule=rule, alpha_per=alpha_per).clipped[:, 0]

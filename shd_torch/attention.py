@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_attn_mask, check_real, check_temperature, compute_dtype, map_dtype
+from shd_torch.checks import (
+    check_attn_mask,
+    check_map_axes,
+    check_probs,
+    check_real,
+    check_temperature,
+    compute_dtype,
+    map_dtype,
+)
 
 
 def softmax(
@@ -36,12 +44,29 @@ def softmax(
     Source: Eq. 10.
     """
     check_real(attn_logits, "attn_logits", check=check, allow_minus_inf=True)
+    check_map_axes(attn_logits, "attn_logits")
     temperature = check_temperature(temperature)
-    logits = mask_logits(attn_logits.to(compute_dtype(attn_logits)), attn_mask) / temperature
+    logits = mask_logits(attn_logits.to(compute_dtype(attn_logits)), attn_mask)
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
     # Twice: the inner fill keeps NaN out of the softmax and so out of its gradient, the outer one zeroes the row.
-    probs = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    logits = logits.masked_fill(empty, 0.0)
+    probs = temper(logits, logits, temperature).softmax(dim=-1).masked_fill(empty, 0.0)
     return probs.to(map_dtype(attn_logits))
+
+
+def temper(logits: Tensor, allowed: Tensor, temperature: float) -> Tensor:
+    """``logits / T`` less the row's largest entry, so that finite logits of any size stay in range (MAP-1).
+
+    Args:
+        logits: ``(..., L, S)``.
+        allowed: the same with -inf where a key plays no part; a finite entry in each row.
+        temperature: T_a > 0.
+    """
+    peak = allowed.detach().amax(dim=-1, keepdim=True)
+    if temperature == 1.0:
+        return logits - peak
+    # In the order in which neither step can overflow unless the result does.
+    return logits / temperature - peak / temperature if temperature > 1.0 else (logits - peak) / temperature
 
 
 def mask_logits(attn_logits: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -52,36 +77,39 @@ def mask_logits(attn_logits: Tensor, attn_mask: Tensor | None) -> Tensor:
     return attn_logits.masked_fill(~attn_mask, -torch.inf)
 
 
-def soften(attn_probs: Tensor, temperature: float, *, check: bool = True) -> Tensor:
-    """``softmax(logits / T)`` from the probabilities alone: ``A^(1/T) / rowsum`` per head (TEMP-2).
+def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", check: bool = True) -> Tensor:
+    """``softmax(logits / T)`` from the probabilities alone: ``A^(1/T) / rowsum`` per head (TEMP-2, TEMP-5..7).
 
     Meant for supervision: the derivative at a probability of 0 is infinite for T > 1.
 
     Args:
         attn_probs: ``(..., L, S)``, rows summing to one or to zero.
         temperature: T_a > 0; above 1 softens, below 1 sharpens.
-        check: look for NaN and infinity, which makes the host wait for the device.
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, whose rows keep their sums.
+        check: look at the values of the argument, which makes the host wait for the device.
 
     Returns:
         The softened maps, same shape and dtype; the argument itself at temperature 1.
 
     Raises:
-        ShdError: ``argument-value``, ``argument-dtype``, ``not-finite``.
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
     """
-    check_real(attn_probs, "attn_probs", check=check)
-    softened = soften_probs(attn_probs.to(compute_dtype(attn_probs)), check_temperature(temperature))
-    return softened.to(map_dtype(attn_probs))
+    check_map_axes(attn_probs, "attn_probs")
+    check_probs(attn_probs, "attn_probs", check=check, row_sums=row_sums, ndim=None)
+    probs = attn_probs.to(compute_dtype(attn_probs))
+    return soften_probs(probs, check_temperature(temperature), row_sums).to(map_dtype(attn_probs))
 
 
-def soften_probs(probs: Tensor, temperature: float) -> Tensor:
+def soften_probs(probs: Tensor, temperature: float, row_sums: str = "one") -> Tensor:
     """``soften`` on checked maps in the compute dtype."""
     if temperature == 1.0 or probs.numel() == 0:
         return probs
-    # Relative to the row's maximum, so that a large 1/T cannot underflow a whole row.
+    # Relative to the row's maximum, so that a large 1/T cannot underflow a whole row (TEMP-6).
     peak = probs.amax(dim=-1, keepdim=True)
     powers = (probs / peak.masked_fill(peak == 0, 1.0)) ** (1.0 / temperature)
     sums = powers.sum(dim=-1, keepdim=True)
-    return powers / sums.masked_fill(sums == 0, 1.0)
+    softened = powers / sums.masked_fill(sums == 0, 1.0)
+    return softened * probs.sum(dim=-1, keepdim=True) if row_sums == "at_most_one" else softened
 
 
 def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = True) -> Tensor:

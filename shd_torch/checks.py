@@ -15,6 +15,8 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 
+ROW_SUMS: tuple[str, ...] = ("one", "at_most_one")
+
 _INTEGER_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
 
@@ -23,6 +25,28 @@ def check_option(name: str, value: object, options: tuple[str, ...], spec_id: st
     """An option must be one of its list."""
     if value not in options:
         raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
+
+
+def check_finite(name: str, number: object, spec_id: str) -> float:
+    """A finite number as a float (GRAD-8)."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise ShdError("argument-value", f"{name} must be a finite number; got {number!r}", spec_id)
+    return float(number)
+
+
+def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
+    """Merge weights must lie in [0, 1] (MIX-13, GRAM-6); waits for the device."""
+    outside = (weights < 0) | (weights > 1)
+    if outside.any():
+        raise ShdError(
+            "mixing-invalid", f"{name} must lie in [0, 1]; got {weights[_first(outside)].item():.6g}", spec_id
+        )
+
+
+def check_map_axes(value: Tensor, name: str) -> None:
+    """Maps of any rank have a query and a key axis at least (MAP-13)."""
+    if value.ndim < 2:
+        raise ShdError("argument-shape", f"{name} must be (..., L, S); got shape {tuple(value.shape)}", "MAP-13")
 
 
 def check_temperature(temperature: object) -> float:
@@ -59,14 +83,24 @@ def check_real(
 
 
 def check_probs(
-    attn_probs: Tensor, name: str, *, check: bool, query_mask: Tensor | None = None, layer: int | None = None
+    attn_probs: Tensor,
+    name: str,
+    *,
+    check: bool,
+    query_mask: Tensor | None = None,
+    layer: int | None = None,
+    row_sums: str | None = "one",
+    ndim: int | None = 4,
 ) -> None:
-    """The argument must be attention maps ``(B, H, L, S)`` (MAP-3..5).
+    """The argument must be attention maps ``(B, H, L, S)`` (MAP-3..5, MAP-9).
 
     With ``check``, every entry must be finite and at least 0, and every row that counts must sum to one within
-    the tolerance of its dtype, or be all zeros (a fully masked row).
+    the tolerance of its dtype, or be all zeros (a fully masked row); with ``row_sums="at_most_one"`` to anything
+    up to one, and with None to anything.
     """
-    check_real(attn_probs, name, check=check, ndim=4, layer=layer)
+    if row_sums is not None:
+        check_option("row_sums", row_sums, ROW_SUMS, "MAP-9")
+    check_real(attn_probs, name, check=check, ndim=ndim, layer=layer)
     if not check:
         return
     negative = attn_probs < 0
@@ -77,18 +111,30 @@ def check_probs(
             f"{name} must be at least 0; got {attn_probs[where].item():.6g} at {_place(where, layer)}",
             "MAP-3",
         )
+    if row_sums is not None:
+        _check_sums(attn_probs, name, query_mask, layer, row_sums)
+
+
+def _check_sums(attn_probs: Tensor, name: str, query_mask: Tensor | None, layer: int | None, row_sums: str) -> None:
     tolerance = row_sum_tolerance(str(attn_probs.dtype).removeprefix("torch."))
     sums = attn_probs.sum(-1, dtype=compute_dtype(attn_probs))  # (B, H, L)
-    wrong = ((sums - 1).abs() > tolerance) & (sums != 0)
+    wrong = sums > 1 + tolerance
+    if row_sums == "one":
+        wrong |= (sums < 1 - tolerance) & (sums != 0)
     if query_mask is not None:
         wrong &= query_mask[:, None, :]
     if wrong.any():
         where = _first(wrong)
+        rule = (
+            "to 1 within {:g}, or to exactly 0 where fully masked (row_sums='at_most_one' is for attention sinks)"
+            if row_sums == "one"
+            else "to at most 1 within {:g}"
+        )
         raise ShdError(
             "not-a-distribution",
-            f"{name} must have rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked; "
+            f"{name} must have rows that sum {rule.format(tolerance)}; "
             f"got {sums[where].item():.6g} at {_place(where, layer)}",
-            "MAP-3",
+            "MAP-3" if row_sums == "one" else "MAP-9",
         )
 
 
@@ -100,14 +146,14 @@ def check_mask(mask: Tensor, name: str, shape: Sequence[int]) -> None:
 
 
 def check_attn_mask(attn_mask: Tensor, shape: Sequence[int]) -> None:
-    """An attention mask must be boolean and broadcast to the logits' shape (MAP-2)."""
+    """An attention mask must be boolean and broadcast to the logits' shape (MAP-10)."""
     _check_boolean(attn_mask, "attn_mask")
     pairs = zip(reversed(attn_mask.shape), reversed(shape), strict=False)
     if attn_mask.ndim > len(shape) or any(size not in (1, full) for size, full in pairs):
         raise ShdError(
             "argument-shape",
             f"attn_mask must broadcast to the logits' shape {tuple(shape)}; got {tuple(attn_mask.shape)}",
-            "MAP-2",
+            "MAP-10",
         )
 
 

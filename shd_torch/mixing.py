@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_group, solve_pairs
 from shd_torch.attention import soften_probs
@@ -23,6 +23,7 @@ from shd_torch.checks import (
     check_probs,
     check_real,
     check_temperature,
+    check_weights,
     compute_dtype,
     map_dtype,
 )
@@ -72,9 +73,10 @@ def squeeze_heads(
     alpha_rule: str = "least_squares",
     alpha_per: str = "map",
     alpha_from: str = "teacher",
+    row_sums: str = "one",
     check: bool = True,
 ) -> SqueezeResult:
-    """Merge a teacher's maps into as many as the student has heads (MIX-1..10); runs without gradient.
+    """Merge a teacher's maps into as many as the student has heads (MIX-1..17); runs without gradient.
 
     Args:
         teacher_probs: A ``(B, H_t, L, S)``, after softmax, before dropout.
@@ -88,6 +90,7 @@ def squeeze_heads(
         alpha_rule: see ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
         alpha_from: ``"teacher"``, or ``"softened"`` to solve on the softened maps (D-3).
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, which are used as they are.
         check: look at the values of the arguments, which makes the host wait for the device.
 
     Raises:
@@ -112,13 +115,13 @@ def squeeze_heads(
         )
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
-    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask)
+    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
     rounds = merge_plan(num_heads, num_student_heads, "progressive" if plan is None else plan)
     groups = plan_groups(rounds, num_heads)
 
     dtype = compute_dtype(teacher_probs, value_outputs)
     probs, outputs = teacher_probs.to(dtype), value_outputs.to(dtype)
-    softened = soften_probs(probs, temperature)
+    softened = soften_probs(probs, temperature, row_sums)
     solved_on = softened if alpha_from == "softened" else probs
     solutions: list[AlphaSolution] = []
     num_weights = rows if alpha_per == "row" else 1
@@ -127,7 +130,9 @@ def squeeze_heads(
     elif strategy == "simplex":
         mixing = _simplex_mixing(solved_on, outputs, groups, query_mask, alpha_per)
     else:
-        solutions, mixing = _pairwise_mixing(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+        solutions = _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+        identity = torch.eye(num_heads, dtype=dtype, device=probs.device)[None, :, :, None]
+        mixing = _compose([s.clipped for s in solutions], rounds, identity.expand(batch, -1, -1, num_weights))
     if alpha_per == "map":
         mixing = mixing[..., 0]
     merged = _mix(softened, mixing)
@@ -148,7 +153,7 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
 
     Args:
-        teacher_probs: ``(B, H_t, L, S)``.
+        teacher_probs: ``(B, H_t, L, S)``; rows may have any sums, as with sinks, or of rows that do not count.
         mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
         check: look at the values of the arguments, which makes the host wait for the device.
 
@@ -156,9 +161,10 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
         ``(B, H_s, L, S)`` in the dtype of ``teacher_probs``.
 
     Raises:
-        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
+        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution`` (a negative
+            probability), ``mixing-invalid``.
     """
-    check_real(teacher_probs, "teacher_probs", check=check, ndim=4)
+    check_probs(teacher_probs, "teacher_probs", check=check, row_sums="at_most_one")
     check_real(mixing, "mixing", check=check)
     batch, num_heads, rows, _ = teacher_probs.shape
     shape = tuple(mixing.shape)
@@ -192,7 +198,64 @@ def _check_convex(weights: Tensor, tolerance: float) -> None:
         )
 
 
-def _pairwise_mixing(
+def compose_mixing(
+    alphas: Sequence[Tensor], plan: MergePlan, num_teacher_heads: int, *, check: bool = True
+) -> Tensor:
+    """The mixing matrix that a plan makes of the alphas of its rounds (MIX-13).
+
+    Args:
+        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them;
+            at least one, since nothing else tells B.
+        plan: the rounds.
+        num_teacher_heads: H_t.
+        check: look for NaN and infinity, which makes the host wait for the device.
+
+    Returns:
+        C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)``, float64 or float32.
+
+    Raises:
+        ShdError: ``plan-invalid``, ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``,
+            ``mixing-invalid`` (an alpha outside [0, 1]).
+    """
+    check_count("num_teacher_heads", num_teacher_heads)
+    rounds = check_plan(plan, num_teacher_heads, num_teacher_heads - sum(len(one_round) for one_round in plan))
+    for alpha in alphas:
+        check_real(alpha, "alphas", check=check)
+        if check:
+            check_weights(alpha, "alphas", "MIX-13")
+    shapes = [tuple(alpha.shape) for alpha in alphas]
+    wanted = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
+    if not shapes or shapes != wanted or len(shapes[0]) not in (2, 3):
+        raise ShdError(
+            "argument-shape",
+            f"alphas must hold one tensor (B, num_pairs) or (B, num_pairs, L) for each of {len(rounds)} rounds, and "
+            f"at least one; got {shapes}",
+            "MIX-13",
+        )
+    identity = torch.eye(num_teacher_heads, dtype=compute_dtype(*alphas), device=alphas[0].device)
+    num_weights = shapes[0][2] if len(shapes[0]) == 3 else 1
+    mixing = _compose(alphas, rounds, identity[None, :, :, None].expand(shapes[0][0], -1, -1, num_weights))
+    return mixing if len(shapes[0]) == 3 else mixing[..., 0]
+
+
+def _compose(alphas: Sequence[Tensor], rounds: MergePlan, mixing: Tensor) -> Tensor:
+    """``compose_mixing`` from the identity ``(B, H_t, H_t, 1 or L)``, a round at once."""
+    for alpha, one_round in zip(alphas, rounds, strict=True):
+        weight = alpha.to(mixing.dtype).reshape(*alpha.shape[:2], 1, -1)  # (B, P, 1, 1 or L)
+        mixing = _merge_round(mixing, one_round, weight)
+    return mixing
+
+
+def _merge_round(pool: Tensor, one_round: Sequence[tuple[int, int]], weight: Tensor | None) -> Tensor:
+    """A pool ``(B, H, ...)`` after a round: merged heads first, then the untouched (PLAN-4); None sums them."""
+    first, second = [p for p, _ in one_round], [q for _, q in one_round]
+    used = {*first, *second}
+    untouched = [head for head in range(pool.shape[1]) if head not in used]
+    a, b = pool[:, first], pool[:, second]
+    return torch.cat((a + b if weight is None else torch.lerp(b, a, weight), pool[:, untouched]), dim=1)
+
+
+def _solve_rounds(
     probs: Tensor,
     outputs: Tensor,
     rounds: MergePlan,
@@ -200,46 +263,34 @@ def _pairwise_mixing(
     query_mask: Tensor | None,
     alpha_rule: str,
     alpha_per: str,
-) -> tuple[list[AlphaSolution], Tensor]:
-    """Run the plan, a round at once: merged heads come first, then the untouched ones (PLAN-4).
-
-    Returns the rounds' solutions and C as ``(B, H_s, H_t, 1)`` or, per row, ``(B, H_s, H_t, L)``.
-    """
-    batch, num_heads, rows, _ = probs.shape
-    num_weights = rows if alpha_per == "row" else 1
-    mixing = torch.eye(num_heads, dtype=probs.dtype, device=probs.device)
-    mixing = mixing[None, :, :, None].expand(batch, -1, -1, num_weights)
+) -> list[AlphaSolution]:
+    """Run the plan, a round at once (MIX-4, MIX-5)."""
+    batch, _, rows, _ = probs.shape
     solutions = []
     for number, one_round in enumerate(rounds):
-        first, second = [p for p, _ in one_round], [q for _, q in one_round]
-        used = {*first, *second}
-        untouched = [head for head in range(mixing.shape[1]) if head not in used]
         if strategy == "constant":
             half = probs.new_full((batch, len(one_round), rows)[: 2 + (alpha_per == "row")], 0.5)
-            solution = AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool))
-        else:
-            solution = solve_pairs(
-                probs[:, first],
-                probs[:, second],
-                outputs[:, first],
-                outputs[:, second],
-                query_mask=query_mask,
-                rule=alpha_rule,
-                alpha_per=alpha_per,
-            )
+            solutions.append(AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)))
+            continue
+        first, second = [p for p, _ in one_round], [q for _, q in one_round]
+        solution = solve_pairs(
+            probs[:, first],
+            probs[:, second],
+            outputs[:, first],
+            outputs[:, second],
+            query_mask=query_mask,
+            rule=alpha_rule,
+            alpha_per=alpha_per,
+        )
         if strategy == "hard":
             # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
             chosen = (solution.raw >= 0.5).to(probs.dtype)
             solution = solution._replace(raw=chosen, clipped=chosen)
-        alpha = solution.clipped.reshape(batch, len(one_round), -1)  # (B, P, 1 or L)
-        merged = torch.lerp(mixing[:, second], mixing[:, first], alpha[:, :, None])
-        mixing = torch.cat((merged, mixing[:, untouched]), dim=1)
-        if number + 1 < len(rounds) and strategy != "constant":  # only alphas of a later round read the pool
-            merged_probs = torch.lerp(probs[:, second], probs[:, first], alpha[..., None])
-            probs = torch.cat((merged_probs, probs[:, untouched]), dim=1)
-            outputs = torch.cat((outputs[:, first] + outputs[:, second], outputs[:, untouched]), dim=1)
         solutions.append(solution)
-    return solutions, mixing
+        if number + 1 < len(rounds):  # only alphas of a later round read the pool
+            probs = _merge_round(probs, one_round, solution.clipped.reshape(batch, len(one_round), -1, 1))
+            outputs = _merge_round(outputs, one_round, None)
+    return solutions
 
 
 def _simplex_mixing(

@@ -1,14 +1,22 @@
-"""The table of everything that is judged: one adapter an implementation, NumPy arrays in and out."""
+"""The table of everything that is judged (``JUDGED``), and the two implementations that laws call by name."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+STRANGERS = Path(__file__).resolve().parent / "strangers"
+ALL_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -80,3 +88,93 @@ def _implementations() -> list[Implementation]:
 
 
 IMPLEMENTATIONS = _implementations()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One row of the table: an implementation, how to open it, and what it says it lacks.
+
+    Attributes:
+        name: for people and test ids.
+        open: gives an adapter or module for ``shd_ref.conformance.judge``.
+        dtypes: what it computes in.
+        lacks: operations that it does not offer; anything else that is missing fails the test.
+        partial: whether it also lacks options of an operation that it offers, each said by itself.
+        absent: gives the reason why it cannot run here, or None.
+    """
+
+    name: str
+    open: Callable[[], AbstractContextManager[Any]]
+    dtypes: tuple[str, ...] = ALL_DTYPES
+    lacks: frozenset[str] = frozenset()
+    partial: bool = False
+    absent: Callable[[], str | None] = lambda: None
+
+
+class ReferenceWithOracles:
+    """``shd_ref``, and the operation that lives in ``shd_ref.oracles`` because it needs a library's solvers."""
+
+    def __getattr__(self, operation: str) -> Any:
+        module = "shd_ref.oracles" if operation == "diagnose" else "shd_ref"
+        return getattr(importlib.import_module(module), operation)
+
+
+def _without(*packages: str) -> Callable[[], str | None]:
+    def reason() -> str | None:
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        return f"needs {', '.join(missing)}" if missing else None
+
+    return reason
+
+
+def _without_cuda() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "needs torch"
+    return None if importlib.import_module("torch").cuda.is_available() else "torch finds no CUDA device"
+
+
+def _program(*command: str) -> AbstractContextManager[Any]:
+    from shd_ref.conformance.program import Program
+
+    return Program(command)
+
+
+def _torch(device: str) -> AbstractContextManager[Any]:
+    return nullcontext(importlib.import_module("shd_torch.adapter").Adapter(device))
+
+
+def _onnx(backend: str) -> AbstractContextManager[Any]:
+    return nullcontext(importlib.import_module("shd_ref.teacher.adapter").OnnxAdapter(backend))
+
+
+SEARCHING = frozenset({"diagnose", "matched_plan"})  # operations that need a library's solver
+JUDGED = (
+    Judged("shd_ref", lambda: nullcontext(ReferenceWithOracles()), absent=_without("scipy", "networkx")),
+    Judged("shd_torch-cpu", lambda: _torch("cpu"), lacks=SEARCHING, absent=_without("torch")),
+    Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING, absent=_without_cuda),
+    Judged(
+        "onnx-onnxruntime",
+        lambda: _onnx("onnxruntime"),
+        dtypes=ALL_DTYPES[1:],
+        partial=True,
+        absent=_without("onnx", "onnx_ir", "onnxruntime"),
+    ),
+    Judged(
+        "onnx-reference",
+        lambda: _onnx("onnx.reference"),
+        dtypes=ALL_DTYPES[1:],
+        partial=True,
+        absent=_without("onnx", "onnx_ir"),
+    ),
+    Judged(
+        "python-stranger",
+        lambda: _program(sys.executable, str(STRANGERS / "python" / "shd_program.py")),
+        lacks=SEARCHING,
+    ),
+    Judged(
+        "javascript-stranger",
+        lambda: _program("node", str(STRANGERS / "javascript" / "shd_program.mjs")),
+        lacks=frozenset({"matched_plan"}),
+        absent=lambda: None if shutil.which("node") else "needs Node.js 20 (the program node)",
+    ),
+)

@@ -118,7 +118,8 @@ def inspect(
     The graph is walked along its data flow, so the exporter's naming does not matter. Exit code 1 when no site
     can be squeezed.
     """
-    from shd_ref.teacher.find import find_sites, load_teacher
+    from shd_ref.teacher.find import find_sites
+    from shd_ref.teacher.load import load_teacher
 
     with reported_errors():
         sites = find_sites(load_teacher(teacher))
@@ -258,6 +259,17 @@ def verify(
                 f"[green]same[/]: {again.records} records ({again.rows} rows) run again, "
                 f"largest total variation {again.tv_max:.2g}"
             )
+
+
+@app.command(
+    add_help_option=False,  # the judge has its own, which teaches more
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def conformance(context: typer.Context) -> None:
+    """Judge an implementation of the specification, in any language; see shd conformance --help."""
+    from shd_ref.conformance.__main__ import main
+
+    raise typer.Exit(main(context.args))
 
 
 @contextmanager

@@ -32,9 +32,9 @@ from shd_ref.cache import (
 )
 from shd_ref.errors import ShdError
 from shd_ref.mixing import compose_mixing
+from shd_ref.teacher.compare import Comparison, compare_with_reference
 from shd_ref.teacher.inputs import Arrays, Batch
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
-from shd_ref.teacher.squeeze import Comparison, compare_with_reference
 
 SHARD_BYTES = 256 * 2**20
 """Default size of a shard, unless the data set is small."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, decode, encode
 from shd_ref.errors import ShdError
-from shd_ref.teacher.find import load_teacher
+from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
 from shd_ref.tolerances import load_tolerances
 

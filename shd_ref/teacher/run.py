@@ -16,8 +16,9 @@ from shd_ref.cache import Teacher
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, merge_plan
-from shd_ref.teacher.find import AttentionSite, find_sites, load_teacher
+from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.inputs import Arrays, Batch, ModelInputs, input_specs
+from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 
@@ -122,10 +123,9 @@ class TeacherRun:
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
-        sites = [site for _, site in self.layers]
-        dtypes = {value.name: value.type.tensor_type.elem_type for value in self.model.graph.value_info}
-        kind = dtypes.get(sites[0].probs, onnx.TensorProto.FLOAT)
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)).name
+        # One dtype for all: exporters give every layer's attention the same. Inference may not know it; float32
+        # is then the dtype in which the graph is compared with the reference, too.
+        dtype = self.layers[0][1].dtype or "float32"
         provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(
             self.run.provider, self.run.provider
         )

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-IMPORTS = "import shd_ref.teacher.find, shd_ref.teacher.session, shd_ref.teacher.squeeze"
+MODULES = ("compare", "find", "load", "session", "squeeze")
+IMPORTS = f"import {', '.join(f'shd_ref.teacher.{module}' for module in MODULES)}"
 
 
 def run_python(code: str) -> str:

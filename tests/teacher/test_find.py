@@ -12,8 +12,10 @@ from teacher.attention_graphs import GraphBuilder, encoder_layer, random_project
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher import find
-from shd_ref.teacher.find import AttentionSite, find_sites, load_teacher, probe_shapes
+from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session
+from shd_ref.teacher.shapes import probe_shapes
 
 LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
 
@@ -184,7 +186,7 @@ def test_a_probe_measures_shapes_of_batch_two_and_length_three() -> None:
 @pytest.mark.parametrize("form", [*({"layout": layout} for layout in LAYOUTS), {"num_kv_heads": 2}], ids=str)
 def test_a_probe_finds_what_shape_inference_finds(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = find_sites(encoder_layer(**form))
-    monkeypatch.setattr(find, "_static_shapes", lambda model: {})
+    monkeypatch.setattr(find, "static_shapes", lambda model: {})
     assert find_sites(encoder_layer(**form)) == expected
 
 

@@ -9,7 +9,8 @@ from onnx import TensorProto, helper
 from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.find import find_sites, load_teacher
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.load import load_teacher
 
 
 def save_external(model: onnx.ModelProto, folder: Path) -> Path:

@@ -17,9 +17,10 @@ from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer
 from shd_ref import merge_plan, squeeze_heads, value_outputs
 from shd_ref.cache.codecs import encode
 from shd_ref.errors import ShdError
+from shd_ref.teacher.compare import compare_with_reference
 from shd_ref.teacher.find import find_sites
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import SqueezedGraph, compare_with_reference, squeeze_graph
+from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 from shd_ref.tolerances import load_tolerances
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]

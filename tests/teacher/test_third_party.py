@@ -10,9 +10,11 @@ import onnx
 import pytest
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.find import MIN_OPSET, find_sites, load_teacher, opset_version
+from shd_ref.teacher.compare import compare_with_reference
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.load import MIN_OPSET, load_teacher, opset_version
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import compare_with_reference, squeeze_graph
+from shd_ref.teacher.squeeze import squeeze_graph
 
 
 class Verdict(NamedTuple):

@@ -1,0 +1,24 @@
+"""The judge: does an implementation of ``specs/shd.md`` compute what the text says?
+
+Plain functions on NumPy alone. ``specs/conformance.md`` shows the three ways in: ``cases`` and ``check`` in a test of
+one's own, ``python -m shd_ref.conformance --impl``, and ``--program`` for other languages.
+"""
+
+from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing
+from shd_ref.conformance.known_failures import KnownFailures
+from shd_ref.conformance.report import Report, Result, Status
+from shd_ref.conformance.runner import ConformanceError, cases, check, judge
+
+__all__ = [
+    "OUTPUTS",
+    "Adapter",
+    "ConformanceError",
+    "KnownFailures",
+    "Missing",
+    "Report",
+    "Result",
+    "Status",
+    "cases",
+    "check",
+    "judge",
+]

@@ -1,0 +1,136 @@
+"""``python -m shd_ref.conformance``: judge a Python module or a program from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shd_ref.conformance.known_failures import KnownFailures, KnownFailuresError
+from shd_ref.conformance.program import Program, ProgramError, make_request
+from shd_ref.conformance.report import Report
+from shd_ref.conformance.runner import cases, judge
+from shd_ref.conformance.specification import DTYPES
+from shd_ref.conformance.vectors import VectorError
+
+PASSED, FAILED, UNUSABLE = 0, 1, 2
+
+
+class _UsageError(Exception):
+    """Nothing could be judged; the message says what to change."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge one implementation.
+
+    Args:
+        argv: the arguments; default those of the command line.
+
+    Returns:
+        0 where it conforms, 1 where something failed, 2 where nothing could be judged.
+    """
+    parser = _make_parser()
+    options = parser.parse_args(argv)
+    if options.arguments and not options.program:
+        parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
+    try:
+        if options.list:
+            for item in cases(options.only, vectors=options.vectors):
+                print(f"{item.id}  {' '.join(item.spec)}")
+            return PASSED
+        known = KnownFailures.read(options.known_failures) if options.known_failures else None
+        with _open_implementation(options) as (implementation, name, how):
+            reports = [
+                judge(implementation, dtype=dtype, only=options.only, known=known, vectors=options.vectors, name=name)
+                for dtype in options.dtype or ["float64"]
+            ]
+        if options.save_calls:
+            _save_calls(Path(options.save_calls), reports)
+        if options.report:
+            document = {"runs": [report.to_json() for report in reports]}
+            Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except (_UsageError, ProgramError, VectorError, KnownFailuresError, OSError) as error:
+        print(f"shd_ref.conformance: {error}", file=sys.stderr)
+        return UNUSABLE
+    for report in reports:
+        print(report.summary(how), end="\n\n")
+    return _exit_code(reports)
+
+
+def load_implementation(path: str) -> Any:
+    """The module ``package.module``, or an object in it, ``package.module:name``; a class is called first.
+
+    Modules are looked for in the current folder too.
+    """
+    module_name, _, attribute = path.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # Somebody else's module may fail in any way while it is imported.
+        raise _UsageError(f"--impl {path} cannot be imported: {type(error).__name__}: {error}") from error
+    for step in attribute.split(".") if attribute else ():
+        if not hasattr(found, step):
+            raise _UsageError(f"--impl {path}: {module_name} has no {attribute}")
+        found = getattr(found, step)
+    return found() if isinstance(found, type) else found
+
+
+@contextlib.contextmanager
+def _open_implementation(options: argparse.Namespace) -> Iterator[tuple[Any, str, str]]:
+    """The implementation, its name in the report, and the options that name it."""
+    if options.impl:
+        yield load_implementation(options.impl), options.impl, f"--impl {options.impl}"
+        return
+    command = shlex.split(options.program) if len(options.arguments) == 0 else [options.program, *options.arguments]
+    with Program(command, timeout=options.timeout) as program:
+        yield program, program.name, f"--program {shlex.quote(shlex.join(command))}"
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m shd_ref.conformance",
+        description="Does an implementation compute what specs/shd.md says? Exit status: 0 it conforms, "
+        "1 something failed, 2 nothing could be judged.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--impl", metavar="MODULE[:OBJECT]", help="a Python module, or an adapter object in it")
+    what.add_argument("--program", metavar="COMMAND", help="a program that speaks the JSON-lines protocol")
+    what.add_argument("--list", action="store_true", help="list the ids of all items and the sentences they check")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the program, after --")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="what it computes in; repeat for several")
+    parser.add_argument("--only", action="append", metavar="ID", help="an id or glob, such as 'law/*'; repeatable")
+    parser.add_argument("--known-failures", metavar="FILE", help="lines of `ID [@dtype]  # reason`")
+    parser.add_argument("--report", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--save-calls", metavar="FOLDER", help="write the exact call of every failure as JSON")
+    parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="of a program, for one answer")
+    parser.add_argument("--vectors", metavar="FOLDER", help="other vector files than the specification's own")
+    return parser
+
+
+def _save_calls(folder: Path, reports: Sequence[Report]) -> None:
+    """One file a failure, in the form in which programs are asked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for report in reports:
+        for result in report.failures:
+            if result.call:
+                request = make_request(result.call.operation, result.call.inputs, result.dtype)
+                path = folder / f"{result.id.replace('/', '-')}-{result.dtype}.json"
+                path.write_text(json.dumps(request) + "\n", encoding="utf-8")
+
+
+def _exit_code(reports: Sequence[Report]) -> int:
+    if any(not report.passed for report in reports):
+        return FAILED
+    return UNUSABLE if any(report.empty for report in reports) else PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""How the judge calls an implementation: NumPy arrays in and out, errors recognised by ``.code``.
+
+An implementation is either a module (or object) with functions of the specification's names, or an adapter:
+an object with one method ``run_operation``. ``specs/conformance.md`` shows both.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """An implementation behind one method, for those that need the dtype's name or other arrays."""
+
+    def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
+        """Run one operation of ``specs/shd.md``.
+
+        Args:
+            operation: its name, such as ``"solve_alpha"``.
+            inputs: the arguments by name. Float arrays are float64 for dtype float64, else float32 arrays
+                that hold only numbers of that dtype; masks are boolean.
+            dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``: what to compute in.
+
+        Returns:
+            The output; for several, a tuple in order, or a mapping or object with their names.
+
+        Raises:
+            NotImplementedError: this operation, option or dtype is missing.
+            Exception: with a ``code`` of chapter ERR, where the inputs must be refused.
+        """
+
+
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "align_tokens": ("probs", "dropped"),
+    "compose_mixing": ("mixing",),
+    "diagnose": ("plan", "unconstrained", "stochastic", "strategies"),
+    "gram_tensor": ("gram",),
+    "intersect_support": ("supervision", "dropped"),
+    "layer_map": ("pairs",),
+    "matched_plan": ("plan",),
+    "merge_gram": ("gram",),
+    "merge_plan": ("plan",),
+    "mix_heads": ("probs",),
+    "plan_groups": ("groups",),
+    "shd_loss": ("loss",),
+    "shd_loss_gradient": ("dz",),
+    "shd_loss_gradient_qk": ("dq", "dk"),
+    "soften": ("attn_probs",),
+    "softmax": ("attn_probs",),
+    "solve_alpha": ("alpha",),
+    "solve_alpha_from_gram": ("alpha",),
+    "squeeze_heads": ("probs", "mixing", "alphas", "residual", "num_clipped", "num_degenerate", "plan"),
+    "value_outputs": ("value_outputs",),
+}
+"""The operations of ``specs/shd.md`` with the names of their results, in the order of a tuple that holds them."""
+
+
+class Missing(unittest.SkipTest):
+    """The implementation lacks an operation, an option or a dtype. Test runners report it as a skip."""
+
+
+class RefusedError(Exception):
+    """The implementation refused its inputs, with the error's code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"the error {code!r}: {message}")
+        self.code = code
+
+
+class BrokenError(Exception):
+    """The implementation neither answered nor refused: it crashed, hung or changed its inputs."""
+
+    def __init__(self, message: str, spec_id: str | None = None) -> None:
+        super().__init__(message)
+        self.spec_id = spec_id
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A module or object with functions of the operations' names, as an adapter."""
+
+    functions: Any
+
+    def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
+        """Call the function with the inputs by name; the arrays carry the dtype."""
+        function = getattr(self.functions, operation, None)
+        if not callable(function):
+            raise NotImplementedError(f"no function {operation}")
+        return function(**inputs)
+
+
+@dataclass
+class Call:
+    """One call that was made: what went in, and what came back."""
+
+    operation: str
+    inputs: Mapping[str, Any]
+    answer: Any = None
+
+
+@dataclass
+class Subject:
+    """The implementation under judgement at one dtype; remembers its calls for the report."""
+
+    adapter: Adapter
+    dtype: str
+    calls: list[Call] = field(default_factory=list)
+
+    def run(self, operation: str, inputs: Mapping[str, Any]) -> Any:
+        """One call.
+
+        Raises:
+            Missing, RefusedError, BrokenError: what the implementation did instead of answering.
+        """
+        before = _copy(inputs)
+        call = Call(operation, before)
+        self.calls.append(call)
+        try:
+            call.answer = self.adapter.run_operation(operation, inputs, self.dtype)
+        except NotImplementedError as error:
+            raise Missing(f"{operation} is missing: {error}") from error
+        except (BrokenError, Missing):
+            raise
+        except (Exception, SystemExit) as error:
+            code = getattr(error, "code", None)
+            if code == "dependency-missing":
+                raise Missing(f"{operation} is missing: {error}") from error
+            if isinstance(code, str) and code:
+                raise RefusedError(code, str(error)) from error
+            raise BrokenError(f"raised {type(error).__name__} without a code: {error}") from error
+        changed = [name for name, value in inputs.items() if not _equal(value, before[name])]
+        if changed:
+            raise BrokenError(
+                f"changed its argument {', '.join(changed)}: a caller's arrays are not its own", "MAP-8"
+            )
+        return call.answer
+
+
+def as_adapter(implementation: Any) -> Adapter:
+    """The implementation itself if it is an adapter, else its functions as one."""
+    return implementation if isinstance(implementation, Adapter) else Functions(implementation)
+
+
+def take_output(answer: Any, name: str, outputs: Sequence[str]) -> Any:
+    """One named output of an answer, whatever way it came: mapping, object, tuple, or the value itself.
+
+    Args:
+        answer: what the implementation returned.
+        name: of the output; with dots, a path into a record (``strategies.shd.residual``).
+        outputs: all names, in a tuple's order.
+
+    Raises:
+        BrokenError: the answer holds no such output.
+    """
+    first, *path = name.split(".")
+    value = _take_first(answer, first, outputs)
+    for step in path:
+        value = _take_field(value, step, name)
+    return value
+
+
+def _take_first(answer: Any, name: str, outputs: Sequence[str]) -> Any:
+    if isinstance(answer, Mapping) or _has_field(answer, name):
+        return _take_field(answer, name, name)
+    if len(outputs) == 1:
+        return answer
+    if isinstance(answer, tuple | list) and len(answer) == len(outputs):
+        return answer[list(outputs).index(name)]
+    raise BrokenError(f"must answer with {', '.join(outputs)}; got {type(answer).__name__} without {name}")
+
+
+def _take_field(value: Any, name: str, path: str) -> Any:
+    if isinstance(value, Mapping):
+        if name in value:
+            return value[name]
+        raise BrokenError(
+            f"answered with {', '.join(map(str, value)) or 'nothing'}; the output {path} is not among them"
+        )
+    if _has_field(value, name):
+        return getattr(value, name)
+    raise BrokenError(f"must answer with {path}; got {type(value).__name__} without {name}")
+
+
+def _has_field(value: Any, name: str) -> bool:
+    # Arrays and lists have attributes of their own that are no outputs.
+    return not isinstance(value, np.ndarray | np.generic | list) and hasattr(value, name)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {name: _copy(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(item) for item in value)
+    return value
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray):
+        # A caller's array keeps its bits: NaN inputs of invalid cases are equal to themselves.
+        return bool(left.shape == right.shape and left.tobytes() == right.tobytes())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left is right or left == right or left != left)

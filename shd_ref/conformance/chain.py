@@ -1,0 +1,368 @@
+"""What ``squeeze_heads`` answers, judged link by link (NUM-6), so that one flat alpha does not condemn the rest.
+
+Each round's alphas are judged against the pool that the implementation's own earlier alphas made, ``mixing`` against
+the composition of its own alphas, ``probs`` and ``residual`` against its own ``mixing``. Plain float64 NumPy, and for
+``simplex`` the minimum over all faces: nothing here is shared with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, as_plain, compare_close
+from shd_ref.conformance.specification import agreement
+from shd_ref.tolerances import degenerate_threshold
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two heads of a pool: what a merge weight of theirs does. Every array ``(B, 1)``, or ``(B, L)`` per row."""
+
+    best: Array  # before clipping; 1/2 where degenerate or not counted
+    counted: NDArray[np.bool_]
+    degenerate: NDArray[np.bool_]  # where every alpha is as good, among counted rows (ALPHA-6, ALPHA-9)
+    flatness: Array  # ||M||^2 over ||A_p X||^2 + ||A_q X||^2, what ALPHA-6 compares
+    m: Array  # (B, L, D), zero on rows that do not count
+    n: Array  # (B, L, D), likewise
+    target: Array  # ||A_p X_p + A_q X_q||^2
+
+    @classmethod
+    def of(
+        cls,
+        p: Array,
+        q: Array,
+        x_p: Array,
+        x_q: Array,
+        mask: NDArray[np.bool_] | None,
+        *,
+        per_row: bool,
+        printed: bool = False,
+    ) -> Pair:
+        """From maps ``(B, L, S)`` and value outputs ``(B, S, D)``; ``printed`` takes the misprinted N (ALPHA-4)."""
+        counts = np.ones(p.shape[:2]) if mask is None else mask.astype(np.float64)
+        both, weight = x_p + x_q, counts[..., None]
+        m = (p - q) @ both * weight
+        n = (q @ x_p - p @ x_q if printed else (q - p) @ x_p) * weight
+        squares = (m * m, n * m, ((p @ both) ** 2 + (q @ both) ** 2) * weight, (p @ x_p + q @ x_q) ** 2 * weight)
+        curvature, slope, scale, target = (_sum_rows(terms, per_row) for terms in squares)
+        counted = counts > 0 if per_row else np.ones(curvature.shape, dtype=np.bool_)
+        degenerate = curvature <= degenerate_threshold() * scale
+        best = np.where(degenerate, 0.5, -slope / np.where(degenerate, 1.0, curvature))
+        flatness = curvature / np.where(scale == 0.0, 1.0, scale)
+        return cls(best, counted, degenerate & counted, flatness, m, n, target)
+
+    @property
+    def clipped(self) -> Array:
+        """The right alphas."""
+        return np.clip(self.best, 0.0, 1.0)
+
+    def squared_error(self, alpha: Array) -> Array:
+        """E at these alphas, from the vectors themselves: expanded into squares it would cancel near 0."""
+        return _sum_rows((alpha[..., None] * self.m + self.n) ** 2, per_row=alpha.shape[1] > 1)
+
+    def error(self, alpha: Array) -> Array:
+        """``e(alpha)`` of NUM-5: the root of E, relative to the attention output of the two heads."""
+        return _relative(self.squared_error(alpha), self.target)
+
+
+def check_alpha(pair: Pair, alpha: Array, dtype: str, *, flat: bool) -> Difference | None:
+    """Alphas by value (NUM-4), or where the objective is ``flat`` by range and effect (NUM-5)."""
+    difference = compare_close(pair.clipped, alpha, *agreement(dtype, "alpha"))
+    if difference is None or not flat:
+        return difference
+    return check_effect(pair, pair.clipped, alpha, dtype)
+
+
+def check_effect(pair: Pair, wanted: Array, alpha: Array, dtype: str) -> Difference | None:
+    """Alphas in [0, 1] whose error exceeds that of ``wanted`` by no more than a residual may (NUM-5)."""
+    if not bool(((alpha >= 0.0) & (alpha <= 1.0)).all()):
+        return Difference("must lie in [0, 1]", abbreviate(wanted), abbreviate(alpha))
+    atol, rtol = agreement(dtype, "residual")
+    reached, possible = pair.error(alpha), pair.error(wanted)
+    if bool((reached <= possible + atol + rtol * possible).all()):
+        return None
+    worst = tuple(int(i) for i in np.unravel_index(int((reached - possible).argmax()), reached.shape))
+    return Difference(
+        f"gives the relative error {reached[worst]:.6g} at index {list(worst)}; {possible[worst]:.6g} is possible",
+        abbreviate(wanted),
+        abbreviate(alpha),
+    )
+
+
+def check_chain(
+    inputs: Mapping[str, Any], got: Mapping[str, Any], dtype: str, *, flat: bool = False
+) -> tuple[str, Difference] | None:
+    """The first output of ``squeeze_heads`` that does not follow from its inputs and its earlier outputs.
+
+    Args:
+        inputs: its arguments by name; ``plan`` must be explicit in ``got``.
+        got: its outputs by name (MIX-11).
+        dtype: whose tolerances apply.
+        flat: alphas may be ill-conditioned and are judged by their effect.
+
+    Returns:
+        The output's name and the difference, or None where all is right.
+    """
+    maps, outputs = (np.asarray(inputs[name], dtype=np.float64) for name in ("teacher_probs", "value_outputs"))
+    strategy, per_row = inputs.get("strategy", "shd"), inputs.get("alpha_per", "map") == "row"
+    softened = soften_maps(maps, inputs.get("temperature", 1.0), inputs.get("row_sums", "one"))
+    solved_on = softened if inputs.get("alpha_from", "teacher") == "softened" else maps
+    mask = inputs.get("query_mask")
+    batch, heads, rows, _ = maps.shape
+    weights = (batch, rows) if per_row else (batch, 1)
+    plan = as_plain(got["plan"])
+    groups = _groups(plan, heads)
+    if len(groups) != inputs["num_student_heads"]:
+        wanted_heads = f"{inputs['num_student_heads']} heads"
+        return "plan", Difference("does not lead to the student's heads", wanted_heads, f"{len(groups)} heads")
+    shape = (batch, len(groups), heads, *((rows,) if per_row else ()))
+    mixing = as_numbers(got["mixing"])
+    if mixing is None or mixing.shape != shape:
+        found = abbreviate(got["mixing"]) if mixing is None else f"shape {list(mixing.shape)}"
+        return "mixing", Difference(f"must be numbers of the shape {list(shape)}", f"shape {list(shape)}", found)
+    by_row = mixing if per_row else mixing[..., None]  # (B, H_s, H_t, 1 or L)
+
+    if strategy in ("shd", "constant", "hard"):
+        runner = _Rounds(solved_on, outputs, inputs, dtype, flat)
+        difference = runner.run(plan, got["alphas"], weights)
+        if difference:
+            return "alphas", difference
+        miscounted = runner.count(got)
+        if miscounted:
+            return miscounted
+        composed = np.stack(runner.rows, axis=1)  # (B, H_s, H_t, 1 or L)
+        wanted = np.broadcast_to(composed, by_row.shape)
+    elif strategy == "mean":
+        wanted = np.full(by_row.shape, 1.0 / heads)
+    else:
+        difference = _check_simplex(solved_on, outputs, groups, mask, by_row, dtype)
+        if difference:
+            return "mixing", difference
+        wanted = by_row
+    difference = compare_close(wanted, by_row, *agreement(dtype, "alpha"))
+    if difference:
+        return "mixing", difference
+    # (B, H_s, L or 1, H_t) against (B, L, H_t, S)
+    mixed = (by_row.transpose(0, 1, 3, 2)[..., None] * softened.transpose(0, 2, 1, 3)[:, None]).sum(3)
+    difference = _compare(mixed, got["probs"], dtype, "probs")
+    if difference:
+        return "probs", difference
+    difference = _compare(_residual(maps, outputs, by_row, groups, mask), got["residual"], dtype, "residual")
+    return ("residual", difference) if difference else None
+
+
+def soften_maps(maps: Array, temperature: float, row_sums: str) -> Array:
+    """TEMP-2, -5, -6, -7 in the plainest words."""
+    if temperature == 1.0:
+        return maps
+    peak = maps.max(-1, keepdims=True)
+    powers = (maps / np.where(peak > 0, peak, 1.0)) ** (1.0 / temperature)
+    total = powers.sum(-1, keepdims=True)
+    mass = maps.sum(-1, keepdims=True) if row_sums == "at_most_one" else 1.0
+    softened: Array = mass * powers / np.where(total > 0, total, 1.0)
+    return softened
+
+
+def best_simplex(gram: Array) -> Array:
+    """The weights of the smallest ``c^T gram c`` on the simplex: the best stationary point of any face."""
+    size = len(gram)
+    found = list(np.eye(size))
+    for count in range(2, size + 1):
+        for face in combinations(range(size), count):
+            inner = gram[np.ix_(face, face)]
+            # On a face the minimum has equal slopes: inner c = t 1 with sum(c) = 1.
+            system = np.block([[inner, -np.ones((count, 1))], [np.ones((1, count)), np.zeros((1, 1))]])
+            weights = np.linalg.lstsq(system, np.append(np.zeros(count), 1.0), rcond=None)[0][:count]
+            if bool((weights >= 0).all()):
+                found.append(np.zeros(size))
+                found[-1][list(face)] = weights / weights.sum()
+    return min(found, key=lambda c: float(c @ gram @ c))
+
+
+class _Rounds:
+    """The plan, run with the implementation's own alphas."""
+
+    def __init__(self, maps: Array, outputs: Array, inputs: Mapping[str, Any], dtype: str, flat: bool) -> None:
+        batch, heads = maps.shape[:2]
+        self.maps = [maps[:, t] for t in range(heads)]
+        self.outputs = [outputs[:, t] for t in range(heads)]
+        self.inputs, self.dtype, self.flat = inputs, dtype, flat
+        weights = maps.shape[2] if inputs.get("alpha_per", "map") == "row" else 1
+        self.rows = [np.broadcast_to(np.eye(heads)[t][None, :, None], (batch, heads, weights)) for t in range(heads)]
+        self.strategy = inputs.get("strategy", "shd")
+        self.pairs: list[Pair] = []
+
+    def run(self, plan: Any, alphas: Any, weights: tuple[int, int]) -> Difference | None:
+        if not isinstance(alphas, list | tuple) or len(alphas) != len(plan):
+            return Difference(f"must hold one array a round, {len(plan)} in all", str(len(plan)), abbreviate(alphas))
+        per_row = self.inputs.get("alpha_per", "map") == "row"
+        for number, (one_round, answer) in enumerate(zip(plan, alphas, strict=True)):
+            given = as_numbers(answer)
+            shape = (weights[0], len(one_round), *(weights[1:] if per_row else ()))
+            if given is None or given.shape != shape:
+                found = abbreviate(answer) if given is None else f"shape {list(given.shape)}"
+                return Difference(f"round {number} must have the shape {list(shape)}", f"shape {list(shape)}", found)
+            merged = []
+            for position, (p, q) in enumerate(one_round):
+                alpha = given[:, position].reshape(weights)
+                difference = self._check_pair(p, q, alpha)
+                if difference:
+                    return Difference(
+                        f"round {number}, pair {position} (heads {p} and {q} of the pool): {difference.problem}",
+                        difference.expected,
+                        difference.got,
+                    )
+                merged.append(self._merge(p, q, alpha))
+            used = {head for pair in one_round for head in pair}
+            kept = [i for i in range(len(self.maps)) if i not in used]
+            self.maps = [head[0] for head in merged] + [self.maps[i] for i in kept]
+            self.outputs = [head[1] for head in merged] + [self.outputs[i] for i in kept]
+            self.rows = [head[2] for head in merged] + [self.rows[i] for i in kept]
+        return None
+
+    def count(self, got: Mapping[str, Any]) -> tuple[str, Difference] | None:
+        """``num_clipped`` and ``num_degenerate``, where no alpha or pair is too close to call (NUM-7)."""
+        atol, _ = agreement(self.dtype, "alpha")
+        threshold = degenerate_threshold()
+        clipped = degenerate = 0
+        for pair in self.pairs if self.strategy != "constant" else []:
+            margin = np.minimum(np.abs(pair.best), np.abs(pair.best - 1.0))
+            near = (pair.flatness > threshold / 100) & (pair.flatness < threshold * 100)
+            if bool(near.any()) or bool((margin <= atol).any()):
+                return None
+            clipped += int(((pair.best < 0.0) | (pair.best > 1.0)).sum()) if self.strategy == "shd" else 0
+            degenerate += int(pair.degenerate.sum())
+        for name, wanted in (("num_clipped", clipped), ("num_degenerate", degenerate)):
+            if as_plain(got[name]) != wanted:
+                return name, Difference("is not the count of MIX-9", str(wanted), abbreviate(as_plain(got[name])))
+        return None
+
+    def _check_pair(self, p: int, q: int, alpha: Array) -> Difference | None:
+        pair = Pair.of(
+            self.maps[p],
+            self.maps[q],
+            self.outputs[p],
+            self.outputs[q],
+            self.inputs.get("query_mask"),
+            per_row=self.inputs.get("alpha_per", "map") == "row",
+            printed=self.inputs.get("alpha_rule", "least_squares") == "as_printed",
+        )
+        self.pairs.append(pair)
+        if self.strategy == "shd":
+            return check_alpha(pair, alpha, self.dtype, flat=self.flat)
+        if self.strategy == "constant":
+            return compare_close(np.full_like(alpha, 0.5), alpha, 0.0, 0.0)
+        # Where the better of the two is too close to call, either is right.
+        close = np.abs(pair.best - 0.5) <= agreement(self.dtype, "alpha")[0]
+        sure = close & ~(pair.degenerate | ~pair.counted) & ((alpha == 0.0) | (alpha == 1.0))
+        return compare_close(np.where(sure, alpha, np.where(pair.best >= 0.5, 1.0, 0.0)), alpha, 0.0, 0.0)
+
+    def _merge(self, p: int, q: int, alpha: Array) -> tuple[Array, Array, Array]:
+        a, c = alpha[:, :, None], alpha[:, None, :]
+        return (
+            a * self.maps[p] + (1 - a) * self.maps[q],
+            self.outputs[p] + self.outputs[q],
+            c * self.rows[p] + (1 - c) * self.rows[q],
+        )
+
+
+def _groups(plan: Any, heads: int) -> list[list[int]]:
+    pool = [[head] for head in range(heads)]
+    for one_round in plan:
+        used = {head for pair in one_round for head in pair}
+        pool = [pool[p] + pool[q] for p, q in one_round] + [g for i, g in enumerate(pool) if i not in used]
+    return pool
+
+
+def _check_simplex(
+    maps: Array,
+    outputs: Array,
+    groups: Sequence[Sequence[int]],
+    mask: NDArray[np.bool_] | None,
+    mixing: Array,
+    dtype: str,
+) -> Difference | None:
+    """Weights on the simplex, none outside the group, as good as the best (MIX-7, NUM-6)."""
+    atol, rtol = agreement(dtype, "residual")
+    small, _ = agreement(dtype, "alpha")
+    counts = np.ones((maps.shape[0], maps.shape[2])) if mask is None else mask.astype(np.float64)
+    if bool((mixing < 0).any()):
+        return Difference("must be at least 0", "at least 0", abbreviate(mixing))
+    difference = compare_close(np.ones_like(mixing.sum(2)), mixing.sum(2), small, 0.0)
+    if difference:
+        return Difference(f"the sum over the teacher's heads {difference.problem}", "1", difference.got)
+    for h, group in enumerate(groups):
+        members = list(group)
+        others = [t for t in range(maps.shape[1]) if t not in members]
+        if bool((mixing[:, h, others] != 0).any()):
+            return Difference(
+                f"student head {h} must mix heads {members} alone", "0 elsewhere", abbreviate(mixing[:, h])
+            )
+        total = outputs[:, members].sum(1, keepdims=True)
+        merged = maps[:, members] @ total * counts[:, None, :, None]  # (B, k, L, D)
+        target = (maps[:, members] @ outputs[:, members]).sum(1) * counts[..., None]
+        for b, rows in _units(mixing):
+            points = (merged[b] - target[b])[:, rows].reshape(len(members), -1)
+            c = mixing[b, h, members, rows.start or 0]
+            apart = max(float(((x - y) ** 2).sum()) for x in points for y in points)
+            if apart <= degenerate_threshold() * float((merged[b][:, rows] ** 2).sum()):
+                difference = compare_close(np.full_like(c, 1.0 / len(c)), c, small, 0.0)
+                if difference:
+                    return Difference(f"a group without a preference: {difference.problem}", "1/k", difference.got)
+                continue
+            size = np.array((target[b, rows] ** 2).sum())
+            best_weights = best_simplex(points @ points.T)
+            got, best = (float(_relative(np.array(((w @ points) ** 2).sum()), size)) for w in (c, best_weights))
+            if got > best + atol + rtol * best:
+                problem = f"student head {h}, sample {b}: relative error {got:.6g}, where {best:.6g} is possible"
+                return Difference(problem, f"{best:.9g}", f"{got:.9g}")
+    return None
+
+
+def _units(mixing: Array) -> Iterator[tuple[int, slice]]:
+    """What shares one list of weights: a sample, or a sample and a row."""
+    for b in range(mixing.shape[0]):
+        if mixing.shape[3] == 1:
+            yield b, slice(None)
+        else:
+            yield from ((b, slice(i, i + 1)) for i in range(mixing.shape[3]))
+
+
+def _residual(
+    maps: Array, outputs: Array, mixing: Array, groups: Sequence[Sequence[int]], mask: NDArray[np.bool_] | None
+) -> Array:
+    """MIX-8 of this mixing, at temperature 1."""
+    counts = np.ones((maps.shape[0], maps.shape[2])) if mask is None else mask.astype(np.float64)
+    target = (maps @ outputs).sum(1)
+    sums = np.stack([outputs[:, list(group)].sum(1) for group in groups], axis=1)
+    mixed = (mixing.transpose(0, 1, 3, 2)[..., None] * maps.transpose(0, 2, 1, 3)[:, None]).sum(3)
+    error, size = ((t**2 * counts[..., None]).sum((1, 2)) for t in ((mixed @ sums).sum(1) - target, target))
+    return _relative(error, size)
+
+
+def _relative(error: Array, size: Array) -> Array:
+    """The root of a quotient of squares; 0 where both vanish, infinite where only the size does (MIX-8)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(size > 0, np.sqrt(error / size), np.where(error > 0, np.inf, 0.0))
+
+
+def _sum_rows(terms: Array, per_row: bool) -> Array:
+    """``(B, L, D)`` to ``(B, L)``, or over rows too to ``(B, 1)``."""
+    total: Array = terms.sum(-1) if per_row else terms.sum((1, 2))[:, None]
+    return total
+
+
+def _compare(wanted: Array, got: Any, dtype: str, quantity: str) -> Difference | None:
+    given = as_numbers(got)
+    if given is None or given.shape != wanted.shape:
+        found = abbreviate(got) if given is None else f"shape {list(given.shape)}"
+        return Difference(f"must be numbers of the shape {list(wanted.shape)}", f"shape {list(wanted.shape)}", found)
+    return compare_close(wanted, given, *agreement(dtype, quantity))

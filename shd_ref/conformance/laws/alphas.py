@@ -1,0 +1,332 @@
+"""Laws of the chapters ALPHA and GRAM: the weight of a pair, whichever way it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.chain import Pair, check_alpha
+from shd_ref.conformance.compare import Difference
+from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, exactly, require
+
+_MASK = np.array([[True, True, True, True, False], [True, False, True, True, True], [True] * 5])
+
+
+def _pair(
+    trial: Trial, seed: int, *, batch: int = 3, rows: int = 5, keys: int = 6, width: int = 4
+) -> dict[str, Array]:
+    """Two heads: maps that differ, and value outputs that do."""
+    return {
+        "probs_p": trial.probs(seed, batch, rows, keys),
+        "probs_q": trial.probs(seed + 1, batch, rows, keys),
+        "value_outputs_p": trial.numbers(seed + 2, batch, keys, width, low=-8, high=8, shift=2),
+        "value_outputs_q": trial.numbers(seed + 3, batch, keys, width, low=-8, high=8, shift=2),
+    }
+
+
+def _swapped(pair: Mapping[str, Array]) -> dict[str, Array]:
+    return {
+        "probs_p": pair["probs_q"],
+        "probs_q": pair["probs_p"],
+        "value_outputs_p": pair["value_outputs_q"],
+        "value_outputs_q": pair["value_outputs_p"],
+    }
+
+
+def _solved(
+    pair: Mapping[str, Array], mask: Array | None = None, *, per_row: bool = False, printed: bool = False
+) -> Pair:
+    p, q, x, y = (array.astype(np.float64) for array in pair.values())
+    return Pair.of(p, q, x, y, mask, per_row=per_row, printed=printed)
+
+
+def _alpha(trial: Trial, pair: Mapping[str, Array], **options: Any) -> Array:
+    return trial.numbers_of("solve_alpha", **pair, **options)
+
+
+def _antisymmetric(trial: Trial) -> None:
+    for seed in (101, 105, 109):
+        pair = _pair(trial, seed)
+        for per in ("map", "row"):
+            forward, backward = _alpha(trial, pair, alpha_per=per), _alpha(trial, _swapped(pair), alpha_per=per)
+            what = f"alpha(p, q) + alpha(q, p), per {per},"
+            trial.agree(forward + backward, np.ones(forward.shape), "alpha", what, times=2)
+
+
+def _value_bias(trial: Trial) -> None:
+    pair = _pair(trial, 113)
+    alpha = _alpha(trial, pair)
+    for name, bias in (("value_outputs_p", 4.0), ("value_outputs_q", -2.0)):
+        moved = {**pair, name: trial.rounded(pair[name] + bias)}
+        trial.agree(_alpha(trial, moved), alpha, "alpha", f"alpha with a constant added to {name}", times=2)
+
+
+def _scale(trial: Trial) -> None:
+    pair = _pair(trial, 117)
+    alpha = _alpha(trial, pair)
+    for factor in (2.0**-10, 2.0**6):
+        scaled = {name: trial.rounded(a * factor) if "outputs" in name else a for name, a in pair.items()}
+        trial.agree(_alpha(trial, scaled), alpha, "alpha", f"alpha with value outputs times {factor:g}", times=2)
+
+
+def _minimum(trial: Trial) -> None:
+    grid = np.linspace(0.0, 1.0, 201)
+    for seed in (121, 125, 129, 133):
+        pair = _pair(trial, seed)
+        for per_row in (False, True):
+            alpha = _alpha(trial, pair, alpha_per="row" if per_row else "map")
+            what = f"alpha per {'row' if per_row else 'map'}"
+            require(bool(((alpha >= 0) & (alpha <= 1)).all()), what, "in [0, 1]", alpha)
+            solved = _solved(pair, per_row=per_row)
+            least = np.min([solved.error(np.full_like(solved.best, a)) for a in grid], axis=0)
+            reached = solved.error(alpha.reshape(solved.best.shape))
+            trial.at_most(reached, least, "residual", f"the error of {what}, against a grid search,")
+            _judge_alpha(trial, solved, alpha, what)
+
+
+def _judge_alpha(trial: Trial, solved: Pair, alpha: Array, what: str) -> None:
+    difference = check_alpha(solved, alpha.reshape(solved.best.shape), trial.subject.dtype, flat=False)
+    if difference:
+        raise LawBrokenError(Difference(f"{what} {difference.problem}", difference.expected, difference.got))
+
+
+def _clipped(trial: Trial) -> None:
+    rows = np.array([[[1.0, 0.0]]]), np.array([[[0.0, 1.0]]])
+    # u = 2 and w = -1, so that alpha is 2 before the clip; swapped it is -1.
+    pair = {
+        "probs_p": trial.rounded(rows[0]),
+        "probs_q": trial.rounded(rows[1]),
+        "value_outputs_p": trial.rounded([[[2.0], [0.0]]]),
+        "value_outputs_q": trial.rounded([[[0.0], [1.0]]]),
+    }
+    for per in ("map", "row"):
+        shape = (1,) if per == "map" else (1, 1)
+        exactly(_alpha(trial, pair, alpha_per=per), np.ones(shape), "an alpha above 1, clipped")
+        exactly(_alpha(trial, _swapped(pair), alpha_per=per), np.zeros(shape), "an alpha below 0, clipped")
+
+
+def _printed(trial: Trial) -> None:
+    pair = _pair(trial, 137)
+    for per_row in (False, True):
+        alpha = _alpha(trial, pair, rule="as_printed", alpha_per="row" if per_row else "map")
+        _judge_alpha(trial, _solved(pair, per_row=per_row, printed=True), alpha, "alpha by the rule as_printed")
+
+
+def _uncounted(trial: Trial) -> None:
+    pair = _pair(trial, 141)
+    for per in ("map", "row"):
+        alpha = _alpha(trial, pair, query_mask=_MASK, alpha_per=per)
+        _judge_alpha(trial, _solved(pair, _MASK, per_row=per == "row"), alpha, f"alpha per {per} with a query_mask")
+        changed = dict(pair)
+        for name, seed in (("probs_p", 161), ("probs_q", 165)):
+            other = trial.probs(seed, *pair[name].shape)
+            changed[name] = np.where(_MASK[..., None], pair[name], other)
+        again = _alpha(trial, changed, query_mask=_MASK, alpha_per=per)
+        trial.agree(again, alpha, "alpha", "alpha after changes in rows that do not count")
+        if per == "row":
+            exactly(alpha[~_MASK], 0.5, "the alpha of a row that does not count")
+
+
+def _no_counted_row(trial: Trial) -> None:
+    pair = _pair(trial, 145)
+    mask = np.array([[True] * 5, [False] * 5, [True] * 5])
+    alpha = _alpha(trial, pair, query_mask=mask)
+    exactly(alpha[1], 0.5, "the alpha of a sample without a counted row")
+    require(bool(np.isfinite(alpha).all()), "alpha", "finite", alpha)
+
+
+def _degenerate(trial: Trial) -> None:
+    pair = _pair(trial, 149)
+    equal = {**pair, "probs_q": pair["probs_p"].copy()}
+    cancelled = {**pair, "value_outputs_q": -pair["value_outputs_p"]}
+    blind = {
+        **pair,
+        "value_outputs_p": np.ones_like(pair["value_outputs_p"]),
+        "value_outputs_q": np.ones_like(pair["value_outputs_q"]),
+    }
+    cases = {"equal maps": equal, "value outputs that cancel": cancelled, "constant value outputs": blind}
+    for name, degenerate in cases.items():
+        for per in ("map", "row"):
+            exactly(_alpha(trial, degenerate, alpha_per=per), 0.5, f"the alpha of a pair with {name}")
+
+
+def _threshold(trial: Trial) -> None:
+    # Maps that differ by delta change an output of 4 to 5 by delta: ||M||^2 is about delta^2 / 40 of its scale.
+    for exponent, wanted in ((4, 0.25), (7, 0.25), (12, 0.25), (20, 0.5)):
+        delta = 2.0**-exponent
+        pair = {
+            "probs_p": trial.rounded([[[0.5, 0.5]]]),
+            "probs_q": trial.rounded([[[0.5 + delta, 0.5 - delta]]]),
+            "value_outputs_p": trial.rounded([[[1.0], [1.25]]]),
+            "value_outputs_q": trial.rounded([[[3.0], [3.75]]]),
+        }
+        if exponent == 12:  # 1.5e-9 of the scale: too flat to ask for the value, but no reason for 1/2
+            require(bool(_alpha(trial, pair) < 0.4), "alpha above the threshold", "about 0.25", _alpha(trial, pair))
+        else:
+            trial.agree(_alpha(trial, pair), [wanted], "alpha", f"alpha of maps that differ by {delta:g}")
+
+
+def _alpha_batch(trial: Trial) -> None:
+    pair = _pair(trial, 153)
+    for per in ("map", "row"):
+        together = _alpha(trial, pair, alpha_per=per)
+        for sample in range(3):
+            alone = _alpha(trial, {name: array[sample : sample + 1] for name, array in pair.items()}, alpha_per=per)
+            trial.agree(alone, together[sample : sample + 1], "alpha", f"alpha of sample {sample} alone")
+
+
+def _widened(trial: Trial) -> None:
+    # Longer than a half-precision sum can count: its steps are 1 from 256 (bfloat16) or 2048 (float16) on.
+    rows, keys = 96, 24
+    pair = _pair(trial, 157, batch=1, rows=rows, keys=keys, width=48)
+    _judge_alpha(trial, _solved(pair), _alpha(trial, pair), "alpha over many rows")
+
+
+def _gram(trial: Trial) -> None:
+    maps, values, projection = trial.probs(241, 2, 3, 4, 5), trial.numbers(242, 2, 3, 5, 2), trial.numbers(243, 6, 3)
+    inputs = {"teacher_probs": maps, "values": values, "output_projection": projection}
+    mask = np.array([[True] * 4, [True, True, False, True]])
+    W = projection.astype(np.float64).reshape(3, 2, 3)
+    X = np.einsum("bhsv,hvd->bhsd", values.astype(np.float64), W)
+    products = np.einsum("bils,bjsd->bijld", maps.astype(np.float64), X)
+    for per in ("map", "row"):
+        weight = mask.astype(np.float64)
+        terms = "bijld,bmnld,bl->bijmn" if per == "map" else "bijld,bmnld,bl->bijmnl"
+        gram = trial.numbers_of("gram_tensor", **inputs, query_mask=mask, alpha_per=per)
+        wanted = np.einsum(terms, products, products, weight)
+        # Its entries are squared outputs: relative to the largest.
+        size = float(np.abs(wanted).max())
+        trial.agree(gram / size, wanted / size, "probs", f"the gram tensor per {per}, relative to its largest entry,")
+
+
+def _gram_alpha(trial: Trial) -> None:
+    maps, values, projection = trial.probs(245, 2, 3, 4, 5), trial.numbers(246, 2, 3, 5, 2), trial.numbers(247, 6, 3)
+    outputs = np.einsum("bhsv,hvd->bhsd", values.astype(np.float64), projection.astype(np.float64).reshape(3, 2, 3))
+    A = maps.astype(np.float64)
+    for per in ("map", "row"):
+        gram = trial.numbers_of(
+            "gram_tensor", teacher_probs=maps, values=values, output_projection=projection, alpha_per=per
+        )
+        alpha = trial.numbers_of("solve_alpha_from_gram", gram=gram, p=0, q=1)
+        first = Pair.of(A[:, 0], A[:, 1], outputs[:, 0], outputs[:, 1], None, per_row=per == "row")
+        _judge_alpha(trial, first, alpha, f"alpha from the gram tensor, per {per},")
+        merged = trial.numbers_of("merge_gram", gram=gram, p=0, q=1, alpha=alpha)
+        exactly(list(merged.shape[1:5]), [2, 2, 2, 2], "the heads of the merged gram tensor")
+        a = alpha.reshape(2, -1, 1)
+        second = Pair.of(
+            a * A[:, 0] + (1 - a) * A[:, 1],
+            A[:, 2],
+            outputs[:, 0] + outputs[:, 1],
+            outputs[:, 2],
+            None,
+            per_row=per == "row",
+        )
+        again = trial.numbers_of("solve_alpha_from_gram", gram=merged, p=0, q=1)
+        _judge_alpha(trial, second, again, f"alpha of the second merge from the gram tensor, per {per},")
+
+
+LAWS = (
+    Law(
+        "law/alpha-antisymmetric",
+        ("solve_alpha",),
+        ("ALPHA-2", "ALPHA-3", "ALPHA-11"),
+        "alpha(p, q) + alpha(q, p) = 1.",
+        _antisymmetric,
+    ),
+    Law(
+        "law/alpha-value-bias",
+        ("solve_alpha",),
+        ("ALPHA-2", "ALPHA-4"),
+        "A constant row added to the value outputs of a head does not move alpha.",
+        _value_bias,
+    ),
+    Law(
+        "law/alpha-scale",
+        ("solve_alpha",),
+        ("ALPHA-2", "ALPHA-6"),
+        "Value outputs times a constant leave alpha as it is: degenerate is a relative notion.",
+        _scale,
+    ),
+    Law(
+        "law/alpha-minimum",
+        ("solve_alpha",),
+        ("ALPHA-2", "ALPHA-3", "ALPHA-9", "NUM-4"),
+        "No weight in [0, 1] gives a smaller error than alpha.",
+        _minimum,
+    ),
+    Law(
+        "law/alpha-clipped",
+        ("solve_alpha",),
+        ("ALPHA-3", "ALPHA-10"),
+        "An optimum outside of [0, 1] becomes 0 or 1.",
+        _clipped,
+    ),
+    Law(
+        "law/alpha-as-printed",
+        ("solve_alpha",),
+        ("ALPHA-4",),
+        "The rule as_printed minimises the error with the misprinted N.",
+        _printed,
+    ),
+    Law(
+        "law/alpha-uncounted-rows",
+        ("solve_alpha",),
+        ("ALPHA-7", "ALPHA-9"),
+        "Rows where query_mask is False do not matter, and have alpha 1/2 per row.",
+        _uncounted,
+    ),
+    Law(
+        "law/alpha-no-counted-row",
+        ("solve_alpha",),
+        ("ALPHA-7",),
+        "A sample without a counted row is degenerate: 1/2.",
+        _no_counted_row,
+    ),
+    Law(
+        "law/alpha-degenerate",
+        ("solve_alpha",),
+        ("ALPHA-6", "ALPHA-10"),
+        "Where every weight is as good, alpha is 1/2.",
+        _degenerate,
+    ),
+    Law(
+        "law/alpha-threshold",
+        ("solve_alpha",),
+        ("ALPHA-6",),
+        "A pair is degenerate at the threshold of the specification, neither earlier nor later.",
+        _threshold,
+        dtypes=("float64",),
+    ),
+    Law(
+        "law/alpha-batch",
+        ("solve_alpha",),
+        ("ALPHA-8", "MIX-10", "NUM-3"),
+        "A sample has the same alpha alone as in a batch.",
+        _alpha_batch,
+    ),
+    Law(
+        "law/alpha-accumulates-wide",
+        ("solve_alpha",),
+        ("ALPHA-8", "NUM-1"),
+        "Sums over many rows are accumulated in float32 or wider.",
+        _widened,
+    ),
+    Law(
+        "law/gram-tensor",
+        ("gram_tensor",),
+        ("GRAM-1", "GRAM-6"),
+        "The gram tensor holds the inner products of all A_i X_j.",
+        _gram,
+    ),
+    Law(
+        "law/gram-alpha",
+        ("gram_tensor", "solve_alpha_from_gram", "merge_gram"),
+        ("GRAM-2", "GRAM-3", "GRAM-4", "GRAM-5"),
+        "Alphas from the gram tensor are those of the value outputs, also after a merge.",
+        _gram_alpha,
+        # Alpha is a quotient of differences of its entries: a tensor handed on in half precision has lost them.
+        dtypes=("float64", "float32"),
+    ),
+)

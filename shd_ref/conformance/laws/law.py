@@ -1,0 +1,149 @@
+"""What a law is, and what its text is written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shd_ref.conformance.adapter import OUTPUTS, Subject, take_output
+from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, as_plain, compare_close
+from shd_ref.conformance.recipes import make_array
+from shd_ref.conformance.specification import DTYPES, agreement
+from shd_ref.conformance.vectors import round_to
+
+Array: TypeAlias = NDArray[Any]
+
+
+class LawBrokenError(Exception):
+    """An implementation breaks a law.
+
+    Args:
+        difference: for the report.
+        spec: ids of the sentences that speak of just this difference; the law's own without it.
+    """
+
+    def __init__(self, difference: Difference, spec: tuple[str, ...] = ()) -> None:
+        super().__init__(difference.problem)
+        self.difference = difference
+        self.spec = spec
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fact about an implementation's own answers that needs no expected numbers.
+
+    Attributes:
+        id: ``law/<name>``.
+        operations: what it calls; an implementation that lacks one cannot be judged by it.
+        spec: ids of the sentences that it follows from.
+        comment: the law in one sentence.
+        statement: runs it; raises ``LawBrokenError``.
+        dtypes: where it holds closely enough to be tested.
+    """
+
+    id: str
+    operations: tuple[str, ...]
+    spec: tuple[str, ...]
+    comment: str
+    statement: Callable[[Trial], None] = field(repr=False)
+    dtypes: tuple[str, ...] = DTYPES
+
+    @property
+    def flags(self) -> Mapping[str, str]:
+        """Laws hunt whatever breaks them."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One implementation at one dtype, with the words in which laws are written.
+
+    Inputs come from the integer generator of the vector files, on a grid that every dtype holds exactly.
+    """
+
+    subject: Subject
+
+    def call(self, operation: str, **inputs: Any) -> dict[str, Any]:
+        """The operation's outputs by name, as they came."""
+        names = OUTPUTS[operation]
+        answer = self.subject.run(operation, inputs)
+        return {name: take_output(answer, name, names) for name in names}
+
+    def numbers_of(self, operation: str, **inputs: Any) -> NDArray[np.float64]:
+        """The operation's only output as float64."""
+        (value,) = self.call(operation, **inputs).values()
+        return as_array(value, operation)
+
+    def probs(
+        self, seed: int, *shape: int, causal: bool = False, zero_rows: Sequence[int] = (), bits: int = 8
+    ) -> Array:
+        """Attention maps: rows of multiples of ``2^-bits`` that sum to exactly one."""
+        recipe = {"kind": "probs", "seed": seed, "levels": 16, "power": 2, "bits": bits}
+        return self.rounded(make_array(shape, {**recipe, "causal": causal, "zero_rows": zero_rows}))
+
+    def numbers(self, seed: int, *shape: int, low: int = -24, high: int = 24, shift: int = 3) -> Array:
+        """Multiples of ``2^-shift`` from ``low / 2^shift`` to ``high / 2^shift``."""
+        return self.rounded(
+            make_array(shape, {"kind": "numbers", "seed": seed, "low": low, "high": high, "shift": shift})
+        )
+
+    def rounded(self, array: ArrayLike) -> Array:
+        """The array in the dtype under judgement."""
+        return round_to(np.asarray(array), self.subject.dtype)
+
+    def agree(self, got: Any, wanted: ArrayLike, quantity: str, what: str, *, times: float = 1.0) -> None:
+        """``got`` is ``wanted`` within the quantity's tolerance, or ``times`` it where several errors add up."""
+        numbers, right = as_array(got, what), np.asarray(wanted, dtype=np.float64)
+        if numbers.shape != right.shape:
+            raise broken(what, f"must have the shape {list(right.shape)}", right, numbers)
+        atol, rtol = agreement(self.subject.dtype, quantity)
+        difference = compare_close(right, numbers, times * atol, times * rtol)
+        if difference:
+            raise LawBrokenError(Difference(f"{what}: {difference.problem}", difference.expected, difference.got))
+
+    def at_most(self, got: Any, bound: ArrayLike, quantity: str, what: str) -> None:
+        """``got`` does not exceed ``bound`` by more than the quantity's tolerance."""
+        numbers = as_array(got, what)
+        atol, rtol = agreement(self.subject.dtype, quantity)
+        limit = np.broadcast_to(np.asarray(bound, dtype=np.float64), numbers.shape)
+        if not bool((numbers <= limit + atol + rtol * np.abs(limit)).all()):
+            raise broken(what, f"exceeds its bound by {float((numbers - limit).max()):.6g}", limit, numbers)
+
+
+def as_array(value: Any, what: str) -> NDArray[np.float64]:
+    """An answer as float64, or the law is broken."""
+    numbers = as_numbers(value)
+    if numbers is None:
+        raise broken(what, "must be numbers", "numbers", value)
+    return numbers
+
+
+def exactly(got: Any, wanted: Any, what: str) -> None:
+    """``got`` is ``wanted``, with no tolerance."""
+    if isinstance(wanted, np.ndarray | float):
+        numbers = as_array(got, what)
+        right = np.broadcast_to(np.asarray(wanted, dtype=np.float64), numbers.shape)
+        difference = compare_close(right, numbers, 0.0, 0.0)
+        if difference:
+            raise LawBrokenError(Difference(f"{what}: {difference.problem}", difference.expected, difference.got))
+    elif as_plain(got) != as_plain(wanted):
+        raise broken(what, "must be equal", wanted, as_plain(got))
+
+
+def require(holds: bool | np.bool_, what: str, wanted: Any, got: Any) -> None:
+    """A condition on an answer, with the words of the report."""
+    if not holds:
+        raise broken(what, "does not hold", wanted, got)
+
+
+def broken(what: str, problem: str, wanted: Any, got: Any) -> LawBrokenError:
+    """The error for one failed statement."""
+    return LawBrokenError(Difference(f"{what} {problem}", _text(wanted), _text(got)))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else abbreviate(value)

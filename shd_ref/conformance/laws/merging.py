@@ -1,0 +1,410 @@
+"""Laws of the chapters MIX and ORACLE: merged maps, strategies, and the best that any could do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.chain import check_chain, soften_maps
+from shd_ref.conformance.compare import Difference, as_plain
+from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, as_array, exactly
+from shd_ref.conformance.variants import compute
+
+_MASK = np.array([[True, True, True, True, False], [True, False, True, True, True], [True] * 5])
+
+
+# The sentences that speak of each output, for the report of one that is wrong.
+_LINKS = {
+    "plan": ("PLAN-5", "PLAN-7", "MIX-9"),
+    "alphas": ("ALPHA-2", "ALPHA-3", "MIX-4", "MIX-5", "MIX-11"),
+    "mixing": ("MIX-6", "MIX-7", "MIX-12", "MIX-13"),
+    "probs": ("MIX-3", "TEMP-2", "TEMP-3", "TEMP-5"),
+    "residual": ("MIX-8",),
+    "num_clipped": ("MIX-9", "ALPHA-5"),
+    "num_degenerate": ("MIX-9", "ALPHA-6"),
+}
+
+
+def _squeeze(trial: Trial, seed: int, *, heads: int = 5, rows: int = 5, keys: int = 6, **options: Any) -> None:
+    """One call of squeeze_heads, judged link by link; ``sinks`` and ``zero_rows`` shape the maps."""
+    zero_rows, sinks = options.pop("zero_rows", ()), options.pop("sinks", False)
+    maps = trial.probs(seed, 3, heads, rows, keys, zero_rows=zero_rows)
+    if sinks:
+        shares = np.array([1.0, 0.5, 0.75, 0.25, 0.0])[:, None] * np.array([1.0, 0.5, 0.25, 1.0, 0.5])[:, None, None]
+        maps = trial.rounded(maps * shares)
+        options["row_sums"] = "at_most_one"
+    options.setdefault("num_student_heads", 2)
+    inputs = {"teacher_probs": maps, "value_outputs": trial.numbers(seed + 1, 3, heads, keys, 4), **options}
+    got = trial.call("squeeze_heads", **inputs)
+    counts = {"num_teacher_heads": heads, "num_student_heads": options["num_student_heads"]}
+    rounds = compute("merge_plan", {**counts, "kind": options.get("plan", "progressive")})["plan"]
+    exactly(got["plan"], rounds, "the plan of the result")
+    found = check_chain(inputs, got, trial.subject.dtype)
+    if found:
+        name, difference = found
+        named = Difference(f"{name}: {difference.problem}", difference.expected, difference.got)
+        raise LawBrokenError(named, _LINKS[name])
+    probs = as_array(got["probs"], "probs")
+    if zero_rows:
+        exactly(probs[:, :, list(zero_rows)], 0.0, "a fully masked row after the merge")
+
+
+def _identity(trial: Trial) -> None:
+    maps, outputs = trial.probs(201, 2, 4, 3, 5), trial.numbers(202, 2, 4, 5, 3)
+    for strategy in ("shd", "constant", "hard", "simplex"):
+        got = trial.call(
+            "squeeze_heads", teacher_probs=maps, value_outputs=outputs, num_student_heads=4, strategy=strategy
+        )
+        exactly(got["probs"], maps, f"the maps of {strategy}, as many as before,")
+        exactly(got["mixing"], np.broadcast_to(np.eye(4), (2, 4, 4)).copy(), f"the mixing of {strategy}")
+        exactly(got["plan"], [], "the plan")
+        trial.agree(got["residual"], np.zeros(2), "residual", "the residual")
+
+
+def _equal_heads(trial: Trial) -> None:
+    maps, outputs = trial.probs(205, 2, 1, 3, 5), trial.numbers(206, 2, 2, 5, 3)
+    both = np.concatenate([maps, maps], axis=1)
+    for strategy in ("shd", "constant", "hard", "simplex", "mean"):
+        for per in ("map", "row"):
+            got = trial.call(
+                "squeeze_heads",
+                teacher_probs=both,
+                value_outputs=outputs,
+                num_student_heads=1,
+                strategy=strategy,
+                alpha_per=per,
+            )
+            trial.agree(got["probs"], maps, "probs", f"two equal heads merged by {strategy}, alpha per {per},")
+            trial.agree(got["residual"], np.zeros(2), "residual", "the residual of merging equal heads")
+            if strategy == "shd":
+                exactly(as_array(got["alphas"][0], "alphas"), 0.5, "the alphas of equal heads")
+                exactly(got["num_degenerate"], 2 if per == "map" else 6, f"the degenerate alphas, per {per}")
+                exactly(got["num_clipped"], 0, "the clipped alphas")
+
+
+def _batch(trial: Trial) -> None:
+    inputs = {"teacher_probs": trial.probs(209, 3, 5, 5, 6), "value_outputs": trial.numbers(210, 3, 5, 6, 4)}
+    for options in ({}, {"alpha_per": "row"}, {"strategy": "simplex"}, {"strategy": "hard"}):
+        together = trial.call("squeeze_heads", **inputs, query_mask=_MASK, num_student_heads=2, **options)
+        for sample in range(3):
+            one = slice(sample, sample + 1)
+            alone = trial.call(
+                "squeeze_heads",
+                **{name: array[one] for name, array in inputs.items()},
+                query_mask=_MASK[one],
+                num_student_heads=2,
+                **options,
+            )
+            for name, quantity in (("mixing", "alpha"), ("probs", "probs"), ("residual", "residual")):
+                whole = as_array(together[name], name)[one]
+                trial.agree(
+                    alone[name], whole, quantity, f"{name} of sample {sample} alone, with {options or 'defaults'},"
+                )
+
+
+def _squeeze_uncounted(trial: Trial) -> None:
+    maps, outputs = trial.probs(213, 3, 4, 5, 6), trial.numbers(214, 3, 4, 6, 4)
+    changed = np.where(_MASK[:, None, :, None], maps, trial.probs(215, 3, 4, 5, 6))
+    for per in ("map", "row"):
+        before, after = (
+            trial.call(
+                "squeeze_heads",
+                teacher_probs=given,
+                value_outputs=outputs,
+                num_student_heads=2,
+                query_mask=_MASK,
+                alpha_per=per,
+            )
+            for given in (maps, changed)
+        )
+        counted = np.broadcast_to(_MASK[:, None, :], (3, 2, 5))
+        first, second = as_array(before["probs"], "probs"), as_array(after["probs"], "probs")
+        trial.agree(second[counted], first[counted], "probs", "maps after changes in rows that do not count")
+        trial.agree(
+            after["residual"], as_array(before["residual"], "residual"), "residual", "the residual after them"
+        )
+
+
+def _simplex_minimum(trial: Trial) -> None:
+    maps, outputs = trial.probs(217, 2, 4, 5, 6), trial.numbers(218, 2, 4, 6, 4)
+    got = trial.call(
+        "squeeze_heads", teacher_probs=maps, value_outputs=outputs, num_student_heads=1, strategy="simplex"
+    )
+    best = as_array(got["mixing"], "mixing")[:, 0]
+    A, X = maps.astype(np.float64), outputs.astype(np.float64)
+    target = (A @ X).sum(1)
+
+    def error(weights: Array) -> Array:  # (B, 4) -> (B,)
+        merged = (weights[:, :, None, None] * A).sum(1) @ X.sum(1)
+        value: Array = np.sqrt(((merged - target) ** 2).sum((1, 2)) / (target**2).sum((1, 2)))
+        return value
+
+    # Convex weights: multinomial counts from the integer generator, near and far.
+    others = trial.probs(219, 200, 2, 4, bits=6)
+    for other in others:
+        trial.at_most(error(best), error(other), "residual", "the error of simplex, against other convex weights,")
+        nearby = 0.98 * best + 0.02 * other
+        trial.at_most(error(best), error(nearby), "residual", "the error of simplex, against weights nearby,")
+
+
+def _two_heads(trial: Trial) -> None:
+    inputs = {"teacher_probs": trial.probs(221, 3, 2, 5, 6), "value_outputs": trial.numbers(222, 3, 2, 6, 4)}
+    for per in ("map", "row"):
+        results = {
+            strategy: trial.call("squeeze_heads", **inputs, num_student_heads=1, strategy=strategy, alpha_per=per)
+            for strategy in ("shd", "simplex", "constant", "hard")
+        }
+        shd = results["shd"]
+        simplex = as_array(results["simplex"]["mixing"], "mixing")
+        trial.agree(
+            simplex, as_array(shd["mixing"], "mixing"), "alpha", "simplex of two heads, against shd,", times=2
+        )
+        for name in ("constant", "hard"):
+            bound = as_array(results[name]["residual"], "residual")
+            trial.at_most(shd["residual"], bound, "residual", f"the residual of shd, against {name},")
+
+
+def _plan_names(trial: Trial) -> None:
+    inputs = {"teacher_probs": trial.probs(225, 2, 5, 3, 6), "value_outputs": trial.numbers(226, 2, 5, 6, 4)}
+    plan = trial.call("merge_plan", num_teacher_heads=5, num_student_heads=2)["plan"]
+    default = trial.call("squeeze_heads", **inputs, num_student_heads=2)
+    exactly(default["plan"], as_plain(plan), "the plan that squeeze_heads ran by default")
+    explicit = trial.call("squeeze_heads", **inputs, num_student_heads=2, plan=plan)
+    trial.agree(
+        explicit["probs"], as_array(default["probs"], "probs"), "probs", "maps by the same plan, given as rounds,"
+    )
+
+
+def _composition(trial: Trial) -> None:
+    inputs = {"teacher_probs": trial.probs(229, 2, 5, 3, 6), "value_outputs": trial.numbers(230, 2, 5, 6, 4)}
+    for per in ("map", "row"):
+        got = trial.call("squeeze_heads", **inputs, num_student_heads=2, alpha_per=per)
+        alphas = [trial.rounded(as_array(one_round, "alphas")) for one_round in got["alphas"]]
+        plan = as_plain(got["plan"])
+        mixing = trial.numbers_of("compose_mixing", alphas=alphas, plan=plan, num_teacher_heads=5)
+        trial.agree(
+            mixing, as_array(got["mixing"], "mixing"), "alpha", "compose_mixing of the result's alphas", times=2
+        )
+        trial.agree(
+            mixing.sum(2), np.ones_like(mixing.sum(2)), "alpha", "the sums of mixing over the teacher's heads"
+        )
+
+
+def _mixes(trial: Trial) -> None:
+    maps = trial.probs(233, 2, 4, 3, 6)
+    weights = trial.probs(234, 2, 2, 4)
+    mixed = trial.numbers_of("mix_heads", teacher_probs=maps, mixing=weights)
+    A, C = maps.astype(np.float64), weights.astype(np.float64)
+    trial.agree(mixed, (C[:, :, :, None, None] * A[:, None]).sum(2), "probs", "mix_heads")
+    by_row = np.ascontiguousarray(trial.probs(235, 2, 2, 3, 4).transpose(0, 1, 3, 2))  # (B, H_s, H_t, L)
+    mixed = trial.numbers_of("mix_heads", teacher_probs=maps, mixing=by_row)
+    wanted = (by_row.astype(np.float64)[..., None] * A[:, None]).sum(2)
+    trial.agree(mixed, wanted, "probs", "mix_heads with a weight per row")
+
+
+def _oracles(trial: Trial) -> None:
+    inputs = {"teacher_probs": trial.probs(251, 2, 4, 4, 5), "value_outputs": trial.numbers(252, 2, 4, 5, 2)}
+    strategies = ["shd", "constant", "hard", "simplex"]
+    got = trial.call("diagnose", **inputs, num_student_heads=2, strategies=strategies)
+    unconstrained, stochastic = (as_array(got[name], name) for name in ("unconstrained", "stochastic"))
+    trial.at_most(unconstrained, stochastic, "residual", "the unconstrained optimum, against the row-stochastic one,")
+    for name in strategies:
+        report = got["strategies"][name]
+        field = report.get if isinstance(report, Mapping) else partial(getattr, report)
+        head = as_array(field("head_residual"), "head_residual")
+        trial.at_most(stochastic, head, "residual", f"the row-stochastic optimum, against {name},")
+        squeezed = trial.call("squeeze_heads", **inputs, num_student_heads=2, strategy=name)
+        wanted = as_array(squeezed["residual"], "residual")
+        trial.agree(field("residual"), wanted, "residual", f"the residual of {name}, against squeeze_heads,")
+        ratio = np.asarray(field("over_stochastic"), dtype=np.float64)
+        trial.agree(ratio * stochastic, head, "residual", f"over_stochastic of {name} times the optimum")
+
+
+def _softened_first(trial: Trial) -> None:
+    maps, outputs = trial.probs(255, 1, 4, 3, 6), trial.numbers(256, 1, 4, 6, 4)
+    warm = trial.call(
+        "squeeze_heads", teacher_probs=maps, value_outputs=outputs, num_student_heads=2, temperature=4.0
+    )
+    plain = trial.call("squeeze_heads", teacher_probs=maps, value_outputs=outputs, num_student_heads=2)
+    cold = as_array(plain["mixing"], "mixing")
+    trial.agree(warm["mixing"], cold, "alpha", "the mixing at temperature 4, against that at temperature 1,")
+    softened = soften_maps(maps.astype(np.float64), 4.0, "one")
+    wanted = (cold[:, :, :, None, None] * softened[:, None]).sum(2)
+    trial.agree(warm["probs"], wanted, "probs", "the maps at temperature 4: softened, then mixed,", times=2)
+
+
+_Statement = Callable[[Trial], None]
+
+
+def _squeeze_law(name: str, spec: tuple[str, ...], comment: str, seed: int, **options: Any) -> Law:
+    statement: _Statement = partial(_squeeze, seed=seed, **options)
+    return Law(f"law/squeeze-{name}", ("squeeze_heads",), spec, comment, statement)
+
+
+_CHAIN = ("NUM-6", "NUM-7", "MIX-4", "MIX-9", "MIX-11", "MIX-13", "ALPHA-5")
+
+LAWS = (
+    _squeeze_law("shd", _CHAIN, "Every output of shd follows from the inputs and the outputs before it.", 301),
+    _squeeze_law(
+        "shd-per-row", (*_CHAIN, "ALPHA-9", "MIX-12"), "The same with one alpha per row.", 305, alpha_per="row"
+    ),
+    _squeeze_law("balanced", (*_CHAIN, "PLAN-8"), "The same along the balanced plan.", 309, plan="balanced"),
+    _squeeze_law(
+        "explicit-plan",
+        (*_CHAIN, "PLAN-4", "PLAN-7", "MIX-16"),
+        "The same along explicit rounds.",
+        313,
+        plan=[[[4, 1], [0, 2]], [[2, 0]]],
+    ),
+    _squeeze_law("one-head", _CHAIN, "The same down to one head, over three rounds.", 317, num_student_heads=1),
+    _squeeze_law(
+        "masked", (*_CHAIN, "ALPHA-7", "MIX-8"), "The same with rows that do not count.", 321, query_mask=_MASK
+    ),
+    _squeeze_law(
+        "masked-per-row",
+        (*_CHAIN, "ALPHA-7", "ALPHA-9", "MIX-14"),
+        "The same per row with rows that do not count.",
+        325,
+        query_mask=_MASK,
+        alpha_per="row",
+    ),
+    _squeeze_law("fully-masked-rows", (*_CHAIN, "MAP-2"), "Rows without mass stay zero.", 329, zero_rows=(1, 3)),
+    _squeeze_law(
+        "rectangular", (*_CHAIN, "MAP-4"), "The same with more queries than keys.", 333, keys=3, num_student_heads=3
+    ),
+    _squeeze_law(
+        "temperature", (*_CHAIN, "TEMP-2", "TEMP-3", "MIX-8"), "The same at temperature 2.", 337, temperature=2.0
+    ),
+    _squeeze_law(
+        "alpha-from-softened",
+        (*_CHAIN, "TEMP-3", "MIX-8"),
+        "The same with alphas solved on the softened maps.",
+        341,
+        temperature=2.0,
+        alpha_from="softened",
+    ),
+    _squeeze_law(
+        "as-printed", (*_CHAIN, "ALPHA-4"), "The same by the misprinted rule.", 345, alpha_rule="as_printed"
+    ),
+    _squeeze_law("constant", (*_CHAIN, "MIX-5"), "constant takes 1/2 everywhere.", 349, strategy="constant"),
+    _squeeze_law(
+        "constant-per-row",
+        (*_CHAIN, "MIX-5", "MIX-12"),
+        "The same per row.",
+        353,
+        strategy="constant",
+        alpha_per="row",
+    ),
+    _squeeze_law("hard", (*_CHAIN, "MIX-5"), "hard takes the better of the two heads.", 357, strategy="hard"),
+    _squeeze_law(
+        "hard-per-row",
+        (*_CHAIN, "MIX-5", "MIX-12", "MIX-14"),
+        "The same per row, 1 where a row does not count.",
+        361,
+        strategy="hard",
+        alpha_per="row",
+        query_mask=_MASK,
+    ),
+    _squeeze_law("mean", ("NUM-6", "MIX-6", "MIX-11"), "mean mixes all heads alike.", 365, strategy="mean"),
+    _squeeze_law(
+        "mean-per-row", ("NUM-6", "MIX-6", "MIX-12"), "The same per row.", 369, strategy="mean", alpha_per="row"
+    ),
+    _squeeze_law(
+        "simplex",
+        ("NUM-6", "MIX-7", "MIX-11", "MIX-15"),
+        "simplex reaches the smallest error of any convex weights of each group.",
+        373,
+        strategy="simplex",
+    ),
+    _squeeze_law(
+        "simplex-per-row",
+        ("NUM-6", "MIX-7", "MIX-12", "MIX-14"),
+        "The same row by row, 1/k where a row does not count.",
+        377,
+        strategy="simplex",
+        alpha_per="row",
+        query_mask=_MASK,
+    ),
+    _squeeze_law(
+        "sinks",
+        (*_CHAIN, "MAP-9", "MIX-17", "TEMP-5"),
+        "Maps whose rows sum to less than one are used as they are.",
+        381,
+        sinks=True,
+        temperature=2.0,
+    ),
+    Law(
+        "law/squeeze-identity",
+        ("squeeze_heads",),
+        ("PLAN-3", "MIX-4", "MIX-15"),
+        "As many student heads as teacher heads is the identity.",
+        _identity,
+    ),
+    Law(
+        "law/squeeze-equal-heads",
+        ("squeeze_heads",),
+        ("ALPHA-6", "MIX-9", "MIX-14", "MIX-15"),
+        "Equal heads merge to themselves, and count as degenerate.",
+        _equal_heads,
+    ),
+    Law(
+        "law/squeeze-batch",
+        ("squeeze_heads",),
+        ("MIX-10", "NUM-3"),
+        "A sample has the same results alone as in a batch.",
+        _batch,
+    ),
+    Law(
+        "law/squeeze-uncounted-rows",
+        ("squeeze_heads",),
+        ("ALPHA-7", "MIX-8"),
+        "What stands in rows that do not count changes neither the other rows nor the residual.",
+        _squeeze_uncounted,
+    ),
+    Law(
+        "law/simplex-minimum",
+        ("squeeze_heads",),
+        ("MIX-7",),
+        "No convex weights give a smaller error than simplex.",
+        _simplex_minimum,
+    ),
+    Law(
+        "law/two-heads",
+        ("squeeze_heads",),
+        ("MIX-5", "MIX-7"),
+        "For two heads simplex is shd, and neither constant nor hard does better.",
+        _two_heads,
+    ),
+    Law(
+        "law/squeeze-runs-its-plan",
+        ("merge_plan", "squeeze_heads"),
+        ("MIX-16", "MIX-9"),
+        "Without a plan squeeze_heads runs the progressive one, and reports it.",
+        _plan_names,
+    ),
+    Law(
+        "law/compose-mixing",
+        ("squeeze_heads", "compose_mixing"),
+        ("MIX-13", "MIX-3"),
+        "The mixing matrix is the composition of the alphas.",
+        _composition,
+    ),
+    Law("law/mix-heads", ("mix_heads",), ("MIX-3",), "Merged maps are the weighted sums of the maps.", _mixes),
+    Law(
+        "law/softened-before-mixing",
+        ("squeeze_heads",),
+        ("TEMP-2", "TEMP-3"),
+        "C is solved at temperature 1 and mixes maps that were softened head by head.",
+        _softened_first,
+    ),
+    Law(
+        "law/oracles-bound",
+        ("diagnose", "squeeze_heads"),
+        ("ORACLE-1", "ORACLE-2", "ORACLE-3", "ORACLE-4", "ORACLE-5"),
+        "No strategy beats the row-stochastic optimum, and that not the unconstrained one.",
+        _oracles,
+    ),
+)

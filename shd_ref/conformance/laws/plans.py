@@ -1,0 +1,209 @@
+"""Laws of the chapters PLAN and LAYER, which are integers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.chain import Pair
+from shd_ref.conformance.compare import as_plain
+from shd_ref.conformance.laws.law import Law, Trial, exactly, require
+from shd_ref.conformance.variants import compute
+
+_COUNTS = ((16, 6), (12, 6), (25, 16), (40, 32), (9, 3), (6, 3), (7, 7), (1, 1), (5, 1), (11, 4), (8, 5))
+
+
+def _check_rounds(plan: Any, heads: int, students: int) -> list[list[int]]:
+    """The groups of a plan, after checking that it is one (PLAN-4, PLAN-6, PLAN-7)."""
+    pool = [[head] for head in range(heads)]
+    for one_round in plan:
+        used = [head for pair in one_round for head in pair]
+        fits = used and len(set(used)) == len(used) and all(0 <= head < len(pool) for head in used)
+        require(bool(fits), f"a round on a pool of {len(pool)}", "distinct positions in the pool", one_round)
+        merged = [pool[p] + pool[q] for p, q in one_round]
+        pool = merged + [group for position, group in enumerate(pool) if position not in used]
+    require(len(pool) == students, f"the plan {heads} -> {students}", f"{students} heads", f"{len(pool)} heads")
+    return pool
+
+
+def _progressive(trial: Trial) -> None:
+    for heads, students in _COUNTS:
+        counts = {"num_teacher_heads": heads, "num_student_heads": students}
+        plan = as_plain(trial.call("merge_plan", **counts)["plan"])
+        _check_rounds(plan, heads, students)
+        wanted, left = [], heads
+        while left > students:
+            pairs = min(left // 2, left - students)
+            wanted.append([[2 * i, 2 * i + 1] for i in range(pairs)])
+            left -= pairs
+        exactly(plan, wanted, f"the progressive plan {heads} -> {students}")
+
+
+def _balanced(trial: Trial) -> None:
+    for heads, students in _COUNTS:
+        counts = {"num_teacher_heads": heads, "num_student_heads": students}
+        plan = as_plain(trial.call("merge_plan", kind="balanced", **counts)["plan"])
+        groups = _check_rounds(plan, heads, students)
+        sizes = [heads // students + (group < heads % students) for group in range(students)]
+        starts = [sum(sizes[:group]) for group in range(students)]
+        wanted = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        # Groups that are complete early wait behind later rounds' merges, so their order is the plan's.
+        exactly(
+            sorted(sorted(group) for group in groups),
+            wanted,
+            f"the groups of the balanced plan {heads} -> {students}",
+        )
+        rounds = compute("merge_plan", {**counts, "kind": "balanced"})["plan"]
+        exactly(plan, rounds, f"the balanced plan {heads} -> {students}")
+
+
+def _groups(trial: Trial) -> None:
+    for heads, students in _COUNTS:
+        for kind in ("progressive", "balanced"):
+            counts = {"num_teacher_heads": heads, "num_student_heads": students}
+            plan = trial.call("merge_plan", kind=kind, **counts)["plan"]
+            wanted = _check_rounds(as_plain(plan), heads, students)
+            groups = trial.call("plan_groups", plan=plan, num_teacher_heads=heads)["groups"]
+            exactly(groups, wanted, f"the groups of the {kind} plan {heads} -> {students}")
+
+
+def _explicit(trial: Trial) -> None:
+    rounds = [[[4, 1], [0, 5]], [[2, 0]]]
+    plan = trial.call("merge_plan", num_teacher_heads=6, num_student_heads=3, kind=rounds)["plan"]
+    exactly(plan, rounds, "explicit rounds 6 -> 3")
+    groups = trial.call("plan_groups", plan=rounds, num_teacher_heads=6)["groups"]
+    exactly(groups, [[2, 4, 1], [0, 5], [3]], "the groups of explicit rounds")
+
+
+def _identity(trial: Trial) -> None:
+    for kind in ("progressive", "balanced"):
+        plan = trial.call("merge_plan", num_teacher_heads=7, num_student_heads=7, kind=kind)["plan"]
+        exactly(plan, [], f"the {kind} plan 7 -> 7")
+
+
+def _layers(trial: Trial) -> None:
+    for teachers in (1, 2, 3, 5, 6, 7, 12, 24, 28, 48):
+        for students in {1, 2, 3, 4, 5, 6, 9, 12, 16, 24} & set(range(1, teachers + 1)):
+            pairs = as_plain(
+                trial.call("layer_map", num_teacher_layers=teachers, num_student_layers=students)["pairs"]
+            )
+            what = f"the layer map {teachers} -> {students}"
+            exactly(pairs[-1], [students - 1, teachers - 1], f"the last pair of {what}")
+            wanted = [[s, (2 * (s + 1) * teachers + students) // (2 * students) - 1] for s in range(students)]
+            exactly(pairs, wanted, what)
+
+
+def _explicit_layers(trial: Trial) -> None:
+    given = [[3, 11], [0, 2], [1, 2]]
+    pairs = trial.call("layer_map", num_teacher_layers=12, num_student_layers=4, pairs=given)["pairs"]
+    exactly(pairs, sorted(given), "explicit layer pairs")
+    wide = trial.call("layer_map", num_teacher_layers=2, num_student_layers=4, pairs=[[3, 1], [1, 0]])["pairs"]
+    exactly(wide, [[1, 0], [3, 1]], "explicit pairs with more student than teacher layers")
+
+
+def _matched(trial: Trial) -> None:
+    maps, outputs = trial.probs(21, 2, 5, 4, 6), trial.numbers(22, 2, 5, 6, 3)
+    mask = np.array([[True] * 4, [True, True, True, False]])
+    for by in ("residual", "similarity"):
+        for per in ("map", "row"):
+            calibration = [(maps, outputs, mask), (maps[:1, ::-1].copy(), outputs[:1, ::-1].copy())]
+            answer = trial.call("matched_plan", calibration=calibration, num_student_heads=2, by=by, alpha_per=per)
+            _check_matched(trial, as_plain(answer["plan"]), calibration, by, per)
+
+
+def _check_matched(trial: Trial, plan: Any, calibration: list[Any], by: str, per: str) -> None:
+    """Each round is as good as the best of all sets of pairs, on the pool that the earlier rounds made."""
+    what = f"the matched plan by {by}, alpha per {per},"
+    _check_rounds(plan, 5, 2)
+    pools = [
+        ([item[0][:, t].astype(np.float64) for t in range(5)], [item[1][:, t].astype(np.float64) for t in range(5)])
+        for item in calibration
+    ]
+    masks = [item[2] if len(item) == 3 else None for item in calibration]
+    heads = 5
+    for number, one_round in enumerate(plan):
+        count = min(heads // 2, heads - 2)
+        exactly(len(one_round), count, f"{what} the pairs of round {number}")
+        exactly(one_round, sorted(sorted(pair) for pair in one_round), f"{what} the order of round {number}")
+        scores: dict[tuple[int, int], float] = {}
+        merges: dict[tuple[int, int], list[Any]] = {}
+        for p, q in combinations(range(heads), 2):
+            scores[p, q], merges[p, q] = 0.0, []
+            for (maps, outputs), mask in zip(pools, masks, strict=True):
+                pair = Pair.of(maps[p], maps[q], outputs[p], outputs[q], mask, per_row=per == "row")
+                a = pair.clipped
+                counts = 1.0 if mask is None else mask[:, :, None]
+                distance = ((maps[p] - maps[q]) ** 2 * counts).sum()
+                scores[p, q] -= float(pair.squared_error(a).sum() if by == "residual" else distance)
+                merges[p, q].append(
+                    (a[:, :, None] * maps[p] + (1 - a[:, :, None]) * maps[q], outputs[p] + outputs[q])
+                )
+        sets = [
+            chosen for chosen in combinations(scores, count) if len({h for pair in chosen for h in pair}) == 2 * count
+        ]
+        best = max(sum(scores[pair] for pair in chosen) for chosen in sets)
+        reached = sum(scores[p, q] for p, q in one_round)
+        missed = np.array([(best - reached) / max(abs(best), 1.0)])
+        trial.at_most(missed, np.zeros(1), "residual", f"{what} the share of the score missed in round {number}")
+        used = {head for pair in one_round for head in pair}
+        for item, pool in enumerate(pools):
+            for part, heads_of in enumerate(pool):
+                merged = [merges[p, q][item][part] for p, q in one_round]
+                heads_of[:] = merged + [head for position, head in enumerate(heads_of) if position not in used]
+        heads -= count
+
+
+LAWS = (
+    Law(
+        "law/plan-progressive",
+        ("merge_plan",),
+        ("PLAN-5", "PLAN-3", "PLAN-4"),
+        "A round merges the first min(floor(H/2), H - H_s) adjacent pairs, until H_s heads are left.",
+        _progressive,
+    ),
+    Law(
+        "law/plan-balanced",
+        ("merge_plan",),
+        ("PLAN-8", "PLAN-4"),
+        "Balanced plans make contiguous groups whose sizes differ by at most one, the larger first.",
+        _balanced,
+    ),
+    Law(
+        "law/plan-groups",
+        ("merge_plan", "plan_groups"),
+        ("PLAN-6", "PLAN-4"),
+        "The groups are what comes of following the rounds: merged heads first, then the untouched.",
+        _groups,
+    ),
+    Law(
+        "law/plan-explicit",
+        ("merge_plan", "plan_groups"),
+        ("PLAN-7", "PLAN-4", "PLAN-6"),
+        "Explicit rounds come back as they are, and their groups list the first member's heads first.",
+        _explicit,
+    ),
+    Law("law/plan-identity", ("merge_plan",), ("PLAN-3",), "Equal counts give the empty plan.", _identity),
+    Law(
+        "law/plan-matched",
+        ("matched_plan",),
+        ("PLAN-9", "PLAN-10", "PLAN-11", "PLAN-12", "PLAN-13", "NUM-8"),
+        "No set of pairs scores higher than the one that a matched round lists.",
+        _matched,
+    ),
+    Law(
+        "law/layers-meet",
+        ("layer_map",),
+        ("LAYER-1", "LAYER-3", "LAYER-6"),
+        "Layers are paired by rounding s L_t / L_s to nearest, halves up, and the last layers meet.",
+        _layers,
+    ),
+    Law(
+        "law/layers-explicit",
+        ("layer_map",),
+        ("LAYER-4", "LAYER-5"),
+        "Explicit pairs come back in student order; layers may be missing and teachers may serve several.",
+        _explicit_layers,
+    ),
+)

@@ -1,0 +1,67 @@
+"""Where the specification's files lie, and its numbered sentences by id."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from shd_ref.tolerances import load_tolerances
+
+DTYPES: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
+VECTORS_VERSION = "1"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SENTENCE = re.compile(r"- \*\*([A-Z]+-[0-9]+)\*\*\s+(.*)")
+
+
+def specs_folder() -> Path:
+    """The wheel's copy of ``specs``, else the one in the source tree beside the package."""
+    shipped = _PACKAGE / "specs"
+    return shipped if (shipped / "shd.md").is_file() else _PACKAGE.parent / "specs"
+
+
+def vectors_folder() -> Path:
+    """The folder of the vector files that this judge understands."""
+    return specs_folder() / "vectors" / f"v{VECTORS_VERSION}"
+
+
+@cache
+def load_sentences() -> dict[str, str]:
+    """Every normative sentence of ``specs/shd.md`` by its id, each on one line."""
+    sentences: dict[str, str] = {}
+    current = None
+    for line in _read_text().splitlines():
+        match = _SENTENCE.match(line)
+        if match:
+            current = match[1]
+            sentences[current] = match[2].strip()
+        elif current and line.startswith("  "):
+            sentences[current] += " " + line.strip()
+        else:
+            current = None
+    return sentences
+
+
+@cache
+def spec_edition() -> str:
+    """The edition that ``specs/shd.md`` states on its first lines."""
+    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", _read_text(), re.MULTILINE)
+    return match[1] if match else "unknown"
+
+
+def agreement(dtype: str, quantity: str) -> tuple[float, float]:
+    """``(atol, rtol)`` for one quantity computed in one dtype, from ``specs/tolerances.json``.
+
+    Raises:
+        LookupError: a dtype or quantity that the file does not list.
+    """
+    table = load_tolerances()["agreement"]
+    if quantity not in table.get(dtype, {}):
+        raise LookupError(f"specs/tolerances.json has no agreement for dtype {dtype!r}, quantity {quantity!r}")
+    entry = table[dtype][quantity]
+    return float(entry["atol"]), float(entry["rtol"])
+
+
+def _read_text() -> str:
+    return (specs_folder() / "shd.md").read_text(encoding="utf-8")

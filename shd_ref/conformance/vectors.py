@@ -1,0 +1,164 @@
+"""Vector cases: what the files under ``specs/vectors`` say, as inputs, expected outputs and rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.conformance.recipes import make_array
+from shd_ref.conformance.specification import DTYPES, VECTORS_VERSION, vectors_folder
+
+_NUMPY_DTYPES = {"bool": np.bool_, "int64": np.int64, "complex128": np.complex128}
+
+
+class VectorError(ValueError):
+    """A vector file that this judge cannot read: another version, or not as its schema says."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a vector file.
+
+    Attributes:
+        id: ``<operation>/<name>``; frozen.
+        operation: the function that is called.
+        outputs: the names of its results, in a tuple's order.
+        spec: ids of the sentences that it checks.
+        flags: short names of the mistakes that it hunts, with the sentence of the file's ``notes``.
+        comment: what the case shows.
+        dtypes: where it runs.
+        arguments: the inputs as in the file; ``make_inputs`` decodes them.
+        expected: outputs as in the file; empty for an invalid case.
+        compare: a rule for each output that is compared.
+        codes: of an invalid case, the error's code, or several of which any is right; else empty.
+    """
+
+    id: str
+    operation: str
+    outputs: tuple[str, ...]
+    spec: tuple[str, ...]
+    flags: Mapping[str, str]
+    comment: str
+    dtypes: tuple[str, ...]
+    arguments: Mapping[str, Any] = field(repr=False)
+    expected: Mapping[str, Any] = field(repr=False)
+    compare: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    codes: tuple[str, ...]
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations that an implementation needs for this case."""
+        return (self.operation,)
+
+    def make_inputs(self, dtype: str = "float64") -> dict[str, Any]:
+        """The arguments by name, fresh arrays at every call; see ``round_to`` for what a dtype means."""
+        return {name: _decode_input(value, dtype) for name, value in self.arguments.items()}
+
+
+def load_cases(folder: str | Path | None = None) -> list[Case]:
+    """Every case that is not withdrawn, by operation and in the files' order.
+
+    Args:
+        folder: of vector files, ``<operation>.json`` each; default the specification's own.
+
+    Raises:
+        VectorError: no vector file there, or one that this judge does not understand.
+    """
+    place = vectors_folder() if folder is None else Path(folder)
+    cases = [case for path in sorted(place.glob("*.json")) for case in read_cases(path)]
+    if not cases:
+        raise VectorError(f"no vectors found in {place}: the judge would judge by laws alone")
+    ids = [case.id for case in cases]
+    twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
+    if twice:
+        raise VectorError(f"the ids in {place} must be unique; got {', '.join(twice)} more than once")
+    return cases
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The cases of one file that are not withdrawn."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["vectors_version"] != VECTORS_VERSION:
+            raise VectorError(
+                f"{path}: vectors_version must be {VECTORS_VERSION!r}; got {document['vectors_version']!r}"
+            )
+        return [_make_case(document, entry) for entry in document["cases"] if "withdrawn" not in entry]
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise VectorError(f"{path} is not a vector file (specs/schemas/vectors.schema.json): {error!r}") from error
+
+
+def round_to(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """A float array rounded to a dtype, in the container that NumPy has for it.
+
+    float64 stays float64; the others come as float32 arrays that hold only numbers of that dtype, since NumPy
+    has no bfloat16. A copy, always.
+    """
+    if dtype == "float64":
+        return array.astype(np.float64)
+    if dtype == "float32":
+        return array.astype(np.float32)
+    if dtype == "float16":
+        return array.astype(np.float16).astype(np.float32)
+    if dtype != "bfloat16":
+        raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    # bfloat16 is the upper half of a float32: round to nearest, ties to even.
+    single = np.ascontiguousarray(array, dtype=np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(single), rounded.view(np.float32), single)
+
+
+def decode_expected(value: Any) -> Any:
+    """An expected output: float64 arrays, lists of them, plain values; decimal strings become numbers."""
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, list):
+        return [decode_expected(item) for item in value]
+    if isinstance(value, Mapping):
+        data = np.array([decode_expected(item) for item in value["data"]])
+        return data if "at" in value else data.reshape(value["shape"])
+    return value
+
+
+def _make_case(document: Mapping[str, Any], entry: Mapping[str, Any]) -> Case:
+    valid = entry["result"] == "valid"
+    codes: list[str] = [] if valid else [entry["code"]] if isinstance(entry["code"], str) else entry["code"]
+    # Every refusal is also a test of the chapter on errors; one with a choice of codes, of that choice.
+    errors = () if valid else ("ERR-1", "ERR-2") if len(codes) == 1 else ("ERR-1", "ERR-2", "ERR-4")
+    return Case(
+        id=entry["id"],
+        operation=document["operation"],
+        outputs=tuple(document["outputs"]),
+        spec=tuple(dict.fromkeys((*entry["spec"], *errors))),
+        flags={flag: document["notes"][flag] for flag in entry["flags"]},
+        comment=entry.get("comment", ""),
+        dtypes=tuple(entry.get("dtypes", DTYPES)),
+        arguments=entry["inputs"],
+        expected=entry["expected"] if valid else {},
+        compare=entry["compare"] if valid else {},
+        codes=tuple(codes),
+    )
+
+
+def _decode_input(value: Any, dtype: str) -> Any:
+    if isinstance(value, list):
+        return [_decode_input(item, dtype) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "number" in value:
+        return float(value["number"])
+    if "recipe" in value:
+        array = make_array(value["shape"], value["recipe"])
+        return array if array.dtype == np.bool_ else round_to(array, dtype)
+    kind = value.get("dtype", "float")
+    if kind != "float":
+        return np.array(value["data"], dtype=_NUMPY_DTYPES[kind]).reshape(value["shape"])
+    data: Sequence[Any] = [float(item) for item in value["data"]]
+    return round_to(np.array(data, dtype=np.float64).reshape(value["shape"]), dtype)

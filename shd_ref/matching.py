@@ -1,0 +1,139 @@
+"""Matched plans (spec chapter PLAN, PLAN-9 to -13): pairs chosen once, on calibration data, by a matching.
+
+Needs networkx (the extra ``oracles``), asked for by the call and not by the import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shd_ref.alpha import ALPHA_PER, merge_error, solve_pair
+from shd_ref.attention import Array, Mask, check_option
+from shd_ref.errors import ShdError
+from shd_ref.mixing import check_teacher
+from shd_ref.pairwise import Head, make_pool, merge_round
+from shd_ref.plans import MergePlan, Pair, check_counts
+
+MATCHED_BY: tuple[str, ...] = ("residual", "similarity")
+
+
+def matched_plan(
+    calibration: Sequence[Sequence[ArrayLike | None]],
+    num_student_heads: int,
+    by: str = "residual",
+    *,
+    alpha_per: str = "map",
+    row_sums: str = "one",
+) -> MergePlan:
+    """The plan whose pairs fit best on calibration data: a maximum-weight matching a round (PLAN-9..13).
+
+    Args:
+        calibration: items ``(teacher_probs, value_outputs)`` or ``(teacher_probs, value_outputs, query_mask)``, as
+            ``squeeze_heads`` takes them, all of one layer of one teacher. Batches may differ in B, L and S.
+        num_student_heads: H_s, from 1 to H_t.
+        by: ``"residual"`` (least squared error of the merged attention output) or ``"similarity"`` (least squared
+            distance of the maps).
+        alpha_per: ``"map"`` or ``"row"``, as the merge will use it.
+        row_sums: ``"one"`` or ``"at_most_one"``.
+
+    Returns:
+        Explicit rounds for ``squeeze_heads(..., plan=...)``; pairs in order of their first head.
+
+    Raises:
+        ShdError: ``dependency-missing``, ``heads-exceed``, ``argument-value``, ``argument-shape``, and the codes of
+            ``squeeze_heads`` for each item.
+
+    Source: the ablation on head matching. Decision: D-18.
+    """
+    check_option("by", by, MATCHED_BY, "PLAN-12")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    pools, masks = _read_calibration(calibration, row_sums)
+    heads = len(pools[0])
+    check_counts(heads, num_student_heads)
+    rounds: list[tuple[Pair, ...]] = []
+    while heads > num_student_heads:
+        scores = np.zeros((heads, heads))
+        for p in range(heads):
+            for q in range(p + 1, heads):
+                for pool, mask in zip(pools, masks, strict=True):
+                    scores[p, q] += _score(pool[p], pool[q], mask, by, alpha_per)
+        pairs = match_pairs(scores, min(heads // 2, heads - num_student_heads))
+        pools = [
+            merge_round(pool, pairs, query_mask=mask, alpha_per=alpha_per)[0]
+            for pool, mask in zip(pools, masks, strict=True)
+        ]
+        rounds.append(pairs)
+        heads = len(pools[0])
+    return tuple(rounds)
+
+
+def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
+    """Exactly ``num_pairs`` disjoint pairs with the largest sum of scores (PLAN-9, PLAN-10).
+
+    Args:
+        scores: ``(H, H)``; the entries above the diagonal are read.
+        num_pairs: from 1 to ``H // 2``.
+    """
+    networkx = _import_networkx()
+    heads = len(scores)
+    graph = networkx.Graph()
+    graph.add_weighted_edges_from((p, q, scores[p, q]) for p in range(heads) for q in range(p + 1, heads))
+    # One extra vertex for each head that stays alone: a perfect matching then holds num_pairs pairs of heads.
+    extra = range(heads, 2 * heads - 2 * num_pairs)
+    graph.add_weighted_edges_from((head, alone, 0.0) for head in range(heads) for alone in extra)
+    matching = networkx.max_weight_matching(graph, maxcardinality=True)
+    pairs = [(min(pair), max(pair)) for pair in matching]
+    return tuple(sorted((int(p), int(q)) for p, q in pairs if q < heads))
+
+
+def _score(head_p: Head, head_q: Head, mask: Mask | None, by: str, alpha_per: str) -> float:
+    """How well two heads merge, summed over samples; never above 0 (PLAN-12)."""
+    (a_p, x_p), (a_q, x_q) = head_p, head_q
+    if by == "similarity":
+        distance = ((a_p - a_q) ** 2).sum(axis=-1)  # (B, L)
+        return -float(distance.sum() if mask is None else distance[mask].sum())
+    alpha = solve_pair(a_p, a_q, x_p, x_q, query_mask=mask, rule="least_squares", alpha_per=alpha_per).clipped
+    return -float(merge_error(a_p, a_q, x_p, x_q, alpha, query_mask=mask).sum())
+
+
+def _read_calibration(
+    calibration: Sequence[Sequence[ArrayLike | None]], row_sums: str
+) -> tuple[list[list[Head]], list[Mask | None]]:
+    """Every item as a pool of heads with its mask (PLAN-11)."""
+    pools: list[list[Head]] = []
+    masks: list[Mask | None] = []
+    for number, item in enumerate(calibration):
+        if not isinstance(item, list | tuple) or len(item) not in (2, 3) or item[0] is None or item[1] is None:
+            raise ShdError(
+                "argument-shape",
+                "calibration must hold items (teacher_probs, value_outputs) or (teacher_probs, value_outputs, "
+                f"query_mask); got {type(item).__name__} as item {number}",
+                "PLAN-11",
+            )
+        probs, outputs, mask = check_teacher(item[0], item[1], item[2] if len(item) == 3 else None, row_sums=row_sums)
+        pools.append(make_pool(probs, outputs))
+        masks.append(mask)
+    if not pools:
+        raise ShdError("argument-value", "calibration must hold at least one item; got none", "PLAN-11")
+    counts = [len(pool) for pool in pools]
+    if len(set(counts)) > 1:
+        raise ShdError(
+            "argument-shape", f"calibration must hold maps of one number of heads; got {counts}", "PLAN-11"
+        )
+    return pools, masks
+
+
+def _import_networkx() -> Any:
+    try:
+        import networkx
+    except ImportError:
+        raise ShdError(
+            "dependency-missing",
+            "matched_plan needs networkx; got none: pip install 'squeezing-heads[oracles]'",
+            "ERR-5",
+        ) from None
+    return networkx

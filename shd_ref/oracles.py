@@ -1,0 +1,199 @@
+"""Oracles (spec chapter ORACLE): the best map that any merge could give, and how far each strategy is from it.
+
+The two problems of the source's section 4.1, solved head by head. Needs scipy (the extra ``oracles``);
+asked for by the call and not by the import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shd_ref.alpha import ALPHA_PER
+from shd_ref.attention import Array, Mask, check_option
+from shd_ref.errors import ShdError
+from shd_ref.mixing import STRATEGIES, check_teacher, squeeze_heads
+from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.simplex import simplex_weights
+from shd_ref.tolerances import degenerate_threshold
+
+Groups: TypeAlias = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class StrategyReport:
+    """One strategy against the optima; every array ``(B,)`` (ORACLE-5)."""
+
+    residual: Array  # of the whole layer's attention output (MIX-8)
+    head_residual: Array  # head by head (ORACLE-1)
+    over_unconstrained: Array  # head_residual over that of the unconstrained optimum
+    over_stochastic: Array  # head_residual over that of the row-stochastic optimum
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ``diagnose`` returns (ORACLE-5)."""
+
+    plan: MergePlan
+    unconstrained: Array  # head residual of the unconstrained optimum (B,)
+    stochastic: Array  # head residual of the row-stochastic optimum (B,)
+    strategies: dict[str, StrategyReport]
+
+
+def diagnose(
+    teacher_probs: ArrayLike,
+    value_outputs: ArrayLike,
+    num_student_heads: int,
+    *,
+    plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
+    strategies: Iterable[str] = STRATEGIES,
+    query_mask: ArrayLike | None = None,
+    alpha_per: str = "map",
+    row_sums: str = "one",
+) -> Diagnosis:
+    """How far each strategy is from the best possible maps, at temperature 1 (ORACLE-5).
+
+    Args:
+        teacher_probs: A ``(B, H_t, L, S)``.
+        value_outputs: X ``(B, H_t, S, D)``.
+        num_student_heads: H_s, from 1 to H_t.
+        plan: as for ``squeeze_heads``; one plan for all strategies.
+        strategies: names of strategies.
+        query_mask: boolean ``(B, L)``, True = the row counts; default all.
+        alpha_per: ``"map"`` or ``"row"``, for the strategies.
+        row_sums: ``"one"`` or ``"at_most_one"``.
+
+    Raises:
+        ShdError: ``dependency-missing``, and any code of ``squeeze_heads``.
+
+    Source: section 4.1.
+    """
+    names = tuple(strategies)
+    for strategy in names:
+        check_option("strategies", strategy, STRATEGIES, "ORACLE-7")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    probs, outputs, mask = check_teacher(teacher_probs, value_outputs, query_mask, row_sums=row_sums)
+    rounds = merge_plan(probs.shape[1], num_student_heads, "progressive" if plan is None else plan)
+    groups = plan_groups(rounds, probs.shape[1])
+    unconstrained = head_residual(unconstrained_optimum(probs, outputs, groups), probs, outputs, groups, mask)
+    best = stochastic_optimum(probs, outputs, groups, row_sums=row_sums)
+    stochastic = head_residual(best, probs, outputs, groups, mask)
+    reports = {}
+    for strategy in names:
+        result = squeeze_heads(
+            teacher_probs,
+            outputs,
+            num_student_heads,
+            plan=rounds,
+            strategy=strategy,
+            query_mask=mask,
+            alpha_per=alpha_per,
+            row_sums=row_sums,
+        )
+        reached = head_residual(result.probs, probs, outputs, groups, mask)
+        reports[strategy] = StrategyReport(
+            result.residual, reached, _ratio(reached, unconstrained), _ratio(reached, stochastic)
+        )
+    return Diagnosis(rounds, unconstrained, stochastic, reports)
+
+
+def head_residual(maps: Array, probs: Array, outputs: Array, groups: Groups, mask: Mask | None = None) -> Array:
+    """``sqrt(sum_h ||A_h X'_h - O_h||^2 / sum_h ||O_h||^2)`` per sample over counted rows (ORACLE-1).
+
+    Args:
+        maps: ``(B, H_s, L, S)``, the maps to judge.
+        probs: A ``(B, H_t, L, S)``.
+        outputs: X ``(B, H_t, S, D)``.
+        groups: the teacher heads behind each student head, from ``plan_groups``.
+        mask: boolean ``(B, L)``, True = the row counts.
+    """
+    merged, targets = _group_outputs(probs, outputs, groups)
+    weight = 1.0 if mask is None else mask[:, None, :, None].astype(np.float64)
+    error = (((maps @ merged - targets) ** 2) * weight).sum(axis=(1, 2, 3))
+    norm = ((targets**2) * weight).sum(axis=(1, 2, 3))
+    ratio = np.sqrt(error / np.where(norm == 0.0, 1.0, norm))
+    residual: Array = np.where((norm == 0.0) & (error > 0.0), np.inf, ratio)
+    return residual
+
+
+def unconstrained_optimum(probs: Array, outputs: Array, groups: Groups) -> Array:
+    """``O_h X'_h^+``: the best real matrix in place of each merged map ``(B, H_s, L, S)`` (ORACLE-2)."""
+    merged, targets = _group_outputs(probs, outputs, groups)
+    cutoff = max(merged.shape[2:]) * np.finfo(np.float64).eps  # smaller singular values are rounding
+    best: Array = targets @ np.linalg.pinv(merged, rcond=cutoff)
+    return best
+
+
+def stochastic_optimum(probs: Array, outputs: Array, groups: Groups, *, row_sums: str = "one") -> Array:
+    """The best distribution over the allowed keys for every row of each merged map ``(B, H_s, L, S)`` (ORACLE-3)."""
+    merged, targets = _group_outputs(probs, outputs, groups)
+    batch, num_rows, num_keys = len(probs), probs.shape[2], probs.shape[3]
+    allowed = probs.max(axis=1) > 0.0  # (B, L, S)
+    best = np.zeros((batch, len(groups), num_rows, num_keys))
+    for b, h, i in np.ndindex(batch, len(groups), num_rows):
+        keys = np.flatnonzero(allowed[b, i])
+        if not len(keys):
+            continue
+        points = merged[b, h, keys] - targets[b, h, i]  # (keys, D)
+        if row_sums == "at_most_one":  # a sink is one more key, with nothing to read
+            points = np.vstack((points, -targets[b, h, i]))
+        best[b, h, i, keys] = nearest_weights(points)[: len(keys)]
+    return best
+
+
+def nearest_weights(points: Array) -> Array:
+    """Weights on the simplex that bring ``sum_j a_j p_j`` nearest to zero, by non-negative least squares (ORACLE-4).
+
+    The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2`` has the same direction: for
+    ``a = t c`` with c on the simplex, the best t leaves ``e / (1 + e)`` with ``e = ||sum_j c_j p_j||^2``.
+
+    Args:
+        points: ``(k, D)``.
+
+    Returns:
+        ``(k,)``, at least 0, summing to one.
+    """
+    nnls = _import_nnls()
+    scale = float(np.abs(points).max(initial=0.0)) or 1.0
+    # Both terms of one size, whatever the unit of the value outputs.
+    system = np.vstack((points.T / scale, np.ones(len(points))))
+    target = np.zeros(len(system))
+    target[-1] = 1.0
+    try:
+        weights = np.asarray(nnls(system, target, maxiter=30 * len(points) + 30)[0], dtype=np.float64)
+    except RuntimeError:  # the solver gave up: Wolfe's method on the same points
+        return simplex_weights(points @ points.T)
+    normalised: Array = weights / weights.sum()
+    return normalised
+
+
+def _group_outputs(probs: Array, outputs: Array, groups: Groups) -> tuple[Array, Array]:
+    """``X'_h`` ``(B, H_s, S, D)`` and ``O_h`` ``(B, H_s, L, D)``."""
+    per_head = probs @ outputs
+    merged = np.stack([outputs[:, list(group)].sum(axis=1) for group in groups], axis=1)
+    targets = np.stack([per_head[:, list(group)].sum(axis=1) for group in groups], axis=1)
+    return merged, targets
+
+
+def _ratio(reached: Array, optimum: Array) -> Array:
+    """One head residual over another; what is 0 by DEGENERATE counts as 0 (ORACLE-6)."""
+    threshold = degenerate_threshold()
+    at_zero, reached_zero = optimum**2 <= threshold, reached**2 <= threshold
+    ratio: Array = np.where(at_zero, np.where(reached_zero, 1.0, np.inf), reached / np.where(at_zero, 1.0, optimum))
+    return ratio
+
+
+def _import_nnls() -> Any:
+    try:
+        from scipy.optimize import nnls
+    except ImportError:
+        raise ShdError(
+            "dependency-missing",
+            "the row-stochastic optimum needs scipy; got none: pip install 'squeezing-heads[oracles]'",
+            "ERR-5",
+        ) from None
+    return nnls

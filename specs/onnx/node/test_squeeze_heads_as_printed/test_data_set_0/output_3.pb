@@ -1,0 +1,1 @@
+BresidualJnX³>R²Ñ>

@@ -1,0 +1,1 @@
+BresidualJq:0>ËRÁ=

@@ -1,0 +1,1 @@
+BresidualJ"e9>Üx¯>

@@ -1,0 +1,259 @@
+"""Cases of matched plans and of chapter ORACLE."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import oracle_loss as loss
+from book import Book, Given, array, lengths, mask, numbers
+from cases_squeeze import random_model
+
+PLAN = {"rule": "plan"}
+RESIDUAL = {"rule": "close", "quantity": "residual"}
+
+
+def matched_plan() -> Book:
+    """PLAN-9 to PLAN-13."""
+
+    def answer(**given: Any) -> dict[str, Any]:
+        plan, margin = loss.matched_plan(**given)
+        assert margin > Fraction(1, 20), f"the best plan is hardly better than the next: {float(margin):.3}"
+        return {"plan": plan}
+
+    book = Book("matched_plan", ("plan",), answer, {"plan": PLAN})
+
+    def item(model: dict[str, Given], *rest: Given) -> list[Given]:
+        return [model["teacher_probs"], model["value_outputs"], *rest]
+
+    flags = "matched-greedy matched-adjacent matched-largest"
+    for name, teachers, students, seed in (
+        ("four-to-two", 4, 2, 819),
+        ("four-to-three", 4, 3, 823),
+        ("five-to-two", 5, 2, 833),
+    ):
+        for by in ("residual", "similarity"):
+            book.valid(
+                f"{name}-{by}",
+                f"{teachers} heads to {students} by {by}",
+                "PLAN-9 PLAN-10 PLAN-12" + (" PLAN-13" if teachers == 5 else ""),
+                f"{flags} matched-measure",
+                inputs={
+                    "calibration": [item(random_model(2, teachers, 3, 4, 2, seed))],
+                    "num_student_heads": students,
+                    "by": by,
+                },
+            )
+    for teachers, seed in ((4, 815), (6, 809)):
+        book.valid(
+            f"greedy-{teachers}-to-{teachers // 2}",
+            "the best pair is not in the best set of pairs",
+            "PLAN-9",
+            "matched-greedy matched-adjacent",
+            inputs={
+                "calibration": [item(random_model(1, teachers, 3, 4, 2, seed))],
+                "num_student_heads": teachers // 2,
+            },
+        )
+    book.valid(
+        "two-items",
+        "scores are summed over items, of different lengths, one with padded rows",
+        "PLAN-11 PLAN-12",
+        "alpha-padded-rows matched-measure",
+        inputs={
+            "calibration": [
+                item(random_model(1, 4, 2, 3, 2, 959)),
+                item(random_model(2, 4, 3, 4, 2, 961), lengths(3, [1, 2])),
+            ],
+            "num_student_heads": 2,
+        },
+    )
+    book.valid(
+        "per-row",
+        "E with one alpha a row",
+        "PLAN-12 ALPHA-9",
+        "alpha-per-ignored",
+        inputs={"calibration": [item(random_model(2, 4, 3, 4, 2, 841))], "num_student_heads": 2, "alpha_per": "row"},
+    )
+    book.valid(
+        "identity",
+        "equal counts",
+        "PLAN-3 PLAN-9",
+        "identity-plan",
+        inputs={"calibration": [item(random_model(1, 3, 2, 3, 2, 851))], "num_student_heads": 3},
+    )
+    good = {"calibration": [item(random_model(1, 4, 2, 3, 2, 861))], "num_student_heads": 2}
+    model = random_model(1, 4, 2, 3, 2, 861)
+    for name, spec, code, change in (
+        ("nothing", "PLAN-11", "argument-value", {"calibration": []}),
+        ("by-unknown", "PLAN-12", "argument-value", {"by": "cosine"}),
+        ("unused-by", "ERR-7 PLAN-12", "argument-value", {"num_student_heads": 4, "by": "cosine"}),
+        ("alpha-per-unknown", "ALPHA-9", "argument-value", {"alpha_per": "head"}),
+        ("row-sums-unknown", "MAP-9", "argument-value", {"row_sums": "many"}),
+        ("no-student-heads", "PLAN-1", "argument-value", {"num_student_heads": 0}),
+        ("heads-exceed", "PLAN-2", "heads-exceed", {"num_student_heads": 5}),
+        (
+            "items-disagree",
+            "PLAN-11",
+            "argument-shape",
+            {"calibration": [item(model), item(random_model(1, 3, 2, 3, 2, 863))]},
+        ),
+        ("one-array", "PLAN-11", "argument-shape", {"calibration": [[model["teacher_probs"]]]}),
+        (
+            "four-arrays",
+            "PLAN-11",
+            "argument-shape",
+            {"calibration": [item(model, lengths(2, [2]), lengths(2, [2]))]},
+        ),
+        (
+            "outputs-do-not-fit",
+            "PLAN-11 MIX-1",
+            "argument-shape",
+            {"calibration": [[model["teacher_probs"], numbers([1, 3, 3, 2], 862, -8, 8, 1)]]},
+        ),
+    ):
+        book.invalid(name, "calibration data and options are checked", spec, code, inputs={**good, **change})
+    book.invalid(
+        "sum-below",
+        "a row that sums to 3/4",
+        "PLAN-11 MAP-3",
+        "not-a-distribution",
+        inputs={
+            "calibration": [[array([[[[0.5, 0.25]], [[0.5, 0.5]]]]), array([[[[1], [2]], [[3], [4]]]])]],
+            "num_student_heads": 1,
+        },
+    )
+    return book
+
+
+def diagnose() -> Book:
+    """Chapter ORACLE."""
+    book = Book("diagnose", ("plan", "unconstrained", "stochastic", "strategies"), loss.diagnose, {})
+
+    def rules(strategies: list[str]) -> dict[str, dict[str, Any]]:
+        fields = ("residual", "head_residual", "over_unconstrained", "over_stochastic")
+        compare: dict[str, dict[str, Any]] = {"plan": PLAN, "unconstrained": RESIDUAL, "stochastic": RESIDUAL}
+        return compare | {f"strategies.{name}.{field}": RESIDUAL for name in strategies for field in fields}
+
+    for name, comment, spec, flags, inputs in (
+        (
+            "one-row",
+            "O = 3, the keys give 2 and 1: the best is 2, off by a third",
+            "ORACLE-1 ORACLE-3 ORACLE-4 ORACLE-5",
+            "oracle-negative-weights",
+            {
+                "teacher_probs": array([[[[1, 0]], [[0, 1]]]]),
+                "value_outputs": array([[[[2], [0]], [[0], [1]]]]),
+                "num_student_heads": 1,
+                "strategies": ["shd", "constant"],
+            },
+        ),
+        (
+            "full-rank",
+            "as many independent rows as columns: the unconstrained error is 0, and ratios over it are infinite",
+            "ORACLE-2 ORACLE-6",
+            "oracle-ratio",
+            {
+                "teacher_probs": array([[[[0.5, 0.25, 0.25]], [[0, 0.5, 0.5]]]]),
+                "value_outputs": array([[[[4, 0], [0, 1], [1, 0]], [[0, 2], [1, 0], [0, 0]]]]),
+                "num_student_heads": 1,
+                "strategies": ["shd", "hard", "mean"],
+            },
+        ),
+        (
+            "more-columns-than-keys",
+            "two keys, four columns: no real map reaches the output",
+            "ORACLE-2 ORACLE-5",
+            "oracle-negative-weights",
+            {
+                "teacher_probs": array([[[[0.5, 0.5], [1, 0]], [[0.25, 0.75], [0, 1]], [[1, 0], [0.5, 0.5]]]]),
+                "value_outputs": array(
+                    [[[[4, 0, 1, 0], [0, 1, 0, 2]], [[0, 2, 1, 1], [1, 0, 3, 0]], [[1, 1, 0, 0], [0, 0, 2, 1]]]]
+                ),
+                "num_student_heads": 2,
+                "strategies": ["shd", "constant", "hard", "mean", "simplex"],
+            },
+        ),
+        (
+            "keys-that-no-head-used",
+            "a causal map may not look ahead: only keys with teacher mass are allowed",
+            "ORACLE-3",
+            "oracle-all-keys",
+            {
+                "teacher_probs": array(
+                    [[[[1, 0, 0], [0.5, 0.5, 0], [0.25, 0.5, 0.25]], [[1, 0, 0], [0.25, 0.75, 0], [0.5, 0, 0.5]]]]
+                ),
+                "value_outputs": array([[[[1, 0], [0, 4], [3, 1]], [[0, 1], [2, 0], [5, 5]]]]),
+                "num_student_heads": 1,
+                "strategies": ["shd"],
+            },
+        ),
+        (
+            "heads-one-by-one",
+            "errors that cancel between heads count in the head residual",
+            "ORACLE-1",
+            "residual-per-head",
+            {
+                "teacher_probs": array([[[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]]),
+                "value_outputs": array([[[[2], [0]], [[0], [1]], [[2], [0]], [[0], [1]]]]),
+                "num_student_heads": 2,
+                "strategies": ["constant"],
+            },
+        ),
+        (
+            "sinks",
+            "with sinks the weights sum to at most one",
+            "ORACLE-3 MAP-9",
+            "sink-filled",
+            {
+                "teacher_probs": array([[[[0.25, 0.125]], [[0, 0.25]]]]),
+                "value_outputs": array([[[[4, 1], [2, 1]], [[2, 0], [1, 3]]]]),
+                "num_student_heads": 1,
+                "strategies": ["shd"],
+                "row_sums": "at_most_one",
+            },
+        ),
+        (
+            "padded-rows",
+            "rows that do not count enter no error",
+            "ORACLE-1 ALPHA-7",
+            "alpha-padded-rows",
+            {
+                "teacher_probs": array([[[[1, 0], [0.5, 0.5]], [[0, 1], [1, 0]]]]),
+                "value_outputs": array([[[[2], [0]], [[0], [1]]]]),
+                "num_student_heads": 1,
+                "strategies": ["shd", "constant"],
+                "query_mask": mask([[1, 0]]),
+            },
+        ),
+        (
+            "identity",
+            "nothing is merged: no error anywhere, and 0 over 0 is 1",
+            "ORACLE-6",
+            "oracle-ratio residual-nan",
+            {
+                "teacher_probs": array([[[[1, 0]], [[0, 1]]]]),
+                "value_outputs": array([[[[2], [1]], [[1], [1]]]]),
+                "num_student_heads": 2,
+                "strategies": ["shd"],
+            },
+        ),
+    ):
+        names = inputs["strategies"]
+        assert isinstance(names, list)
+        book.valid(name, comment, spec, flags, inputs=inputs, compare=rules(names))
+    good = {**random_model(1, 2, 2, 3, 2, 901), "num_student_heads": 1}
+    for name, spec, code, change in (
+        ("strategy-unknown", "ORACLE-7", "argument-value", {"strategies": ["shd", "random"]}),
+        ("alpha-per-unknown", "ALPHA-9", "argument-value", {"alpha_per": "head"}),
+        ("heads-exceed", "PLAN-2", "heads-exceed", {"num_student_heads": 3}),
+        ("plan-unknown", "PLAN-1", "argument-value", {"plan": "random"}),
+    ):
+        book.invalid(name, "options are checked", spec, code, inputs={**good, **change})
+    return book
+
+
+BOOKS = (
+    matched_plan,
+    diagnose,
+)

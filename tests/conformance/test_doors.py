@@ -1,0 +1,136 @@
+"""Doors 1 and 2: a test of one's own, and the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shd_ref
+from shd_ref.conformance import ConformanceError, Missing, Status, cases, check, judge
+from shd_ref.conformance.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "specs" / "conformance.md").read_text(encoding="utf-8")
+
+
+def test_reference_conforms_at_every_dtype(vectors: Path) -> None:
+    for dtype in ("float64", "float32", "float16", "bfloat16"):
+        report = judge(shd_ref, dtype=dtype, vectors=vectors)
+        assert report.passed, report.summary()
+        assert not report.empty
+
+
+def test_check_raises_the_report(vectors: Path, wrong: Any) -> None:
+    (case,) = cases("solve_alpha/quarter", vectors=vectors)
+    check(case, shd_ref, dtype="float32")
+    with pytest.raises(ConformanceError, match="ALPHA-2: `a\\* = -<N, M>"):
+        check(case, wrong(solve_alpha=lambda **inputs: shd_ref.solve_alpha(**inputs, rule="as_printed")))
+    with pytest.raises(Missing, match="solve_alpha is missing"):
+        check(case, object())
+    assert issubclass(Missing, unittest.SkipTest)
+    with pytest.raises(Missing, match="does not run at float16"):
+        check(cases("shd_loss/uniform", vectors=vectors)[0], shd_ref, dtype="float16")
+
+
+def test_five_lines_in_a_test_of_ones_own(tmp_path: Path, vectors: Path) -> None:
+    (lines,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "parametrize" in block]
+    package = tmp_path / "my_pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "shd.py").write_text("from shd_ref import softmax, solve_alpha\n", encoding="utf-8")
+    text = lines.replace("cases()", f"cases(['law/*', '*/*'], vectors={str(vectors)!r})")
+    (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d+ passed, \d+ skipped", done.stdout)
+
+
+def test_command_line_judges_a_module_in_the_current_folder(
+    tmp_path: Path, vectors: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "strangers_shd.py").write_text(
+        "import shd_ref\nfrom shd_ref import *\ndef shd_loss(**inputs):\n    return 2 * shd_ref.shd_loss(**inputs)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    chosen = ["--impl", "strangers_shd", "--vectors", str(vectors), "--only", "shd_loss/*", "--only", "solve_alpha/*"]
+    assert main([*chosen, "--save-calls", "calls"]) == 1
+    call = json.loads(Path("calls/shd_loss-two-layers-float64.json").read_text(encoding="utf-8"))
+    assert call["operation"] == "shd_loss"
+    assert call["inputs"]["supervision"][1] == {"shape": [1, 1, 1, 2], "dtype": "float", "data": [0.0, 1.0]}
+    text = capsys.readouterr().out
+    assert "FAILED shd_loss/two-layers at float64" in text
+    assert "LOSS-2: `L = beta * sum over layers and heads of KL_map`" in text
+    assert "differs by 1.38629" in text
+    assert "--impl strangers_shd --dtype float64 --only 'shd_loss/two-layers'" in text
+
+    known = tmp_path / "known.txt"
+    known.write_text("# why\n\nshd_loss/two-*  @float64,float32  # factor two, issue 4\n", encoding="utf-8")
+    assert main([*chosen, "--known-failures", str(known), "--report", "report.json"]) == 0
+    text = capsys.readouterr().out
+    assert "shd_loss/two-layers: factor two, issue 4" in text
+    (run,) = json.loads(Path("report.json").read_text(encoding="utf-8"))["runs"]
+    assert run["counts"]["known_failure"] == 1
+    assert run["requirements"]["LOSS-2"]["known_failure"] == 1
+
+    known.write_text("solve_alpha/quarter  # fixed long ago\nshd_loss/two-layers  # factor\n", encoding="utf-8")
+    assert main([*chosen, "--known-failures", str(known)]) == 1
+    assert "delete these lines from the file:\n  solve_alpha/quarter  # fixed long ago" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--impl", "no_such_module"], "cannot be imported: ModuleNotFoundError"),
+        (["--impl", "shd_ref:no_such_object"], "shd_ref has no no_such_object"),
+        (["--impl", "shd_ref", "--vectors", "no/such/folder"], "no vectors found"),
+        (["--impl", "shd_ref", "--known-failures", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_what_cannot_be_judged(
+    arguments: list[str], words: str, vectors: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--vectors", str(vectors), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_nothing_offered_is_nothing_judged(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--impl", "json", "--vectors", str(vectors)]) == 2
+    assert "nothing was judged" in capsys.readouterr().out
+
+
+def test_list(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--vectors", str(vectors), "--only", "merge_plan/*"]) == 0
+    assert capsys.readouterr().out == "merge_plan/five-to-four  PLAN-5\nmerge_plan/too-many  PLAN-2 ERR-1 ERR-2\n"
+
+
+def test_adapter_of_the_documentation(vectors: Path) -> None:
+    pytest.importorskip("torch")
+    (text,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "run_operation" in block]
+    namespace: dict[str, Any] = {}
+    exec(text.replace("import my_pkg", "import shd_torch as my_pkg"), namespace)
+    adapter = namespace["Adapter"]()
+    for dtype in ("float64", "float32", "float16", "bfloat16"):
+        report = judge(adapter, dtype=dtype, vectors=vectors, only=["*/*"])
+        assert report.count(Status.PASSED) > 20, report.summary()
+
+
+def test_judge_needs_numpy_alone(tmp_path: Path, vectors: Path) -> None:
+    blocked = ("torch", "onnx", "onnx_ir", "onnxruntime", "xxhash", "pytest", "jsonschema", "rich", "typer", "scipy")
+    code = (
+        f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
+        "from shd_ref.conformance.__main__ import main\n"
+        f"sys.exit(main(['--impl', 'shd_ref', '--vectors', {str(vectors)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "conforms" in done.stdout

@@ -1,0 +1,29 @@
+"""Everything in the table of implementations conforms, at every dtype that it computes in."""
+
+from __future__ import annotations
+
+import pytest
+from implementations import JUDGED, Judged
+
+from shd_ref.conformance import Status, judge
+
+RUNS = [
+    pytest.param(row, dtype, id=f"{row.name}-{dtype}", marks=[pytest.mark.gpu] if row.name.endswith("cuda") else [])
+    for row in JUDGED
+    for dtype in row.dtypes
+]
+
+
+@pytest.mark.parametrize(("row", "dtype"), RUNS)
+def test_implementation_conforms(row: Judged, dtype: str) -> None:
+    reason = row.absent()
+    if reason:
+        pytest.skip(reason)
+    with row.open() as implementation:
+        report = judge(implementation, dtype=dtype, name=row.name)
+    assert report.passed, report.summary()
+    missing = [result for result in report.results if result.status is Status.MISSING]
+    if not row.partial:
+        assert all(row.lacks & set(result.operations) for result in missing), report.summary()
+        assert report.count(Status.PASSED) > 10 * len(missing)
+    assert report.count(Status.PASSED) > 100

@@ -1,0 +1,202 @@
+"""The generated ONNX functions, judged like any implementation, and as backend tests for any ONNX backend."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (squeezing-heads[teacher])")
+pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (squeezing-heads[teacher])")
+
+from shd_ref.conformance import cases, judge  # noqa: E402  (after the skips)
+from shd_ref.conformance.report import Status  # noqa: E402
+from shd_ref.conformance.specification import agreement  # noqa: E402
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref.teacher import function  # noqa: E402
+from shd_ref.teacher.adapter import BACKENDS, OnnxAdapter  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = sorted((ROOT / "specs" / "onnx" / "node").glob("test_*"))
+OPERATIONS = ("squeeze_heads", "solve_alpha")
+ITEMS = (*(f"{operation}/*" for operation in OPERATIONS), "law/*")
+# What the functions lack; every other valid case must be answered.
+LACKING = ("there is no ONNX function", "softens rows", "solves alphas on the maps as given", "at most two heads")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    if name == "onnxruntime":
+        pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
+    return name
+
+
+def two_heads(**changes: Any) -> dict[str, Any]:
+    inputs = {
+        "teacher_probs": np.array([[[[1.0, 0.0]], [[0.0, 1.0]]]], dtype=np.float32),
+        "value_outputs": np.array([[[[1.0], [0.0]], [[3.0], [0.0]]]], dtype=np.float32),
+        "num_student_heads": 1,
+    }
+    return {**inputs, **changes}
+
+
+# --- the judge --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_functions_conform(backend: str, dtype: str) -> None:
+    report = judge(OnnxAdapter(backend), dtype=dtype, only=ITEMS)
+    assert report.passed, [(result.id, result.finding) for result in report.failures]
+    passed = {result.id for result in report.results if result.status is Status.PASSED}
+    assert {"law/squeeze-shd-per-row", "law/squeeze-hard", "law/alpha-minimum"} <= passed
+    assert sum(name.startswith("squeeze_heads/") for name in passed) > 50
+    assert sum(name.startswith("solve_alpha/") for name in passed) > 30
+
+
+def test_only_what_the_functions_lack_is_missing() -> None:
+    refused = {item.id for item in cases(ITEMS) if getattr(item, "codes", ())}
+    report = judge(OnnxAdapter("onnx.reference"), dtype="float32", only=ITEMS)
+    missing = {result.id: result.note for result in report.results if result.status is Status.MISSING}
+    unexplained = {
+        name: note
+        for name, note in missing.items()
+        if not any(reason in note for reason in LACKING)
+        and not (name in refused and "a graph does not check its inputs" in note)
+    }
+    assert unexplained == {}
+
+
+@pytest.mark.parametrize("mistake", ["factors", "threshold", "columns"])
+def test_a_wrong_function_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(name: str) -> Any:
+        right = getattr(function, name)
+        return lambda body, *rest: right(body, *rest[:-1], body.op("Sub", body.const(1.0), rest[-1]))
+
+    if mistake == "factors":  # 1 - alpha for p
+        monkeypatch.setattr(function, "factors_of_round", swap("factors_of_round"))
+    elif mistake == "threshold":
+        monkeypatch.setattr(function, "degenerate_threshold", lambda: 0.01)
+    else:  # <w, u + w> in place of <u, u + w>
+        pick = function._pick_moments
+
+        def other_half(width: int) -> NDArray[np.float32]:
+            return np.concatenate([pick(width)[:, ::-1, :1], pick(width)[:, :, 1:]], axis=2)
+
+        monkeypatch.setattr(function, "_pick_moments", other_half)
+    report = judge(OnnxAdapter("onnx.reference"), dtype="float32", only=ITEMS)
+    failed = {result.id.split("/")[0] for result in report.failures}
+    # solve_alpha reads the alphas themselves, which a wrong use of them leaves right.
+    assert failed >= ({"squeeze_heads"} if mistake == "factors" else {"squeeze_heads", "solve_alpha"})
+
+
+# --- the adapter ------------------------------------------------------------------------------------------------
+
+
+def test_float64_is_missing_because_the_functions_compute_in_float32() -> None:
+    with pytest.raises(NotImplementedError, match="float32"):
+        OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(), "float64")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"strategy": "random"}, "argument-value"),
+        ({"alpha_rule": "printed"}, "argument-value"),
+        ({"alpha_per": "head"}, "argument-value"),
+        ({"temperature": 0.0}, "argument-value"),
+        ({"num_student_heads": 3}, "heads-exceed"),
+        ({"plan": [[[0, 0]]]}, "plan-invalid"),
+    ],
+)
+def test_options_are_refused_with_their_codes(change: dict[str, Any], code: str) -> None:
+    with pytest.raises(ShdError) as caught:
+        OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(**change), "float32")
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"teacher_probs": np.full((1, 2, 1, 2), np.nan, dtype=np.float32)},
+        {"value_outputs": np.ones((1, 2, 3, 1), dtype=np.float32)},
+        {"query_mask": np.ones((1, 1), dtype=np.int64)},
+    ],
+)
+def test_arrays_that_must_be_refused_are_nobodys_answer(change: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="does not check its inputs"):
+        OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(**change), "float32")
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ShdError, match=r"onnxruntime, onnx\.reference") as caught:
+        OnnxAdapter("tensorrt")
+    assert caught.value.code == "argument-value"
+
+
+def test_models_are_built_once_for_any_batch_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = OnnxAdapter("onnx.reference")
+    adapter.run_operation("squeeze_heads", two_heads(), "float32")
+    monkeypatch.setattr("shd_ref.teacher.adapter.build_bare_model", lambda *_, **__: pytest.fail("built again"))
+    maps, outputs = np.full((3, 2, 4, 5), 0.2, dtype=np.float32), np.ones((3, 2, 5, 1), dtype=np.float32)
+    again = two_heads(teacher_probs=maps, value_outputs=outputs)
+    assert adapter.run_operation("squeeze_heads", again, "float32")["probs"].shape == (3, 1, 4, 5)
+
+
+# --- the backend tests ------------------------------------------------------------------------------------------
+
+
+def load_tensors(test: Path, kind: str) -> dict[str, NDArray[Any]]:
+    """Only what ONNX itself brings: another project's loader does the same."""
+    files = sorted(test.glob(f"test_data_set_0/{kind}_*.pb"), key=lambda path: int(path.stem.split("_")[1]))
+    tensors = [onnx.load_tensor(path) for path in files]
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
+
+
+@pytest.mark.parametrize("test", TESTS, ids=lambda test: test.name)
+def test_backends_pass_the_generated_tests(test: Path, backend: str) -> None:
+    model = onnx.load(test / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    inputs, expected = load_tensors(test, "input"), load_tensors(test, "output")
+    assert [value.name for value in model.graph.input] == list(inputs)
+    assert [value.name for value in model.graph.output] == list(expected)
+    if backend == "onnxruntime":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    else:
+        from onnx.reference import ReferenceEvaluator
+
+        session = ReferenceEvaluator(model)
+    for (name, wanted), got in zip(expected.items(), session.run(None, inputs), strict=True):
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), name
+        if wanted.dtype == np.int64:
+            assert got == wanted, name
+            continue
+        atol, rtol = agreement("float32", "alpha" if name == "mixing" or name.startswith("alphas_") else name)
+        np.testing.assert_allclose(got, wanted, rtol=rtol, atol=atol, err_msg=name)
+        # The tolerances of ONNX's own runner, which knows nothing of ours.
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-7, err_msg=name)
+
+
+def test_the_generated_tests_cover_the_functions() -> None:
+    names = " ".join(test.name for test in TESTS)
+    for part in ("per_row", "hard", "constant", "mean", "simplex", "temperature", "mask", "balanced", "identity"):
+        assert part in names, part
+
+
+def test_regenerating_gives_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "specs" / "tools" / "make_onnx_tests.py"))["main"](tmp_path)
+    assert "KiB" in capsys.readouterr().out
+
+    def tree(folder: Path) -> dict[str, bytes]:
+        return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    committed = tree(ROOT / "specs" / "onnx" / "node")
+    assert committed.keys() == tree(tmp_path / "node").keys()
+    assert committed == tree(tmp_path / "node")
+    assert sum(map(len, committed.values())) < 2**20

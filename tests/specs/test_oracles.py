@@ -1,0 +1,118 @@
+"""The oracles are optima, bound every strategy, and are reported with their ratios."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shd_ref import ShdError, merge_plan, plan_groups, softmax, squeeze_heads
+from shd_ref.mixing import STRATEGIES
+
+pytest.importorskip("scipy", reason="the oracles need scipy")
+
+from shd_ref.oracles import diagnose, head_residual, nearest_weights, stochastic_optimum, unconstrained_optimum
+from shd_ref.simplex import simplex_weights
+
+
+def teacher(*, heads: int = 4, rows: int = 5, keys: int = 6, width: int = 4, seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    causal = np.tril(np.ones((rows, keys), dtype=bool))
+    return softmax(rng.normal(size=(2, heads, rows, keys)) * 2, causal), rng.normal(size=(2, heads, keys, width))
+
+
+def groups_of(heads: int, student_heads: int) -> tuple[tuple[int, ...], ...]:
+    return plan_groups(merge_plan(heads, student_heads), heads)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("points", "width"), [(2, 1), (5, 2), (6, 40), (30, 3)])
+def test_nearest_weights_are_optimal(points: int, width: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cloud = (rng.normal(size=(points, width)) + seed) * 10.0 ** (6 * seed - 6)
+    weights = nearest_weights(cloud)
+    assert (weights >= 0).all()
+    assert weights.sum() == pytest.approx(1.0, abs=1e-12)
+    nearest = weights @ cloud
+    # Optimal exactly when no point lies on the near side of the plane through the nearest one.
+    slack = (cloud @ nearest).min() - nearest @ nearest
+    assert slack >= -1e-10 * (cloud**2).sum(-1).max()
+    other = simplex_weights(cloud @ cloud.T) @ cloud
+    assert nearest @ nearest <= other @ other + 1e-10 * (cloud**2).sum(-1).max()
+
+
+def test_nearest_weights_of_points_at_zero_and_of_a_solver_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nearest_weights(np.zeros((3, 2))).sum() == pytest.approx(1.0)
+
+    def gives_up(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("too many iterations")
+
+    monkeypatch.setattr("shd_ref.oracles._import_nnls", lambda: gives_up)
+    np.testing.assert_allclose(nearest_weights(np.array([[2.0], [-1.0]])), [1 / 3, 2 / 3])
+
+
+def test_stochastic_rows_are_distributions_on_the_teacher_s_keys() -> None:
+    probs, outputs = teacher()
+    probs[0, :, 2] = 0.0
+    best = stochastic_optimum(probs, outputs, groups_of(4, 2))
+    assert (best >= 0).all()
+    assert (best[:, :, np.triu(np.ones((5, 6), dtype=bool), 1)] == 0.0).all()
+    assert (best[0, :, 2] == 0.0).all()
+    counted = np.delete(best[0], 2, axis=1)
+    np.testing.assert_allclose(counted.sum(-1), 1.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+@pytest.mark.parametrize("row_sums", ["one", "at_most_one"])
+def test_optima_bound_every_strategy(alpha_per: str, row_sums: str) -> None:
+    probs, outputs = teacher(heads=6, seed=1)
+    if row_sums == "at_most_one":
+        probs = probs * np.random.default_rng(2).uniform(0.2, 1.0, size=(2, 6, 5, 1))
+    mask = np.array([[True] * 5, [True, True, False, True, False]])
+    report = diagnose(probs, outputs, 2, query_mask=mask, alpha_per=alpha_per, row_sums=row_sums)
+    assert tuple(report.strategies) == STRATEGIES
+    assert (report.unconstrained <= report.stochastic + 1e-9).all()
+    assert report.plan == merge_plan(6, 2)
+    for name, strategy in report.strategies.items():
+        result = squeeze_heads(
+            probs, outputs, 2, strategy=name, query_mask=mask, alpha_per=alpha_per, row_sums=row_sums
+        )
+        np.testing.assert_array_equal(strategy.residual, result.residual)
+        assert (strategy.over_stochastic >= 1 - 1e-9).all()
+        np.testing.assert_allclose(strategy.over_stochastic, strategy.head_residual / report.stochastic)
+    simplex, shd = (report.strategies[name].head_residual for name in ("simplex", "shd"))
+    assert (simplex <= shd + 1e-9).all()
+
+
+def test_unconstrained_is_the_projection_and_lossless_when_the_keys_allow() -> None:
+    probs, outputs = teacher(width=9)
+    groups = groups_of(4, 2)
+    best = unconstrained_optimum(probs, outputs, groups)
+    floor = head_residual(best, probs, outputs, groups)
+    rng = np.random.default_rng(3)
+    for size in (1e-3, 1e-1):
+        moved = head_residual(best + size * rng.normal(size=best.shape), probs, outputs, groups)
+        assert (moved >= floor).all()
+    narrow = diagnose(*teacher(width=3), 2)  # six keys in three dimensions reach every output
+    np.testing.assert_allclose(narrow.unconstrained, 0.0, atol=1e-10)
+    assert np.isinf(narrow.strategies["shd"].over_unconstrained).all()
+
+
+def test_merging_nothing_is_exact() -> None:
+    report = diagnose(*teacher(), 4, strategies=["shd"])
+    shd = report.strategies["shd"]
+    assert (shd.head_residual == 0.0).all()
+    assert (shd.over_unconstrained == 1.0).all()
+    assert (shd.over_stochastic == 1.0).all()
+
+
+def test_bad_arguments_and_missing_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ShdError) as caught:
+        diagnose(*teacher(), 2, strategies=["best"])
+    assert caught.value.code == "argument-value"
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ShdError, match="squeezing-heads\\[oracles\\]") as caught:
+        diagnose(*teacher(), 2)
+    assert caught.value.code == "dependency-missing"

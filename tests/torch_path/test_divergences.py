@@ -1,0 +1,322 @@
+"""Divergences, supports and sinks in the loss: values, gradients three ways, what may stand where, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch_path.twins import DTYPES, TWINS, Implementation, assert_agrees, row_mask, to_float64, to_tensor
+
+import shd_ref
+import shd_torch
+from shd_ref import ShdError
+from shd_torch.divergences import DIVERGENCES
+
+SHAPE = (2, 3, 5, 7)  # (B, H_s, L, S)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks": {"row_sums": "at_most_one", "temperature": 2.5},
+    "intersect": {"support": "intersect", "temperature": 0.7, "reduction": "mean"},
+    "both": {"support": "intersect", "row_sums": "at_most_one", "beta": 0.3},
+}
+
+
+def case(variant: str, dtype: str, seed: int = 0) -> tuple[NDArray[Any], NDArray[Any], dict[str, Any]]:
+    """Supervision, logits and keywords; some keys masked, a row without mass, a row that does not count.
+
+    The teacher has mass wherever the student may attend, for ``reverse_kl``; with ``intersect`` also elsewhere.
+    """
+    options, rng = dict(VARIANTS[variant]), np.random.default_rng(seed)
+    attn_mask = rng.random((2, 1, 5, 7)) > 0.3
+    attn_mask[..., 0] = True
+    logits = 2.0 * rng.standard_normal(SHAPE)
+    logits[:, 1, :, 3] = -np.inf
+    may_attend = attn_mask & ~np.isinf(logits)
+    allowed = np.ones_like(may_attend) if "support" in options else may_attend
+    probs = shd_ref.softmax(rng.standard_normal(SHAPE), allowed)
+    probs[-1, :, 4] = 0.0
+    if "row_sums" in options:
+        probs *= rng.uniform(0.2, 1.0, (2, 3, 5, 1))
+    probs, logits = probs.astype(DTYPES[dtype]), logits.astype(DTYPES[dtype])
+    return probs, logits, options | {"attn_mask": attn_mask, "loss_mask": row_mask(2, 5)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_value_and_gradients_agree(divergence: str, variant: str, dtype: str) -> None:
+    supervision, logits, options = case(variant, dtype)
+    options["divergence"] = divergence
+    expected = shd_ref.shd_loss(supervision, logits, **options)
+    gradient = shd_ref.shd_loss_gradient(supervision, logits, **options)
+    tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    teacher, student = to_tensor(supervision).requires_grad_(), to_tensor(logits).requires_grad_()
+    loss = shd_torch.shd_loss(teacher, student, **tensors)
+    loss.backward()
+    assert_agrees(loss, np.float64(expected), dtype, "loss")
+    assert teacher.grad is None
+    assert student.grad is not None
+    assert_agrees(student.grad, gradient, dtype, "gradient")
+    closed = shd_torch.shd_loss_gradient(teacher, student, **tensors)
+    assert isinstance(closed, torch.Tensor)
+    assert not closed.requires_grad
+    assert_agrees(closed, gradient, dtype, "gradient")
+    zero = torch.from_numpy(np.asarray(gradient) == 0)
+    assert (student.grad[zero] == 0).all()
+    assert (closed[zero] == 0).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradients_are_those_of_finite_differences(divergence: str, variant: str) -> None:
+    supervision, logits, options = case(variant, "float64")
+    tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    teacher, step = to_tensor(supervision), 1e-6
+
+    def loss_at(values: torch.Tensor) -> float:
+        return float(shd_torch.shd_loss(teacher, values, divergence=divergence, **tensors))
+
+    gradient = shd_torch.shd_loss_gradient(teacher, to_tensor(logits), divergence=divergence, **tensors)
+    assert isinstance(gradient, torch.Tensor)
+    for place in np.argwhere(np.isfinite(logits))[::5]:
+        up, down = to_tensor(logits), to_tensor(logits)
+        up[tuple(place)] += step
+        down[tuple(place)] -= step
+        numeric = (loss_at(up) - loss_at(down)) / (2 * step)
+        assert float(gradient[tuple(place)]) == pytest.approx(numeric, abs=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradients_of_queries_and_keys_agree(divergence: str, num_kv_heads: int, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    queries, keys = rng.standard_normal((2, 3, 5, 4)), rng.standard_normal((2, num_kv_heads, 7, 4))
+    queries, keys = queries.astype(DTYPES[dtype]), keys.astype(DTYPES[dtype])
+    supervision, _, options = case("plain", dtype)
+    supervision = shd_ref.softmax(rng.standard_normal(SHAPE), options["attn_mask"]).astype(DTYPES[dtype])
+    options |= {"divergence": divergence, "scale": 0.5, "temperature": 1.3}
+    expected, actual = (twin.call("shd_loss_gradient_qk", supervision, queries, keys, **options) for twin in TWINS)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_agrees(got, wanted, dtype, "gradient")
+    if dtype == "float64":
+        tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+        scale = tensors.pop("scale")
+        q, k = to_tensor(queries).requires_grad_(), to_tensor(keys).requires_grad_()
+        logits = scale * q @ k.repeat_interleave(3 // num_kv_heads, dim=1).mT
+        shd_torch.shd_loss(to_tensor(supervision), logits, **tensors).backward()
+        torch.testing.assert_close((q.grad, k.grad), tuple(actual), rtol=1e-9, atol=1e-12)
+
+
+def test_layers_come_back_as_they_were_given() -> None:
+    supervision, logits, options = case("plain", "float64")
+    masks = {name: options[name] for name in ("attn_mask", "loss_mask")}
+    for twin in TWINS:
+        many = twin.call("shd_loss_gradient", [supervision] * 2, [logits] * 2, **masks)
+        one = twin.call("shd_loss_gradient", supervision, logits, **masks)
+        assert isinstance(many, list)
+        assert len(many) == 2
+        np.testing.assert_array_equal(np.asarray(many[1]), np.asarray(one))
+        queries, keys = np.ones((2, 3, 5, 4)), np.ones((2, 3, 7, 4))
+        dq, dk = twin.call("shd_loss_gradient_qk", [supervision], [queries], [keys], scale=1.0, support="intersect")
+        assert isinstance(dq, list)
+        assert isinstance(dk, list)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("empty", ["loss_mask", "supervision", "intersection"])
+def test_nothing_counted_is_exactly_zero_and_attached(empty: str, divergence: str) -> None:
+    supervision, logits, options = case("plain", "float32")
+    student = to_tensor(logits).requires_grad_()
+    loss = shd_torch.shd_loss(
+        to_tensor(supervision * (empty != "supervision")),
+        student,
+        attn_mask=torch.zeros(7, dtype=torch.bool) if empty == "intersection" else to_tensor(options["attn_mask"]),
+        loss_mask=torch.zeros(2, 5, dtype=torch.bool) if empty == "loss_mask" else None,
+        divergence=divergence,
+        support="intersect",
+    )
+    assert loss.requires_grad
+    assert loss.item() == 0.0
+    loss.backward()
+    assert student.grad is not None
+    assert (student.grad == 0).all()
+
+
+@pytest.mark.parametrize("row_sums", ["one", "at_most_one"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_uncounted_rows_may_hold_anything_without_checks(divergence: str, row_sums: str) -> None:
+    supervision, logits = torch.full((1, 2, 4, 5), 0.2), torch.randn(1, 2, 4, 5)
+    logits[:, :, 1], logits[:, :, 2], supervision[:, :, 3] = torch.nan, -torch.inf, torch.nan
+    mask = torch.tensor([[True, False, False, False]])
+    student = logits.requires_grad_()
+    options: dict[str, Any] = {"loss_mask": mask, "divergence": divergence, "row_sums": row_sums, "check": False}
+    loss = shd_torch.shd_loss(supervision, student, **options)
+    loss.backward()
+    closed = shd_torch.shd_loss_gradient(supervision, student, **options)
+    assert torch.isfinite(loss)
+    for gradient in (student.grad, closed):
+        assert isinstance(gradient, torch.Tensor)
+        assert (gradient[:, :, 1:] == 0).all()
+        assert (gradient[:, :, 0] != 0).any()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_violations_stay_visible_without_checks(divergence: str) -> None:
+    supervision, logits = torch.full((1, 1, 2, 2), 0.5), torch.zeros(1, 1, 2, 2)
+    closed = logits.masked_fill(torch.tensor([False, True]), -torch.inf)
+    for teacher, student in (
+        (supervision, closed),
+        (supervision, torch.full_like(logits, -torch.inf)),
+        (supervision * torch.nan, logits),
+        (supervision, logits * torch.nan),
+    ):
+        attached = student.clone().requires_grad_()
+        loss = shd_torch.shd_loss(teacher, attached, divergence=divergence, check=False)
+        assert not torch.isfinite(loss)
+        loss.backward()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_logits_of_any_size_are_finite(dtype: str, divergence: str) -> None:
+    supervision = np.array([[[[0.5, 0.5], [0.75, 0.25]]]], dtype=dtype)
+    largest = float(np.finfo(dtype).max)
+    for logits in ([0.0, -2000.0], [largest, -largest], [-largest, -largest], [largest, 0.0]):
+        for temperature in (0.5, 1.0, 8.0):
+            student = torch.tensor([[[logits, logits]]], dtype=getattr(torch, dtype), requires_grad=True)
+            options: dict[str, Any] = {"divergence": divergence, "temperature": temperature}
+            loss = shd_torch.shd_loss(to_tensor(supervision), student, **options)
+            loss.backward()
+            assert torch.isfinite(loss)
+            closed = shd_torch.shd_loss_gradient(to_tensor(supervision), student, **options)
+            torch.testing.assert_close(student.grad, closed)
+            assert torch.isfinite(closed).all()
+            assert torch.isfinite(shd_torch.softmax(student, temperature=temperature)).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_compiles_whole(divergence: str, variant: str) -> None:
+    supervision, logits, options = case(variant, "float32")
+    teacher = to_tensor(supervision)
+    tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+
+    def loss_of(student: torch.Tensor) -> torch.Tensor:
+        return shd_torch.shd_loss(teacher, student, divergence=divergence, check=False, **tensors)
+
+    torch.compiler.reset()  # every case compiles the same function: together they would pass its limit
+    found = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        student = to_tensor(logits).requires_grad_()
+        loss = function(student)
+        loss.backward()
+        found.append((loss.detach(), student.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_gradients_work_in_inference_mode_and_under_functional_transforms() -> None:
+    supervision, logits, _ = case("plain", "float64")
+    logits = np.where(np.isinf(logits), -3.0, logits)
+    teacher = shd_torch.softmax(to_tensor(supervision) * 0 + to_tensor(logits).flip(-1))
+    student = to_tensor(logits)
+    with torch.inference_mode():
+        closed = shd_torch.shd_loss_gradient(teacher.clone(), student.clone())
+    functional = torch.func.grad(lambda z: shd_torch.shd_loss(teacher, z, check=False))(student)
+    torch.testing.assert_close(functional, closed)
+    leaf = student[:1, :1, :2].clone().requires_grad_()
+    for divergence in DIVERGENCES:
+        assert torch.autograd.gradgradcheck(
+            lambda z, name=divergence: shd_torch.shd_loss(teacher[:1, :1, :2], z, divergence=name), (leaf,)
+        )
+
+
+def bad_cases() -> list[Any]:
+    supervision, logits = np.full((1, 1, 2, 2), 0.5), np.zeros((1, 1, 2, 2))
+    good: dict[str, Any] = {"supervision": supervision, "student_logits": logits}
+    one_key = np.array([[[[1.0, 0.0], [0.5, 0.5]]]])
+    closed = np.array([True, False])
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "divergence": ({"divergence": "forward_kl"}, "argument-value"),
+        "support": ({"support": "union"}, "argument-value"),
+        "row-sums": ({"row_sums": "free"}, "argument-value"),
+        "above-one": ({"supervision": supervision * 1.1, "row_sums": "at_most_one"}, "not-a-distribution"),
+        "below-one": ({"supervision": supervision * 0.9}, "not-a-distribution"),
+        "intersect-below-one": ({"supervision": supervision * 0.9, "support": "intersect"}, "not-a-distribution"),
+        "no-mass": ({"supervision": one_key, "divergence": "reverse_kl"}, "support-mismatch"),
+        "no-mass-intersect": (
+            {"supervision": one_key, "divergence": "reverse_kl", "support": "intersect"},
+            "support-mismatch",
+        ),
+    }
+    for name in DIVERGENCES:
+        cases[f"closed-{name}"] = ({"divergence": name, "attn_mask": closed}, "support-mismatch")
+    return [pytest.param(good | change, code, id=name) for name, (change, code) in cases.items()]
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+@pytest.mark.parametrize("function", ["shd_loss", "shd_loss_gradient"])
+@pytest.mark.parametrize(("arguments", "code"), bad_cases())
+def test_refuses(twin: Implementation, function: str, arguments: dict[str, Any], code: str) -> None:
+    with pytest.raises(ShdError) as caught:
+        twin.call(function, **arguments)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"scale": np.inf}, "argument-value"),
+        ({"scale": "1"}, "argument-value"),
+        ({"scale": True}, "argument-value"),
+        ({"keys": np.ones((1, 3, 2, 3))}, "argument-shape"),
+        ({"keys": np.ones((1, 1, 2, 4))}, "argument-shape"),
+        ({"keys": np.ones((1, 1, 5, 3))}, "argument-shape"),
+        ({"keys": np.ones((1, 2, 3))}, "argument-shape"),
+        ({"queries": np.full((1, 2, 2, 3), np.nan)}, "not-finite"),
+        ({"queries": [np.ones((1, 2, 2, 3))] * 2}, "argument-shape"),
+        ({"divergence": "none"}, "argument-value"),
+        ({"attn_mask": np.array([True, False])}, "support-mismatch"),
+    ],
+)
+def test_gradients_of_queries_and_keys_refuse(twin: Implementation, change: dict[str, Any], code: str) -> None:
+    good: dict[str, Any] = {
+        "supervision": np.full((1, 2, 2, 2), 0.5),
+        "queries": np.ones((1, 2, 2, 3)),
+        "keys": np.ones((1, 1, 2, 3)),
+        "scale": 1.0,
+    }
+    if isinstance(change.get("queries"), list):
+        good |= {"supervision": [good["supervision"]] * 2, "keys": [good["keys"]]}
+    with pytest.raises(ShdError) as caught:
+        twin.call("shd_loss_gradient_qk", **good | change)
+    assert caught.value.code == code
+
+
+def test_violations_are_named() -> None:
+    one_key, logits = torch.tensor([[[[1.0, 0.0]]]]), torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ShdError, match="layer 0, sample 0, head 0, row 0, key 1") as caught:
+        shd_torch.shd_loss(one_key, logits, divergence="reverse_kl")
+    assert caught.value.spec_id == "LOSS-13"
+    closed = torch.tensor([True, False])
+    assert float(shd_torch.shd_loss(one_key, logits, divergence="reverse_kl", attn_mask=closed)) == 0.0
+
+
+def test_nothing_is_written() -> None:
+    supervision, logits, options = case("both", "float32")
+    tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    arrays = [
+        to_tensor(supervision),
+        to_tensor(logits),
+        *(t for t in tensors.values() if isinstance(t, torch.Tensor)),
+    ]
+    before = [a.clone() for a in arrays]
+    for divergence in DIVERGENCES:
+        shd_torch.shd_loss(arrays[0], arrays[1], divergence=divergence, **tensors)
+        shd_torch.shd_loss_gradient(arrays[0], arrays[1], divergence=divergence, **tensors)
+    assert all(torch.equal(a, b) for a, b in zip(arrays, before, strict=True))
+    assert to_float64(arrays[0]).shape == SHAPE
