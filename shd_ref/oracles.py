@@ -183,7 +183,10 @@ def _ratio(reached: Array, optimum: Array) -> Array:
     """One head residual over another; what is 0 by DEGENERATE counts as 0 (ORACLE-6)."""
     threshold = degenerate_threshold()
     at_zero, reached_zero = optimum**2 <= threshold, reached**2 <= threshold
-    ratio: Array = np.where(at_zero, np.where(reached_zero, 1.0, np.inf), reached / np.where(at_zero, 1.0, optimum))
+    both_infinite = np.isinf(reached) & np.isinf(optimum)  # no attention output to be relative to
+    divisor = np.where(at_zero | both_infinite, 1.0, optimum)
+    ratio: Array = np.where(at_zero, np.where(reached_zero, 1.0, np.inf), reached / divisor)
+    ratio[both_infinite] = 1.0
     return ratio
 
 
