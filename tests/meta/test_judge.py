@@ -1,0 +1,165 @@
+"""The judge judged: wrong implementations fail, the reference passes with room to spare, no sentence is left out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mutants import MUTANTS, table
+from mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
+
+from shd_ref.conformance import OUTPUTS, Status, judge, specification
+from shd_ref.conformance.specification import load_sentences, specs_folder
+from shd_ref.conformance.vectors import Case
+from shd_ref.loss import LossKeywords
+from shd_ref.tolerances import load_tolerances
+
+CASES = [item for item in items_by_id().values() if isinstance(item, Case)]
+TEXT = (specs_folder() / "shd.md").read_text(encoding="utf-8")
+
+# Sentences that neither a vector nor a law can check.
+UNCOVERED = {
+    "MAP-12": "says what is not specified",
+    "LOSS-9": "no operation returns a gradient of the supervision; tests of the training path check it",
+    "GRAD-7": "as LOSS-9",
+    "TOKEN-5": "says in which order a caller uses two operations",
+    "TOKEN-6": "says what a caller does before the loss",
+    "ERR-3": "speaks of the codes of tools",
+    "ERR-5": "an operation whose solver is missing counts as missing",
+}
+
+# Arguments that no valid case needs.
+IGNORED = {("diagnose", "plan"), ("diagnose", "strategies"), ("diagnose", "alpha_per"), ("matched_plan", "row_sums")}
+
+
+def needs_solver(operations: Iterable[str]) -> None:
+    """Skips where the extra ``oracles`` is not installed and nothing else shows the mistake."""
+    for operation, library in (("matched_plan", "networkx"), ("diagnose", "scipy")):
+        if set(operations) == {operation}:
+            pytest.importorskip(library, reason=f"{operation} needs the extra 'oracles'")
+
+
+def parametrised() -> list[Any]:
+    def mark(mutant: Mutant) -> list[Any]:
+        return [pytest.mark.xfail(strict=True, reason=f"not caught: {mutant.gap}")] if mutant.gap else []
+
+    return [pytest.param(mutant, id=mutant.name, marks=mark(mutant)) for mutant in MUTANTS]
+
+
+def test_there_are_enough() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert sum(not mutant.gap for mutant in MUTANTS) >= 45
+    assert sum(bool(mutant.hint) for mutant in MUTANTS) >= 10
+
+
+def test_table_is_in_step() -> None:
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert table.render(table.read()) == page, "write it anew: cd tests && python -m mutants.table"
+
+
+@pytest.mark.parametrize("mutant", parametrised())
+def test_mutant_is_caught(mutant: Mutant) -> None:
+    needs_solver(mutant.operations)
+    listed = table.read()[mutant.name]
+    items = [items_by_id()[name] for name in listed] or items_on(mutant.operations)
+    found = failures(mutant, items)
+    caught = {result.id for result in found}
+    assert caught, "no vector or law catches it"
+    assert caught >= set(listed), (
+        f"{set(listed) - caught} pass: write the table anew, cd tests && python -m mutants.table"
+    )
+    if mutant.hint:
+        assert any(table.names_mistake(result, mutant) for result in found), f"no report says {mutant.hint!r}"
+
+
+def test_reference_passes_what_catches_them() -> None:
+    ids = {name for names in table.read().values() for name in names}
+    with built() as reference:
+        results = run(reference, [items_by_id()[name] for name in sorted(ids)])
+    assert [result.id for result in results if result.status is Status.FAILED] == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["alpha-in-float16", "loss-in-float16"])
+def test_half_precision_sums_are_caught_in_half_precision(name: str, dtype: str) -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
+    assert failures(mutant, items_on(mutant.operations), dtype)
+
+
+def keywords(function: Any) -> list[str]:
+    """The names of the arguments that have a default."""
+    found = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
+        return list(LossKeywords.__annotations__)
+    return [parameter.name for parameter in found if parameter.default is not parameter.empty]
+
+
+def arguments() -> list[Any]:
+    with built() as reference:
+        names = [(operation, name) for operation in OUTPUTS for name in keywords(getattr(reference, operation))]
+    return [
+        pytest.param(*pair, marks=pytest.mark.xfail(strict=True, reason="no valid case") if pair in IGNORED else ())
+        for pair in names
+    ]
+
+
+@pytest.mark.parametrize(("operation", "name"), arguments())
+def test_no_argument_can_be_ignored(operation: str, name: str) -> None:
+    needs_solver([operation])
+    with built() as reference:
+
+        def ignoring(**inputs: Any) -> Any:
+            return getattr(reference, operation)(**{key: value for key, value in inputs.items() if key != name})
+
+        mutant = SimpleNamespace(**{**vars(reference), operation: ignoring})
+        valid = (item for item in items_on([operation]) if not getattr(item, "codes", ()))
+        results = (result for item in valid for result in run(mutant, [item]))
+        assert any(result.status is Status.FAILED for result in results), f"{operation} may ignore {name}"
+
+
+def test_tolerances_hold_ten_times_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = load_tolerances()
+    tenth = {
+        quantity: {name: value / 10 for name, value in pair.items()}
+        for quantity, pair in published["agreement"]["float64"].items()
+    }
+    shrunk = {**published, "agreement": {**published["agreement"], "float64": tenth}}
+    monkeypatch.setattr(specification, "load_tolerances", lambda: shrunk)
+    with built() as reference:
+        report = judge(reference, dtype="float64")
+    assert report.passed, report.summary()
+    assert not report.empty
+
+
+def test_every_sentence_is_covered() -> None:
+    covered = {spec_id for item in items_by_id().values() for spec_id in item.spec}
+    assert covered <= set(load_sentences())
+    missing = set(load_sentences()) - covered
+    assert missing == set(UNCOVERED), f"covered after all, or not: {missing ^ set(UNCOVERED)}"
+
+
+def test_every_code_has_an_invalid_case() -> None:
+    codes = re.findall(r"^\| `([a-z-]+)` \| (?!.*-\d)", TEXT.split("## ERR")[1], re.MULTILINE)
+    counts = Counter(code for case in CASES for code in case.codes)
+    assert len(codes) == 10
+    assert set(counts) == set(codes)
+
+
+def test_every_sentence_that_gives_a_code_has_an_invalid_case() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([A-Z0-9-]+-\d.*) \|$", TEXT.split("## ERR")[1], re.MULTILINE)
+    given = {(code, spec_id) for code, names in rows for spec_id in re.findall(r"[A-Z]+-\d+", names)}
+    assert len(given) > 30
+    shown = {(code, spec_id) for case in CASES for code in case.codes for spec_id in case.spec}
+    assert given <= shown, f"no invalid case for {sorted(given - shown)}"
+
+
+def test_page_of_the_table_is_linked_to_what_exists() -> None:
+    folder = table.PAGE.parent
+    assert all((folder / target).exists() for target in re.findall(r"\]\(([^)#]+)\)", table.PAGE.read_text("utf-8")))
+    assert Path(table.__file__).parent.name == "mutants"

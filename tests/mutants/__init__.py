@@ -1,0 +1,11 @@
+"""Wrong implementations, to judge the judge: each is the reference with one mistake that somebody would make."""
+
+from mutants import alphas, learning, maps, merging
+
+CHAPTERS = {
+    "Maps, masks and temperature": maps.MUTANTS,
+    "Alphas, plans and the gram form": alphas.MUTANTS,
+    "Merging and bounds": merging.MUTANTS,
+    "Loss, gradients, layers and tokens": learning.MUTANTS,
+}
+MUTANTS = tuple(mutant for mutants in CHAPTERS.values() for mutant in mutants)

@@ -1,0 +1,161 @@
+"""What a mutant is: the reference with one thing wrong, written as a change of its text."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType, SimpleNamespace
+
+import numpy as np
+
+import shd_ref
+from shd_ref.conformance import OUTPUTS, Result, Status, cases
+from shd_ref.conformance.adapter import as_adapter
+from shd_ref.conformance.runner import Item, run_item
+
+_SOURCES = Path(shd_ref.__file__).parent
+_COPY = "mutated_shd"
+_ALPHAS = ("solve_alpha", "squeeze_heads")
+_GRADIENTS = ("shd_loss_gradient", "shd_loss_gradient_qk")
+_LOSS = ("shd_loss", *_GRADIENTS)
+
+# The chapters of the reference, with the operations that show what is wrong in one.
+_CHAPTERS: Mapping[str, tuple[str, ...]] = {
+    "alpha": (*_ALPHAS, "matched_plan"),
+    "attention": tuple(OUTPUTS),
+    "gradients": _GRADIENTS,
+    "gram": ("gram_tensor", "solve_alpha_from_gram", "merge_gram"),
+    "layers": ("layer_map",),
+    "loss": _LOSS,
+    "matching": ("matched_plan",),
+    "mixing": ("squeeze_heads", "mix_heads", "compose_mixing"),
+    "oracles": ("diagnose",),
+    "pairwise": ("squeeze_heads",),
+    "plans": ("merge_plan", "plan_groups", "squeeze_heads"),
+    "simplex": ("squeeze_heads",),
+    "support": ("intersect_support", "align_tokens", *_LOSS),
+    "tokens": ("align_tokens",),
+}
+_NAMES = re.compile(rf"\bshd_ref\.({'|'.join(_CHAPTERS)})\b")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change: in the file of a chapter, ``old`` (which stands there once) becomes ``new``."""
+
+    chapter: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong implementation.
+
+    Attributes:
+        name: unique.
+        wrong: what it does, in one sentence.
+        edits: how the reference's text becomes it.
+        operations: what is run to find the items that catch it.
+        hint: words of the sentence by which the report of a failure must name the mistake; empty where it need not.
+        gap: why no vector or law catches it at float32; empty for all that are caught.
+    """
+
+    name: str
+    wrong: str
+    edits: tuple[Edit, ...]
+    operations: tuple[str, ...]
+    hint: str = ""
+    gap: str = ""
+
+
+def mutant(
+    name: str,
+    wrong: str,
+    *edits: tuple[str, str, str],
+    on: Sequence[str] = (),
+    hint: str = "",
+    gap: str = "",
+) -> Mutant:
+    """A mutant from edits ``(chapter, old, new)``; ``on`` names the operations where the chapter has too many."""
+    found = dict.fromkeys(operation for chapter, _, _ in edits for operation in _CHAPTERS[chapter])
+    return Mutant(name, wrong, tuple(Edit(*edit) for edit in edits), tuple(on) or tuple(found), hint, gap)
+
+
+@contextmanager
+def built(edits: Iterable[Edit] = ()) -> Iterator[SimpleNamespace]:
+    """The operations of a copy of the reference with these edits; without any, of a true copy."""
+    finder = _Finder(tuple(edits))
+    sys.meta_path.insert(0, finder)
+    try:
+        chapters = [importlib.import_module(f"{_COPY}.{chapter}") for chapter in _CHAPTERS]
+        homes = {name: chapter for chapter in chapters for name in OUTPUTS if hasattr(chapter, name)}
+        yield SimpleNamespace(**{name: getattr(chapter, name) for name, chapter in homes.items()})
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] == _COPY]:
+            del sys.modules[name]
+
+
+def run(implementation: object, items: Iterable[Item], dtype: str = "float32") -> list[Result]:
+    """What the judge says about these items, those left out that do not run at this dtype."""
+    adapter = as_adapter(implementation)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [run_item(item, adapter, dtype) for item in items if dtype in item.dtypes]
+
+
+def failures(wrong: Mutant, items: Iterable[Item], dtype: str = "float32") -> list[Result]:
+    """The items that catch a mutant."""
+    with built(wrong.edits) as implementation:
+        return [result for result in run(implementation, items, dtype) if result.status is Status.FAILED]
+
+
+@cache
+def items_by_id() -> dict[str, Item]:
+    """Every vector case and law."""
+    return {item.id: item for item in cases()}
+
+
+def items_on(operations: Sequence[str]) -> list[Item]:
+    """The cases and laws that call one of these operations."""
+    return [item for item in items_by_id().values() if set(item.operations) & set(operations)]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the copy's chapters, which import each other and otherwise what the reference imports."""
+
+    def __init__(self, edits: tuple[Edit, ...]) -> None:
+        self.edits = edits
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != _COPY:
+            return None
+        return importlib.util.spec_from_loader(name, self, is_package=name == _COPY)
+
+    def exec_module(self, module: ModuleType) -> None:
+        _, _, chapter = module.__name__.partition(".")
+        if chapter:
+            exec(_compile(chapter, tuple(e for e in self.edits if e.chapter == chapter)), vars(module))
+
+
+@cache
+def _compile(chapter: str, edits: tuple[Edit, ...]) -> CodeType:
+    path = _SOURCES / f"{chapter}.py"
+    text = path.read_text(encoding="utf-8")
+    for edit in edits:
+        if text.count(edit.old) != 1:
+            count = text.count(edit.old)
+            raise LookupError(f"{path.name} must hold this once, not {count} times; write it anew:\n{edit.old}")
+        text = text.replace(edit.old, edit.new)
+    return compile(_NAMES.sub(rf"{_COPY}.\1", text), f"{path} with edits", "exec")

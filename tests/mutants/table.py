@@ -1,0 +1,84 @@
+"""The table of mutants with the items that catch them, ``specs/mutants.md``.
+
+Written by ``cd tests && python -m mutants.table``, which runs everything; ``tests/meta/test_judge.py`` reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mutants import CHAPTERS
+from mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
+from shd_ref.conformance import Result, Status
+
+PAGE = Path(__file__).resolve().parents[2] / "specs" / "mutants.md"
+_NUM_IDS = 3
+_NOT_CAUGHT = "not caught"
+_INTRODUCTION = """# Wrong implementations
+
+The judge of [`conformance.md`](conformance.md), judged. Each line is an implementation with one mistake: the
+reference with one change of its text, in `tests/mutants`. A test runs them at float32 with the tolerances as
+published and requires that the items in the last column fail. At most {ids} are listed: the one whose report names
+the mistake in words, if there is one (*), then a law, then vectors.
+
+Written by `cd tests && python -m mutants.table`; not by hand.
+"""
+
+
+def render(caught: Mapping[str, Sequence[str]]) -> str:
+    """The page.
+
+    Args:
+        caught: for each mutant's name, the ids of items that catch it.
+    """
+    parts = [_INTRODUCTION.format(ids=("none", "one", "two", "three")[_NUM_IDS])]
+    for title, mutants in CHAPTERS.items():
+        lines = [f"## {title}", "", "| mutant | what it does | caught by |", "|---|---|---|"]
+        for mutant in mutants:
+            found = ", ".join(f"`{name}`" for name in caught.get(mutant.name, ()))
+            cell = f"{_NOT_CAUGHT}: {mutant.gap}" if mutant.gap else found + " *" * bool(mutant.hint)
+            lines.append(f"| `{mutant.name}` | {mutant.wrong} | {cell} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def read() -> dict[str, tuple[str, ...]]:
+    """For each mutant of the page, the ids of its last column."""
+    rows = re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: tuple(re.findall(r"`([^`]+)`", cell)) for name, cell in rows}
+
+
+def names_mistake(result: Result, mutant: Mutant) -> bool:
+    """Whether a failure's report names this mistake."""
+    return bool(mutant.hint and result.finding and any(mutant.hint in text for text in result.finding.looks_like))
+
+
+def choose(mutant: Mutant, found: Sequence[Result]) -> list[str]:
+    """A few of the items that catch a mutant."""
+    order = sorted(found, key=lambda result: not names_mistake(result, mutant))[:1]
+    order += [result for result in found if result.id.startswith("law/")][:1]
+    order += [result for result in found if not result.id.startswith("law/")]
+    return list(dict.fromkeys(result.id for result in order))[:_NUM_IDS]
+
+
+def main() -> None:
+    """Run every mutant on all items that its mistake can reach, and write the page."""
+    with built() as reference:
+        wrong = [result.id for result in run(reference, items_by_id().values()) if result.status is Status.FAILED]
+    if wrong:
+        print(f"the reference fails {len(wrong)} items, which catch nothing: {', '.join(wrong)}")
+    caught = {}
+    for mutant in (mutant for mutants in CHAPTERS.values() for mutant in mutants):
+        found = [result for result in failures(mutant, items_on(mutant.operations)) if result.id not in wrong]
+        caught[mutant.name] = choose(mutant, found)
+        if bool(found) == bool(mutant.gap):
+            print(f"{mutant.name}: {'caught by ' + ', '.join(caught[mutant.name]) if found else _NOT_CAUGHT}")
+        if mutant.hint and not any(names_mistake(result, mutant) for result in found):
+            print(f"{mutant.name}: no report says {mutant.hint!r}")
+    PAGE.write_text(render(caught), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
