@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import results
 from implementations import JUDGED, Judged
 
 from shd_ref.conformance import Status, judge
@@ -27,3 +28,7 @@ def test_implementation_conforms(row: Judged, dtype: str) -> None:
         assert all(row.lacks & set(result.operations) for result in missing), report.summary()
         assert report.count(Status.PASSED) > 10 * len(missing)
     assert report.count(Status.PASSED) > 100
+    if row in results.SHOWN and dtype == results.widest(row):
+        stale = "run `cd tests && python -m results`"
+        assert results.read()[row.name] == results.column(report), stale
+        assert results.line(row, report) in results.README.read_text(encoding="utf-8"), stale
