@@ -406,6 +406,7 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
         book.invalid(name, "arrays hold real numbers", "MAP-5", "argument-dtype", inputs={**good, **change})
     for name, change in (
         ("outputs-nan", {"value_outputs_q": array([[[2, 1], [0, "nan"], [1, 1]]])}),
+        ("outputs-of-p-nan", {"value_outputs_p": array([[[2, 1], [0, "nan"], [1, 1]]])}),
         ("outputs-infinite", {"value_outputs_p": array([[[2, 1], [0, "-inf"], [1, 1]]])}),
         (
             "nan-in-an-uncounted-row",
@@ -444,6 +445,8 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
     )
     two = array([[[0.25, 0.75, 0], [0.5, 0.5, 0]]])
     bad_maps(book, "probs_p", {"probs_q": two, "value_outputs_p": x, "value_outputs_q": y}, head_axis=False)
+    rest = {"probs_p": two, "value_outputs_p": x, "value_outputs_q": y}
+    bad_maps(book, "probs_q", rest, head_axis=False, prefix="q-")
 
 
 BOOKS = (solve_alpha,)

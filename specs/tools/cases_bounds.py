@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import oracle_heads as heads
 import oracle_loss as loss
 from book import Book, Given, array, lengths, mask, numbers
+from cases_maps import bad_maps
 from cases_squeeze import random_model
 
 PLAN = {"rule": "plan"}
@@ -66,6 +69,75 @@ def matched_plan() -> Book:
                 item(random_model(2, 4, 3, 4, 2, 961), lengths(3, [1, 2])),
             ],
             "num_student_heads": 2,
+        },
+    )
+    book.valid(
+        "similarity-is-squared",
+        "the sum of the distances themselves is smallest for other pairs than that of their squares",
+        "PLAN-12 PLAN-9",
+        "matched-measure",
+        inputs={
+            "calibration": [
+                [
+                    array(
+                        [
+                            [
+                                [[0.25, 0.125, 0.625]],
+                                [[0.3125, 0.4375, 0.25]],
+                                [[0.6875, 0.1875, 0.125]],
+                                [[0.3125, 0.375, 0.3125]],
+                            ]
+                        ]
+                    ),
+                    numbers([1, 4, 3, 2], 2001, -8, 16, 2),
+                ]
+            ],
+            "num_student_heads": 2,
+            "by": "similarity",
+        },
+    )
+    book.valid(
+        "second-round-sums-outputs",
+        "the second round reads merged heads with the sum of their value outputs",
+        "PLAN-13 MIX-4",
+        "merged-outputs-mean",
+        inputs={"calibration": [item(random_model(2, 5, 3, 4, 2, 2003))], "num_student_heads": 2},
+    )
+    book.valid(
+        "second-round-padded",
+        "padded rows enter neither the scores nor the alphas of the merged pool",
+        "PLAN-12 PLAN-13 ALPHA-7",
+        "alpha-padded-rows",
+        inputs={
+            "calibration": [item(random_model(2, 5, 3, 4, 2, 3383), lengths(3, [1, 3]))],
+            "num_student_heads": 2,
+        },
+    )
+    book.valid(
+        "second-round-per-row",
+        "the pool of the second round is merged with one alpha a row",
+        "PLAN-13 ALPHA-9",
+        "alpha-per-ignored",
+        inputs={
+            "calibration": [item(random_model(2, 5, 3, 4, 2, 3473))],
+            "num_student_heads": 2,
+            "alpha_per": "row",
+        },
+    )
+    book.valid(
+        "sinks",
+        "maps whose rows fall short of one, as they are",
+        "PLAN-11 MAP-9 MIX-17",
+        "sink-filled",
+        inputs={
+            "calibration": [
+                [
+                    array([[[[0.5, 0.125]], [[0.125, 0.25]], [[0.0625, 0.5]]]]),
+                    array([[[[1, 2], [3, -1]], [[2, 0], [-1, 1]], [[1, 1], [2, 0.5]]]]),
+                ]
+            ],
+            "num_student_heads": 2,
+            "row_sums": "at_most_one",
         },
     )
     book.valid(
@@ -130,7 +202,7 @@ def diagnose() -> Book:
     """Chapter ORACLE."""
     book = Book("diagnose", ("plan", "unconstrained", "stochastic", "strategies"), loss.diagnose, {})
 
-    def rules(strategies: list[str]) -> dict[str, dict[str, Any]]:
+    def rules(strategies: Sequence[str]) -> dict[str, dict[str, Any]]:
         fields = ("residual", "head_residual", "over_unconstrained", "over_stochastic")
         compare: dict[str, dict[str, Any]] = {"plan": PLAN, "unconstrained": RESIDUAL, "stochastic": RESIDUAL}
         return compare | {f"strategies.{name}.{field}": RESIDUAL for name in strategies for field in fields}
@@ -238,18 +310,71 @@ def diagnose() -> Book:
                 "strategies": ["shd"],
             },
         ),
+        (
+            "two-samples",
+            "every sample has its own errors, optima and ratios",
+            "ORACLE-1 ORACLE-5 MIX-10",
+            "alpha-batch-shared",
+            {**random_model(2, 4, 2, 3, 3, 911), "num_student_heads": 2, "strategies": ["shd", "constant"]},
+        ),
+        (
+            "per-row",
+            "one alpha a row",
+            "ORACLE-5 ALPHA-9",
+            "alpha-per-ignored",
+            {
+                **random_model(1, 3, 3, 3, 3, 921),
+                "num_student_heads": 1,
+                "strategies": ["shd", "simplex"],
+                "alpha_per": "row",
+            },
+        ),
+        (
+            "explicit-plan",
+            "groups, optima and strategies follow the rounds that are given",
+            "ORACLE-1 ORACLE-5 PLAN-7",
+            "plan-last-pairs",
+            {
+                **random_model(1, 4, 2, 3, 3, 931),
+                "num_student_heads": 2,
+                "plan": [[[3, 0]], [[1, 2]]],
+                "strategies": ["shd", "hard"],
+            },
+        ),
+        (
+            "all-strategies",
+            "no list of strategies asks for all five",
+            "ORACLE-5 MIX-2",
+            "",
+            {**random_model(1, 3, 2, 3, 3, 941), "num_student_heads": 2},
+        ),
     ):
-        names = inputs["strategies"]
-        assert isinstance(names, list)
-        book.valid(name, comment, spec, flags, inputs=inputs, compare=rules(names))
+        book.valid(
+            name, comment, spec, flags, inputs=inputs, compare=rules(inputs.get("strategies", heads.STRATEGIES))
+        )
     good = {**random_model(1, 2, 2, 3, 2, 901), "num_student_heads": 1}
     for name, spec, code, change in (
         ("strategy-unknown", "ORACLE-7", "argument-value", {"strategies": ["shd", "random"]}),
         ("alpha-per-unknown", "ALPHA-9", "argument-value", {"alpha_per": "head"}),
         ("heads-exceed", "PLAN-2", "heads-exceed", {"num_student_heads": 3}),
         ("plan-unknown", "PLAN-1", "argument-value", {"plan": "random"}),
+        ("row-sums-unknown", "MAP-9", "argument-value", {"row_sums": "many"}),
+        ("mask-of-integers", "MAP-7", "argument-dtype", {"query_mask": array([[1, 1]], "int64")}),
     ):
         book.invalid(name, "options are checked", spec, code, inputs={**good, **change})
+    outputs = numbers([1, 1, 3, 2], 903, -8, 8, 1)
+    bad_maps(book, "teacher_probs", {"value_outputs": outputs, "num_student_heads": 1})
+    book.invalid(
+        "outputs-nan",
+        "NaN in the value outputs",
+        "MAP-5",
+        "not-finite",
+        inputs={
+            "teacher_probs": array([[[[1, 0]], [[0, 1]]]]),
+            "value_outputs": array([[[[1], ["nan"]], [[3], [0]]]]),
+            "num_student_heads": 1,
+        },
+    )
     return book
 
 

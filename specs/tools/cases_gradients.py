@@ -285,7 +285,29 @@ def shd_loss_gradient_qk() -> Book:
             "argument-value",
             inputs={**good, "scale": special(name)},
         )
+    value, bad = "argument-value", "not-a-distribution"
+    for name in ("queries", "keys"):
+        book.invalid(
+            f"{name}-complex",
+            "queries and keys are real numbers",
+            "MAP-5",
+            "argument-dtype",
+            inputs={**one, name: array([[[[1, 2]]]], "complex128")},
+        )
+    for name, row, code in (
+        ("negative", [1.25, -0.25], bad),
+        ("sum-below", [0.5, 0.25], bad),
+        ("sum-above", [0.5, 0.75], bad),
+        ("nan", [0.5, "nan"], "not-finite"),
+    ):
+        spec = "MAP-5" if name == "nan" else "MAP-3"
+        inputs = {**one, "supervision": array([[[row]]]), "keys": array([[[[1, 2], [3, 1]]]])}
+        book.invalid(f"supervision-{name}", "supervision is checked as in the loss", spec, code, inputs=inputs)
     for name, spec, code, change in (
+        ("reduction-unknown", "LOSS-5", value, {"reduction": "batchmean"}),
+        ("support-unknown", "LOSS-14", value, {"support": "ignore"}),
+        ("row-sums-unknown", "MAP-9", value, {"row_sums": "many"}),
+        ("attn-mask-of-integers", "MAP-7", "argument-dtype", {"attn_mask": array([1, 1, 1], "int64")}),
         ("divergence-unknown", "LOSS-11", "argument-value", {"divergence": "tv"}),
         ("beta-negative", "LOSS-2", "argument-value", {"beta": -1}),
         ("temperature-zero", "TEMP-1", "argument-value", {"temperature": 0}),

@@ -88,6 +88,11 @@ def gram_tensor() -> Book:
         flags="mask-dtype",
         inputs={**good, "query_mask": array([[1, 1]] * 2, "int64")},
     )
+    for name, argument, given in (
+        ("values-nan", "values", array([[[["nan", 1], [2, 1], [0, 1]]], [[[1, 1], [2, 1], [0, 1]]]])),
+        ("projection-nan", "output_projection", array([[1, "nan"], [2, 1], [0, 1], [3, 1]])),
+    ):
+        book.invalid(name, "all arrays are finite", "MAP-5", "not-finite", inputs={**good, argument: given})
     bad_maps(
         book,
         "teacher_probs",
@@ -265,6 +270,13 @@ def merge_gram() -> Book:
             "mixing-invalid",
             inputs={"gram": three, "p": 0, "q": 1, "alpha": array([weight])},
         )
+    book.invalid(
+        "gram-nan",
+        "NaN in the gram tensor",
+        "MAP-5",
+        "not-finite",
+        inputs={"gram": array(_with_nan(three)), "p": 0, "q": 1, "alpha": array([0.25])},
+    )
     book.invalid(
         "alpha-nan",
         "NaN in alpha",

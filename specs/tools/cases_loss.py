@@ -154,6 +154,28 @@ def shared_valid_cases() -> list[tuple[str, str, str, str, dict[str, Any]]]:
             _layers(),
         ),
         (
+            "mean-empty-map",
+            "divided by three maps, though in one of them no row has mass",
+            "LOSS-5 LOSS-18 LOSS-7",
+            "mean-over-live-maps reduction-ignored",
+            pair_layers(
+                array([[[[0.5, 0.5], [0.25, 0.75]], [[0, 0], [0, 0]], [[0.125, 0.875], [0, 0]]]]),
+                array([[[[1, 0], [2, 0]], [[1, 3], [0, 0]], [[0, -2], [1, 1]]]]),
+                reduction="mean",
+            ),
+        ),
+        (
+            "mean-empty-layer",
+            "divided by three maps, though the layer of one of them has no row with mass",
+            "LOSS-5 LOSS-18 LOSS-7",
+            "mean-over-live-maps layers-averaged reduction-ignored",
+            pair_layers(
+                [TEACHER, array([[[[0, 0], [0, 0]]]])],
+                [STUDENT, array([[[[1, 0], [2, 0]]]])],
+                reduction="mean",
+            ),
+        ),
+        (
             "layers-mean",
             "divided by the four maps, also the one where no row counts",
             "LOSS-5 LOSS-18",
@@ -584,6 +606,14 @@ def refuse_bad_layers(book: Book, student: Given) -> None:
         mismatch,
         flags=flags,
         inputs=pair_layers(array([[[[1 - 2.0**-8, 2.0**-8]]]]), array([[[[0, INF]]]])),
+    )
+    book.invalid(
+        "tiny-mass-on-masked-key",
+        "2^-20 of mass, which is less than any tolerance",
+        "LOSS-6",
+        mismatch,
+        flags=flags,
+        inputs=pair_layers(array([[[[0.5, 0.5, 2.0**-20]]]]), array([[[[0, 1, INF]]]])),
     )
     book.invalid(
         "mismatch-in-a-later-row",

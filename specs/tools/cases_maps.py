@@ -292,6 +292,13 @@ def soften() -> Book:
         inputs={"attn_probs": probs([1, 1, 2, 64], 13, 1, 0, 6), "temperature": 0.00390625},
     )
     book.valid(
+        "tiny-temperature-flat-and-peaked",
+        "a flat row beside a peaked one: each is taken relative to its own largest entry",
+        "TEMP-6",
+        "power-underflow",
+        inputs={"attn_probs": array([[[[2**-6] * 64, [1] + [0] * 63]]]), "temperature": 0.00390625},
+    )
+    book.valid(
         "tiny-mass",
         "a row that is nearly all sink keeps its shape at a small temperature",
         "TEMP-5 TEMP-6",
@@ -338,28 +345,49 @@ def soften() -> Book:
     return book
 
 
-def bad_maps(book: Book, name: str, rest: dict[str, Any], *, head_axis: bool = True) -> None:
+def bad_maps(book: Book, name: str, rest: dict[str, Any], *, head_axis: bool = True, prefix: str = "") -> None:
     """What every operation that takes a map refuses: values of chapter MAP, just outside for every dtype."""
 
-    def given(row: list[Any]) -> dict[str, Any]:
+    def given(row: list[Any], dtype: str = "float") -> dict[str, Any]:
         map_ = [row, [0.5, 0.5, 0]]
-        return {name: array([[map_]] if head_axis else [map_]), **rest}
+        return {name: array([[map_]] if head_axis else [map_], dtype), **rest}
 
     bad = "not-a-distribution"
     book.invalid(
-        "negative", "a negative probability in a row that sums to one", "MAP-3", bad, inputs=given([0.75, 0.5, -0.25])
+        f"{prefix}complex-map",
+        "a complex map",
+        "MAP-5",
+        "argument-dtype",
+        inputs=given([0.5, 0.5, 0], "complex128"),
+    )
+    book.invalid(
+        f"{prefix}negative",
+        "a negative probability in a row that sums to one",
+        "MAP-3",
+        bad,
+        inputs=given([0.75, 0.5, -0.25]),
     )
     tiny = given([0.5, 0.5, -(2.0**-20)])
-    book.invalid("negative-without-tolerance", "an entry of -2^-20", "MAP-3", bad, inputs=tiny)
+    book.invalid(f"{prefix}negative-without-tolerance", "an entry of -2^-20", "MAP-3", bad, inputs=tiny)
     book.invalid(
-        "sum-below", "a row that sums to 3/4", "MAP-3", bad, inputs=given([0.5, 0.25, 0]), flags="row-sum-unchecked"
+        f"{prefix}sum-below",
+        "a row that sums to 3/4",
+        "MAP-3",
+        bad,
+        inputs=given([0.5, 0.25, 0]),
+        flags="row-sum-unchecked",
     )
     book.invalid(
-        "sum-above", "a row that sums to 5/4", "MAP-3", bad, inputs=given([0.5, 0.75, 0]), flags="row-sum-unchecked"
+        f"{prefix}sum-above",
+        "a row that sums to 5/4",
+        "MAP-3",
+        bad,
+        inputs=given([0.5, 0.75, 0]),
+        flags="row-sum-unchecked",
     )
     for dtype, bits in (("float64", 16), ("float32", 13), ("float16", 6), ("bfloat16", 5)):
         book.invalid(
-            f"sum-just-outside-{dtype}",
+            f"{prefix}sum-just-outside-{dtype}",
             "a row further from one than ROW_SUM of this dtype, by less than twice",
             "MAP-3",
             bad,
@@ -367,17 +395,17 @@ def bad_maps(book: Book, name: str, rest: dict[str, Any], *, head_axis: bool = T
             dtypes=[dtype],
             inputs=given([0.5, 0.5, 2.0**-bits]),
         )
-    book.invalid("nan", "NaN", "MAP-5", "not-finite", inputs=given([0.5, 0.5, "nan"]))
-    book.invalid("infinite", "infinity", "MAP-5", "not-finite", inputs=given([0.5, 0.5, "inf"]))
+    book.invalid(f"{prefix}nan", "NaN", "MAP-5", "not-finite", inputs=given([0.5, 0.5, "nan"]))
+    book.invalid(f"{prefix}infinite", "infinity", "MAP-5", "not-finite", inputs=given([0.5, 0.5, "inf"]))
     book.invalid(
-        "sink-above-one",
+        f"{prefix}sink-above-one",
         "with row_sums='at_most_one' a row of 5/4 is still too much",
         "MAP-9",
         bad,
         inputs={**given([0.5, 0.75, 0]), "row_sums": "at_most_one"},
     )
     book.invalid(
-        "sink-negative",
+        f"{prefix}sink-negative",
         "a negative probability in a row of allowed mass",
         "MAP-3",
         bad,
@@ -483,6 +511,13 @@ def value_outputs() -> Book:
         "MAP-5",
         "not-finite",
         inputs={**good, "output_projection": array([["-inf"], [1], [1], [1]])},
+    )
+    book.invalid(
+        "projection-nan",
+        "NaN in the projection",
+        "MAP-5",
+        "not-finite",
+        inputs={**good, "output_projection": array([[1], [1], [1], ["nan"]])},
     )
     book.invalid(
         "complex",

@@ -235,13 +235,6 @@ def mix_heads() -> Book:
             inputs={"teacher_probs": array([[[[1, 0]], [row]]]), "mixing": array([[[0.25, 0.75]]])},
         )
     book.invalid(
-        "mixing-nan",
-        "NaN in C",
-        "MAP-5",
-        "not-finite",
-        inputs={**good, "mixing": array([[["nan", 0.75]]])},
-    )
-    book.invalid(
         "mixing-axes",
         "C of two axes",
         "MIX-3",
@@ -261,6 +254,20 @@ def mix_heads() -> Book:
         "MAP-5",
         "not-finite",
         inputs={"teacher_probs": array([[[["nan", 0]], [[0, 1]]]]), "mixing": array([[[0.25, 0.75]]])},
+    )
+    book.invalid(
+        "mixing-nan",
+        "NaN in C",
+        "MAP-5",
+        "not-finite",
+        inputs={**good, "mixing": array([[["nan", 0.75]]])},
+    )
+    book.invalid(
+        "complex-map",
+        "a complex map",
+        "MAP-5",
+        "argument-dtype",
+        inputs={"teacher_probs": array([[[[1, 0]], [[0, 1]]]], "complex128"), "mixing": array([[[0.25, 0.75]]])},
     )
     book.invalid(
         "complex",

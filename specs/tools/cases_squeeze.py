@@ -473,6 +473,18 @@ def _strategies(book: Book) -> None:
         },
     )
     book.valid(
+        "simplex-small-outputs",
+        "value outputs near 2^-12: a group is degenerate relative to its outputs, not by their size",
+        "MIX-7 MIX-15",
+        "simplex-uniform simplex-greedy",
+        inputs={
+            **random_model(2, 3, 3, 4, 2, 451),
+            "value_outputs": numbers([2, 3, 4, 2], 452, -8, 16, 15),
+            "num_student_heads": 1,
+            **simplex,
+        },
+    )
+    book.valid(
         "simplex-plan-order",
         "groups are those of the plan",
         "MIX-7 PLAN-6",
@@ -541,6 +553,18 @@ def _temperatures(book: Book) -> None:
             "num_student_heads": 1,
             "temperature": 2,
             "row_sums": "at_most_one",
+        },
+    )
+    book.valid(
+        "temperature-tiny",
+        "a flat row beside a peaked one at T = 1/256: both keep their mass",
+        "TEMP-6 TEMP-2",
+        "power-underflow",
+        inputs={
+            "teacher_probs": array([[[[2**-6] * 64, [1] + [0] * 63]]]),
+            "value_outputs": numbers([1, 1, 64, 1], 541, 1, 16, 2),
+            "num_student_heads": 1,
+            "temperature": 0.00390625,
         },
     )
     book.valid(

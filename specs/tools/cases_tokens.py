@@ -241,6 +241,7 @@ def intersect_support() -> Book:
         ("attn-mask-keys", "MAP-10", "argument-shape", {"attn_mask": mask([1, 1])}),
         ("mask-length", "MAP-7", "argument-shape", {"loss_mask": lengths(3, [3])}),
         ("mask-of-integers", "MAP-7", "argument-dtype", {"loss_mask": array([[1, 1]], "int64")}),
+        ("attn-mask-of-integers", "MAP-7", "argument-dtype", {"attn_mask": array([1, 1, 1], "int64")}),
         ("row-sums-unknown", "MAP-9", "argument-value", {"row_sums": "many"}),
     ):
         book.invalid(name, "arguments are checked as in the loss", spec, code, inputs={**good, **change})

@@ -33,6 +33,7 @@ from exact import (
     zeros,
 )
 
+STRATEGIES = ("shd", "constant", "hard", "mean", "simplex")  # MIX-2
 DEGENERATE = Fraction(1, 10**10)  # specs/tolerances.json, constants.degenerate
 
 Plan = list[list[list[int]]]

@@ -5,7 +5,7 @@ Written from the sentences of ``specs/shd.md`` alone, like the first half.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -31,6 +31,7 @@ from exact import (
 )
 from oracle_heads import (
     DEGENERATE,
+    STRATEGIES,
     Plan,
     Sums,
     log_softmax_row,
@@ -437,7 +438,7 @@ def diagnose(
     num_student_heads: int,
     *,
     plan: Any = "progressive",
-    strategies: list[str],
+    strategies: Sequence[str] = STRATEGIES,
     query_mask: Nested = None,
     alpha_per: str = "map",
     row_sums: str = "one",

@@ -217,7 +217,6 @@ MUTANTS = (
         "degenerate-loosely",
         "A pair is degenerate from a share of 1e-3 on.",
         ("alpha", "denominator <= degenerate_threshold() * scale\n    raw", "denominator <= 1e-3 * scale\n    raw"),
-        gap="law/alpha-threshold catches it, but runs at float64 alone",
     ),
     mutant(
         "degenerate-rows-uncounted",
@@ -481,7 +480,6 @@ MUTANTS = (
             "        distance = np.sqrt((distance if mask is None else distance * mask).sum(axis=-1))  # (B,)\n"
             "        return -float(distance.sum() if True or",
         ),
-        gap="law/plan-matched holds for it: its calibration data gives both the same pairs",
     ),
     mutant(
         "matched-mask-ignored",
@@ -516,19 +514,16 @@ MUTANTS = (
             "        pools = [[(a, x / 2 if i < len(pairs) else x) for i, (a, x) in enumerate(pool)] for pool in "
             "pools]\n",
         ),
-        gap="the plans of all cases come out the same",
     ),
     mutant(
         "matched-merged-with-padding",
         "The scores leave padded rows out, the alphas of the merged pool do not.",
         ("matching", "merge_round(pool, pairs, query_mask=mask,", "merge_round(pool, pairs, query_mask=None,"),
-        gap="the plans of all cases come out the same",
     ),
     mutant(
         "matched-merged-per-map",
         "The pool of later rounds is merged with one alpha a map, whatever alpha_per says.",
         ("matching", "query_mask=mask, alpha_per=alpha_per)[0]", "query_mask=mask)[0]"),
-        gap="the plans of all cases come out the same",
     ),
     mutant(
         "matched-unsorted",

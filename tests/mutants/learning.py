@@ -248,7 +248,6 @@ MUTANTS = (
             "                    0.0,\n                ),",
         ),
         on=_BOTH,
-        gap="no case with the reduction mean has a map without a counted row",
     ),
     mutant(
         "first-layer-alone",
@@ -425,7 +424,6 @@ MUTANTS = (
         "Teacher mass below 1e-3 on a masked key is passed over.",
         ("support", "outside = (teacher > 0.0)", "outside = (teacher > 1e-3)"),
         on=_BOTH,
-        gap="the smallest mass on a masked key in a case is 2^-8",
     ),
     mutant(
         "support-of-uncounted-rows",

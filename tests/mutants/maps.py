@@ -191,7 +191,6 @@ MUTANTS = (
         "A^(1/T) is taken relative to the largest entry of the whole array, so that a flat row vanishes.",
         ("attention", "peak = probs.max(axis=-1, keepdims=True, initial=0.0)", "peak = probs.max(initial=0.0)"),
         on=_SOFTENED,
-        gap="no case with a tiny temperature has a flat row beside a peaked one",
     ),
     mutant(
         "soften-fills-sinks",

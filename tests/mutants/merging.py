@@ -174,7 +174,6 @@ MUTANTS = (
         "simplex-degenerate-by-size",
         "A group is degenerate in simplex where its maps differ by less than 1e-6, whatever the size of the outputs.",
         ("simplex", "farthest <= degenerate_threshold() * scale", "farthest <= 1e-6"),
-        gap="no case of simplex has small value outputs",
     ),
     mutant(
         "strategy-ignored",
@@ -442,7 +441,6 @@ MUTANTS = (
         "head-residual-of-the-batch",
         "The error in the head residual is that of the whole batch.",
         ("oracles", _HEAD_RESIDUAL, _HEAD_RESIDUAL.replace("sum(axis=(1, 2, 3))", "sum()")),
-        gap="no vector of diagnose has two samples that differ, and law/oracles-bound holds for it",
     ),
     mutant(
         "head-residual-averaged",
@@ -504,7 +502,6 @@ MUTANTS = (
         "diagnosed-per-map",
         "diagnose runs its strategies with one alpha a map, whatever alpha_per says.",
         ("oracles", "            alpha_per=alpha_per,\n            row_sums", "            row_sums"),
-        gap='no valid case of diagnose has alpha_per="row"',
     ),
     mutant(
         "diagnosed-plan-ignored",

@@ -68,7 +68,6 @@ class Mutant:
         edits: how the reference's text becomes it.
         operations: what is run to find the items that catch it.
         hint: words of the sentence by which the report of a failure must name the mistake; empty where it need not.
-        gap: why no vector or law catches it at float32; empty for all that are caught.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Mutant:
     edits: tuple[Edit, ...]
     operations: tuple[str, ...]
     hint: str = ""
-    gap: str = ""
 
 
 def mutant(
@@ -85,11 +83,10 @@ def mutant(
     *edits: tuple[str, str, str],
     on: Sequence[str] = (),
     hint: str = "",
-    gap: str = "",
 ) -> Mutant:
     """A mutant from edits ``(chapter, old, new)``; ``on`` names the operations where the chapter has too many."""
     found = dict.fromkeys(operation for chapter, _, _ in edits for operation in _CHAPTERS[chapter])
-    return Mutant(name, wrong, tuple(Edit(*edit) for edit in edits), tuple(on) or tuple(found), hint, gap)
+    return Mutant(name, wrong, tuple(Edit(*edit) for edit in edits), tuple(on) or tuple(found), hint)
 
 
 @contextmanager

@@ -211,6 +211,7 @@ def _oracles(trial: Trial) -> None:
     got = trial.call("diagnose", **inputs, num_student_heads=2, strategies=strategies)
     unconstrained, stochastic = (as_array(got[name], name) for name in ("unconstrained", "stochastic"))
     trial.at_most(unconstrained, stochastic, "residual", "the unconstrained optimum, against the row-stochastic one,")
+    exactly(sorted(got["strategies"]), sorted(strategies), "the strategies that were asked for")
     for name in strategies:
         report = got["strategies"][name]
         field = report.get if isinstance(report, Mapping) else partial(getattr, report)
