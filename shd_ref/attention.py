@@ -78,7 +78,7 @@ def soften(attn_probs: ArrayLike, temperature: float, *, row_sums: str = "one") 
     """
     temperature = check_temperature(temperature)
     probs = check_probs(attn_probs, "attn_probs", ndim=None, row_sums=row_sums)
-    return soften_rows(probs, temperature, row_sums=row_sums)
+    return in_dtype_of(attn_probs, soften_rows(probs, temperature, row_sums=row_sums))
 
 
 def soften_rows(probs: Array, temperature: float, *, row_sums: str) -> Array:
@@ -187,6 +187,12 @@ def as_float(
         place = _place(where, array.ndim, layer)
         raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {place}", "MAP-5")
     return array
+
+
+def in_dtype_of(given: ArrayLike, maps: Array) -> Array:
+    """Maps made from ``given``, in its dtype, which decides their ROW_SUM (MAP-14); integers give float64."""
+    dtype = np.asarray(given).dtype
+    return maps if dtype.kind in "iu" else maps.astype(dtype, copy=False)
 
 
 def check_axes(array: Array, name: str) -> None:

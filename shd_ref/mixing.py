@@ -22,6 +22,7 @@ from shd_ref.attention import (
     check_probs,
     check_temperature,
     dtype_name,
+    in_dtype_of,
     soften_rows,
 )
 from shd_ref.errors import ShdError
@@ -126,7 +127,7 @@ def squeeze_heads(
     elif alpha_per == "map":
         mixing = mixing[..., 0]  # every row has the same weights
     return SqueezeResult(
-        probs=mix_maps(softened, mixing),
+        probs=in_dtype_of(teacher_probs, mix_maps(softened, mixing)),
         mixing=mixing,
         alphas=alphas,
         residual=output_residual(probs, outputs, mixing, groups, mask),
@@ -169,7 +170,7 @@ def mix_heads(teacher_probs: ArrayLike, mixing: ArrayLike) -> Array:
         ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``, ``mixing-invalid``.
     """
     probs = check_probs(teacher_probs, "teacher_probs", row_sums="at_most_one")
-    return mix_maps(probs, check_mixing(mixing, probs.shape))
+    return in_dtype_of(teacher_probs, mix_maps(probs, check_mixing(mixing, probs.shape)))
 
 
 def mix_maps(probs: Array, weights: Array) -> Array:

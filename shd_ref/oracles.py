@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from shd_ref.alpha import ALPHA_PER
 from shd_ref.attention import Array, Mask, check_option
 from shd_ref.errors import ShdError
-from shd_ref.mixing import STRATEGIES, check_teacher, squeeze_heads
+from shd_ref.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
 from shd_ref.simplex import simplex_weights
 from shd_ref.tolerances import degenerate_threshold
@@ -94,7 +94,7 @@ def diagnose(
             alpha_per=alpha_per,
             row_sums=row_sums,
         )
-        reached = head_residual(result.probs, probs, outputs, groups, mask)
+        reached = head_residual(mix_maps(probs, result.mixing), probs, outputs, groups, mask)
         reports[strategy] = StrategyReport(
             result.residual, reached, _ratio(reached, unconstrained), _ratio(reached, stochastic)
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, Mask, as_float, as_mask, check_probs, mask_logits
+from shd_ref.attention import Array, Mask, as_float, as_mask, check_probs, in_dtype_of, mask_logits
 from shd_ref.errors import ShdError
 
 
@@ -46,7 +46,8 @@ def intersect_support(
     teacher, logits, _ = check_layer(
         supervision, student_logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, layer=0
     )
-    return intersect(teacher, ~np.isneginf(logits))
+    kept, dropped = intersect(teacher, ~np.isneginf(logits))
+    return IntersectedMaps(in_dtype_of(supervision, kept), dropped)
 
 
 def intersect(teacher: Array, may_attend: Mask) -> IntersectedMaps:

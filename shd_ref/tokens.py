@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, as_mask, check_probs
+from shd_ref.attention import Array, as_mask, check_probs, in_dtype_of
 from shd_ref.errors import ShdError
 from shd_ref.plans import as_index
 from shd_ref.support import rescale_rows
@@ -59,7 +59,8 @@ def align_tokens(
     probs = probs[:, :, kept_rows]
     others = np.setdiff1d(np.arange(probs.shape[3]), kept_columns)
     dropped: Array = probs[..., others].sum(axis=-1)
-    return AlignedMaps(rescale_rows(probs[..., kept_columns], probs.sum(axis=-1), dropped), dropped)
+    aligned = rescale_rows(probs[..., kept_columns], probs.sum(axis=-1), dropped)
+    return AlignedMaps(in_dtype_of(attn_probs, aligned), dropped)
 
 
 def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> list[int]:

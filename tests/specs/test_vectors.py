@@ -30,6 +30,7 @@ SENTENCES = set(re.findall(r"^- \*\*([A-Z]+-\d+)\*\* ", PAGE, flags=re.MULTILINE
 
 # Sentences that one call with its answer cannot show, and what does.
 ELSEWHERE = {
+    "MAP-14": "arrays of the vectors are float64 or float32; tests/specs/test_stored_dtype.py",
     "MAP-8": "law: arguments keep their bits",
     "MAP-12": "nothing is specified",
     "LOSS-9": "law: an automatic differentiator finds no gradient",
