@@ -20,7 +20,7 @@ _TEACHER = "(2 * s * num_teacher_layers + num_student_layers) // (2 * num_studen
 _RESCALED = "rescaled = kept / np.where(left == 0.0, 1.0, left) * mass[..., None]"
 _MASS = 'mass = counted.astype(np.float64) if row_sums == "one" else teacher.sum(axis=-1)'
 _SUPPORT = "        check_support(teacher, may_attend, counted, divergence=divergence, layer=layer)\n"
-_ALIGNED = "return AlignedMaps(rescale_rows(probs[..., kept_columns], probs.sum(axis=-1), dropped), dropped)"
+_ALIGNED = "aligned = rescale_rows(probs[..., kept_columns], probs.sum(axis=-1), dropped)"
 
 
 def _divided(by: str) -> tuple[str, str, str]:
@@ -754,12 +754,12 @@ MUTANTS = (
     mutant(
         "tokens-not-scaled",
         "Kept rows are not scaled back.",
-        ("tokens", _ALIGNED, "return AlignedMaps(probs[..., kept_columns], dropped)"),
+        ("tokens", _ALIGNED, "aligned = probs[..., kept_columns]"),
     ),
     mutant(
         "tokens-scaled-to-one",
         "Kept rows are scaled to one, those with a sink too.",
-        ("tokens", _ALIGNED, _ALIGNED.replace("probs.sum(axis=-1), dropped)", "np.ones_like(dropped), dropped)")),
+        ("tokens", _ALIGNED, _ALIGNED.replace("probs.sum(axis=-1)", "np.ones_like(dropped)")),
     ),
     mutant(
         "tokens-sorted",
@@ -790,6 +790,6 @@ MUTANTS = (
         "tokens-dropped-mass-of-all-rows",
         "The dropped mass has an entry for every row, kept or not.",
         ("tokens", "    probs = probs[:, :, kept_rows]\n", "    every = probs\n    probs = probs[:, :, kept_rows]\n"),
-        ("tokens", _ALIGNED, _ALIGNED.replace("dropped), dropped)", "dropped), every[..., others].sum(axis=-1))")),
+        ("tokens", "aligned), dropped)", "aligned), every[..., others].sum(axis=-1))"),
     ),
 )

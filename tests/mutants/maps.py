@@ -150,10 +150,10 @@ MUTANTS = (
         "soften raises the caller's own array to the power.",
         (
             "attention",
-            "    return soften_rows(probs,",
+            "    return in_dtype_of(attn_probs, soften_rows(probs,",
             "    if isinstance(attn_probs, np.ndarray):\n"
             "        attn_probs **= 1.0 / temperature\n"
-            "    return soften_rows(probs,",
+            "    return in_dtype_of(attn_probs, soften_rows(probs,",
         ),
         on=("soften",),
     ),

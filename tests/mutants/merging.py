@@ -7,7 +7,7 @@ from mutants.mutant import mutant
 _MERGED = "merged.append((alpha * a_p + (1 - alpha) * a_q, x_p + x_q))"
 _HARD = "chosen = np.where(solution.raw >= 0.5, 1.0, 0.0)"
 _SOLVED_ON = 'solved_on = softened if alpha_from == "softened" else probs'
-_MIXED = "probs=mix_maps(softened, mixing),"
+_MIXED = "mix_maps(softened, mixing)),"
 _RESIDUAL = "residual=output_residual(probs, outputs, mixing, groups, mask),"
 _COMPOSED = "    if alphas:\n        mixing = compose_mixing(alphas, rounds, num_heads)\n"
 _RELATIVE = "relative = error / np.where(norm == 0.0, 1.0, norm)"
@@ -192,13 +192,13 @@ MUTANTS = (
     mutant(
         "softened-after-mixing",
         "The mixed maps are softened and not each head.",
-        ("mixing", _MIXED, "probs=soften_rows(mix_maps(probs, mixing), temperature, row_sums=row_sums),"),
+        ("mixing", _MIXED, "soften_rows(mix_maps(probs, mixing), temperature, row_sums=row_sums)),"),
         hint="the mixed map is softened",
     ),
     mutant(
         "squeeze-temperature-ignored",
         "The merged maps are not softened.",
-        ("mixing", _MIXED, "probs=mix_maps(probs, mixing),"),
+        ("mixing", _MIXED, "mix_maps(probs, mixing)),"),
         hint="the temperature is ignored",
     ),
     mutant(
@@ -259,12 +259,12 @@ MUTANTS = (
     mutant(
         "padded-rows-zeroed",
         "The merged maps are zero on rows that do not count.",
-        ("mixing", _MIXED, "probs=mix_maps(softened, mixing) * (1.0 if mask is None else mask[:, None, :, None]),"),
+        ("mixing", _MIXED, "mix_maps(softened, mixing) * (1.0 if mask is None else mask[:, None, :, None])),"),
     ),
     mutant(
         "samples-mixed-alike",
         "Every sample is mixed with the weights of the first.",
-        ("mixing", _MIXED, "probs=mix_maps(softened, np.broadcast_to(mixing[:1], mixing.shape)),"),
+        ("mixing", _MIXED, "mix_maps(softened, np.broadcast_to(mixing[:1], mixing.shape))),"),
     ),
     mutant(
         "mixing-without-rows",
