@@ -10,7 +10,7 @@ import oracle_heads as heads
 import oracle_loss as loss
 from book import Book, Given, array, lengths, mask, numbers
 from cases_maps import bad_maps
-from cases_squeeze import random_model
+from models import random_model
 
 PLAN = {"rule": "plan"}
 RESIDUAL = {"rule": "close", "quantity": "residual"}
@@ -207,7 +207,7 @@ def diagnose() -> Book:
         compare: dict[str, dict[str, Any]] = {"plan": PLAN, "unconstrained": RESIDUAL, "stochastic": RESIDUAL}
         return compare | {f"strategies.{name}.{field}": RESIDUAL for name in strategies for field in fields}
 
-    for name, comment, spec, flags, inputs in (
+    chosen: list[tuple[str, str, str, str, dict[str, Any]]] = [
         (
             "one-row",
             "O = 3, the keys give 2 and 1: the best is 2, off by a third",
@@ -348,7 +348,8 @@ def diagnose() -> Book:
             "",
             {**random_model(1, 3, 2, 3, 3, 941), "num_student_heads": 2},
         ),
-    ):
+    ]
+    for name, comment, spec, flags, inputs in chosen:
         book.valid(
             name, comment, spec, flags, inputs=inputs, compare=rules(inputs.get("strategies", heads.STRATEGIES))
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 import oracle_loss as loss
 from book import Arrays, Book, array, lengths, mask, numbers, probs, special
-from cases_loss import DIVERGENCES, DTYPES_OF, STUDENT, TEACHER, pair_layers, refuse_bad_layers, shared_valid_cases
 from exact import flatten
+from loss_inputs import DIVERGENCES, DTYPES_OF, STUDENT, TEACHER, pair_layers, refuse_bad_layers, shared_valid_cases
 
 EXACT = {"rule": "exact"}
 GRADIENT = {"rule": "close", "quantity": "gradient", "exact_zeros": True}

@@ -20,7 +20,7 @@ def compose_mixing() -> Book:
         {"mixing": MIXING},
     )
     flags = "alpha-swapped pool-in-place pool-untouched-first"
-    for name, teachers, plan, alphas, comment in (
+    plans: list[tuple[str, int, Any, Any, str]] = [
         ("one-pair", 2, [[[0, 1]]], [[[0.25]]], "the weight is that of the first head"),
         ("three-to-one", 3, [[[0, 1]], [[0, 1]]], [[[0.25]], [[0.75]]], "two rounds: 3/16, 9/16, 1/4"),
         ("untouched", 4, [[[2, 3]]], [[[0.125]]], "merged heads first, then the untouched ones"),
@@ -47,7 +47,8 @@ def compose_mixing() -> Book:
             [[[[0.25, 0.5, 1], [0, 0.125, 0.75]], [[0.5, 1, 0.25], [1, 0.25, 0.5]]]],
             "two samples, two pairs, three rows",
         ),
-    ):
+    ]
+    for name, teachers, plan, alphas, comment in plans:
         book.valid(
             name,
             comment,
@@ -65,6 +66,7 @@ def compose_mixing() -> Book:
         )
     good: dict[str, Any] = {"plan": [[[0, 1], [2, 3]], [[0, 1]]], "num_teacher_heads": 4}
     first, second = array([[0.5, 0.25]]), array([[0.5]])
+    change: dict[str, Any]
     for name, change in (
         ("too-few-rounds", {"alphas": [first]}),
         ("too-many-rounds", {"alphas": [first, second, second]}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import oracle_heads as heads
 from book import Book
 
@@ -132,6 +134,7 @@ def merge_plan() -> Book:
 def plan_groups() -> Book:
     """PLAN-4, PLAN-6, PLAN-7."""
     book = Book("plan_groups", ("groups",), lambda **given: {"groups": heads.plan_groups(**given)}, {"groups": EXACT})
+    plan: Any
     for name, teachers, plan, comment in (
         ("identity", 3, [], "the empty plan: every head alone"),
         ("untouched-last", 4, [[[2, 3]]], "merged heads come first, untouched ones after them"),

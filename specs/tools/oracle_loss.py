@@ -326,7 +326,7 @@ def _alpha_of(gram: Nested, p: int, q: int, row: int) -> Number:
         value = gram[i][j][k][m]
         return value[row] if isinstance(value, list) else value
 
-    def g(j: int, m: int) -> Fraction:
+    def g(j: int, m: int) -> Number:
         return entry(p, j, p, m) - entry(p, j, q, m) - entry(q, j, p, m) + entry(q, j, q, m)
 
     scale = sum((entry(i, j, i, m) for i in (p, q) for j in (p, q) for m in (p, q)), Fraction(0))
