@@ -16,17 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from shd_ref.cache import CacheReader, Manifest, StoredRecord, sample_key, sqrt8_table, trim_sample
+from shd_ref.cache import CacheReader, Manifest, StoredRecord, code_bits, code_values, sample_key, trim_sample
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
-_CODE_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "sqrt8-row": torch.uint8,
-}
+_WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
@@ -146,16 +142,22 @@ class CodedSupervision:
                 f"length must be at least the longest sample's {longest}; got {size}: teacher and student must see "
                 "the same positions",
             )
-        codes = self.buffer.view(_CODE_DTYPES[self.codec])
-        sizes = [self.num_student_heads * _num_entries(n, self.support) for n in self.lengths]
+        codes = self.buffer.view(_WIDE_CODES.get(self.codec, torch.uint8))
+        if code_bits(self.codec) == 4:  # two codes a byte, the earlier one in its lower half
+            codes = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(-1)
+        counts = [self.num_student_heads * _num_entries(n, self.support) for n in self.lengths]
+        # Every blob fills whole bytes: behind an odd number of half-byte codes lies one that is none.
+        sizes = [count + count % 2 for count in counts] if code_bits(self.codec) == 4 else counts
         maps = []
         for layer in torch.split(codes, sum(sizes)):
-            if len(set(self.lengths)) == 1 and size == longest:
+            if len(set(self.lengths)) == 1 and size == longest and sizes == counts:
                 square = self._unpack(layer, len(self.lengths), longest)
             else:
                 square = layer.new_zeros(len(self.lengths), self.num_student_heads, size, size)
-                for target, part, n in zip(square, torch.split(layer, sizes), self.lengths, strict=True):
-                    target[:, :n, :n] = self._unpack(part, 1, n)[0]
+                for target, part, count, n in zip(
+                    square, torch.split(layer, sizes), counts, self.lengths, strict=True
+                ):
+                    target[:, :n, :n] = self._unpack(part[:count], 1, n)[0]
             maps.append(_decode(self.codec, square).to(dtype))
         return maps
 
@@ -235,9 +237,11 @@ def _num_entries(length: int, support: str) -> int:
 
 
 def _decode(codec: str, codes: Tensor) -> Tensor:
-    """Codes to float32 probabilities (CACHE-32, CACHE-33, CACHE-35)."""
+    """Codes to float32 probabilities (CACHE-29, CACHE-32, CACHE-33, CACHE-35)."""
     if codec == "float32":
         return codes
-    table = torch.from_numpy(sqrt8_table()).to(codes.device)
-    values = table[codes.int()] if codec == "sqrt8-row" else codes.float()
+    if codec in _WIDE_CODES:
+        values = codes.float()
+    else:
+        values = torch.from_numpy(code_values(codec)).to(codes.device)[codes.int()]
     return values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

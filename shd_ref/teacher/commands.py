@@ -56,8 +56,24 @@ class Codec(StrEnum):
     """How maps are stored."""
 
     sqrt8_row = "sqrt8-row"
+    sqrt8_abs = "sqrt8-abs"
+    u4 = "u4"
     bf16 = "bf16"
     float32 = "float32"
+
+
+class Compression(StrEnum):
+    """What is done to stored blobs."""
+
+    none = "none"
+    zstd = "zstd"
+
+
+class OnError(StrEnum):
+    """What is done about a sample on which the teacher fails."""
+
+    stop = "stop"
+    skip = "skip"
 
 
 class Plan(StrEnum):
@@ -77,7 +93,17 @@ class AlphaPer(StrEnum):
 TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]
 InputsPath = Annotated[
     Path,
-    typer.Option(help="Model inputs: an .npz file with one array per graph input, first axis = samples."),
+    typer.Option(
+        help="Model inputs: .npz, .safetensors, .parquet, .arrow or .jsonl, with one column per graph input; or a "
+        "folder of Parquet or Arrow files, such as save_to_disk of Hugging Face datasets writes."
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Where the inputs are text: tokenizer.json, or the folder that holds it.")
+]
+TextOption = Annotated[str, typer.Option(help="Column of the text.")]
+MaxLengthOption = Annotated[
+    int | None, typer.Option(help="Tokens to keep of a text; default: as the tokenizer says.", min=1)
 ]
 Provider = Annotated[str, typer.Option(help="cpu, cuda, or an onnxruntime provider name. Never falls back silently.")]
 
@@ -165,9 +191,29 @@ def precompute(
         AlphaPer, typer.Option(help="One merge weight per map (the paper), or per query row.")
     ] = AlphaPer.map,
     temperature: Annotated[float, typer.Option(help="Attention temperature of the stored maps, above 0.")] = 1.0,
-    codec: Annotated[Codec, typer.Option(help="sqrt8-row: 1 byte an entry; bf16: 2; float32: 4.")] = Codec.sqrt8_row,
+    codec: Annotated[
+        Codec, typer.Option(help="sqrt8-row, sqrt8-abs: 1 byte an entry; u4: half a byte; bf16: 2; float32: 4.")
+    ] = Codec.sqrt8_row,
+    compression: Annotated[
+        Compression, typer.Option(help="zstd: smaller on slow disks; needs the extra 'zstd'.")
+    ] = Compression.none,
+    tokenizer: TokenizerOption = None,
+    text_column: TextOption = "text",
+    max_length: MaxLengthOption = None,
     mask: Annotated[str | None, typer.Option(help="Attention-mask input, if not called attention_mask.")] = None,
+    seed_column: Annotated[
+        str | None,
+        typer.Option(help="Column of augmentation seeds, stored beside the maps and replayed in training."),
+    ] = None,
+    on_error: Annotated[
+        OnError,
+        typer.Option(help="A sample on which the teacher gives NaN: stop and name it, or skip and record it."),
+    ] = OnError.stop,
     batch_size: Annotated[int, typer.Option(help="Samples per teacher call.", min=1)] = 16,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Positions per teacher call, in place of --batch-size: short samples fill it too.", min=1),
+    ] = None,
     samples_per_shard: Annotated[
         int | None, typer.Option(help="Samples per shard; default: about 256 MiB, at least 16 shards.", min=1)
     ] = None,
@@ -180,9 +226,9 @@ def precompute(
     The merge happens inside the graph. The first batch is compared with the NumPy reference, and a difference above
     tolerance refuses the run. Stop it at any moment (also with kill -9): the same command goes on where it stopped.
     """
-    from shd_ref.teacher.inputs import load_arrays
     from shd_ref.teacher.precompute import precompute as run_precompute
     from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.sources import open_source
 
     with reported_errors():
         options = PrecomputeOptions(
@@ -194,34 +240,47 @@ def precompute(
             alpha_per=alpha_per.value,
             temperature=temperature,
             codec=codec.value,
+            compression=compression.value,
+            on_error=on_error.value,
+            seed_column=seed_column,
         )
         run = RunOptions(
             mask=mask,
             batch_size=batch_size,
+            batch_tokens=batch_tokens,
             samples_per_shard=samples_per_shard,
             seed=seed,
             provider=provider,
             num_threads=threads,
         )
-        arrays = load_arrays(inputs)
+        source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
         with _progress("samples") as (bar, task):
+            reading = bar.add_task("inputs read", total=None)
             summary = run_precompute(
                 teacher,
-                arrays,
+                source,
                 out,
                 options,
                 run,
                 on_progress=lambda done, total, _: bar.update(task, completed=done, total=total),
+                on_read=lambda done, total: bar.update(reading, completed=done, total=total),
             )
     console.print(_summary_table(summary))
-    console.print(f"next: shd verify {out} --teacher {teacher} --inputs {inputs}", highlight=False, soft_wrap=True)
+    more = "" if tokenizer is None else f" --tokenizer {tokenizer} --text-column {text_column}"
+    more += "" if max_length is None else f" --max-length {max_length}"
+    console.print(
+        f"next: shd verify {out} --teacher {teacher} --inputs {inputs}{more}", highlight=False, soft_wrap=True
+    )
 
 
 @app.command()
 def verify(
     cache: Annotated[Path, typer.Argument(help="Folder of the cache.", metavar="CACHE")],
     teacher: Annotated[Path | None, typer.Option(help="Also run this teacher again on some records.")] = None,
-    inputs: Annotated[Path | None, typer.Option(help="The model inputs (.npz) that the cache was made from.")] = None,
+    inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
+    tokenizer: TokenizerOption = None,
+    text_column: TextOption = "text",
+    max_length: MaxLengthOption = None,
     records: Annotated[int, typer.Option(help="How many records to run again.", min=1)] = 8,
     seed: Annotated[int, typer.Option(help="Seed of their choice.", min=0)] = 0,
     provider: Provider = "cpu",
@@ -249,12 +308,11 @@ def verify(
             f"{decimal(report.bytes)}, every byte read"
         )
         if teacher is not None and inputs is not None:
-            from shd_ref.teacher.inputs import load_arrays
             from shd_ref.teacher.recheck import recheck_records
+            from shd_ref.teacher.sources import open_source
 
-            again = recheck_records(
-                cache, teacher, load_arrays(inputs), num_records=records, seed=seed, provider=provider
-            )
+            source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
+            again = recheck_records(cache, teacher, source, num_records=records, seed=seed, provider=provider)
             console.print(
                 f"[green]same[/]: {again.records} records ({again.rows} rows) run again, "
                 f"largest total variation {again.tv_max:.2g}"
@@ -277,7 +335,7 @@ def _progress(unit: str) -> Iterator[tuple[Progress, Any]]:
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn("{task.description}"),
         _RateColumn(),
         TimeElapsedColumn(),
         TextColumn("passed,"),
@@ -311,6 +369,8 @@ def _summary_table(summary: Any) -> Table:
     table = Table(title=f"cache {summary.folder}", title_justify="left", show_header=False)
     rate = (summary.samples - summary.resumed) / max(summary.seconds, 1e-9)
     table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
+    if summary.skipped:
+        table.add_row("skipped", f"[bold red]{summary.skipped}[/]: the teacher gave NaN; their receipts name them")
     ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
     table.add_row("maps", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than float32")
     alphas = summary.alphas

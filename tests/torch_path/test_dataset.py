@@ -12,7 +12,7 @@ import torch
 from cache.makers import job, key_of, length_of, probs_of, write_cache
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import CacheReader, dataset_fingerprint
+from shd_ref.cache import CODECS, CacheReader, dataset_fingerprint
 from shd_torch import ShdError
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 
@@ -35,7 +35,7 @@ def support(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("codec", ["sqrt8-row", "bf16", "float32"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_decodes_as_the_reference(tmp_path: Path, codec: str, support: str) -> None:
     manifest = job(NUM_SAMPLES, codec=codec, support=support)
     reader = CacheReader(write_cache(tmp_path, manifest))
