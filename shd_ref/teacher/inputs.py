@@ -94,15 +94,17 @@ class ModelInputs:
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(sorted(self._specs))
         self.mask = _choose_mask(self._specs, mask)
+        self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
+        self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
+        self._padded = set(self._sequences) if self.mask is not None else set()  # as long as the mask, always
+        # Those whose length the graph leaves open, as it does the mask's where there is one.
+        self._free = [name for name in self._sequences if not isinstance(self._specs[name].shape[1], int)]
         self._columns = self._choose_columns()
         self.seed_column = seed_column
         if seed_column is not None and seed_column not in self._source.columns:
             raise self._source.refuse(
                 f"must hold the seed column {seed_column}; found {', '.join(self._source.columns)}"
             )
-        self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
-        self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
-        self._padded = set(self._sequences) if self.mask is not None else set()  # as long as the mask, always
         batch_axes = {s.shape[0] for s in self._specs.values() if s.shape and isinstance(s.shape[0], int)}
         self.fixed_batch: int | None = batch_axes.pop() if batch_axes else None
         dtypes = {name: np.dtype(self._specs[name].dtype) for name in self.names}
@@ -174,7 +176,7 @@ class ModelInputs:
 
     def _choose_columns(self) -> list[str]:
         missing = sorted(set(self.names) - set(self._source.columns))
-        if missing == [self.mask] and self._source.ragged:
+        if missing == [self.mask] and self._source.ragged and len(self._free) > 1:
             missing = []  # no row is padded, so every position is a token
         if missing:
             raise self._source.refuse(
@@ -186,10 +188,10 @@ class ModelInputs:
     def _trim(self, row: Row, index: int) -> Sample:
         sample = {name: self._check_input(row[name], name, index) for name in self._columns}
         if self.mask is not None and self.mask not in sample:
-            length = max(len(sample[name]) for name in self._sequences if name in sample)
+            length = max(len(sample[name]) for name in self._free if name in sample)
             sample[self.mask] = np.ones(length, dtype=self._specs[self.mask].dtype)
         if self.mask is None:
-            self.lengths[index] = max((len(sample[name]) for name in self._sequences), default=0)
+            self.lengths[index] = max((len(sample[name]) for name in self._free), default=0)
             return sample
         self._padded -= {name for name in self._padded if len(sample[name]) != len(sample[self.mask])}
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ class Spool:
         self._dtypes = dict(dtypes)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the spool lives)
         self._starts = array("q", [0])
+        weakref.finalize(self, self._file.close)
 
     def append(self, sample: Mapping[str, NDArray[Any]]) -> None:
         """Keep one more sample.
