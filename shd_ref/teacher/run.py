@@ -231,5 +231,12 @@ def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str
     graph, session = graph_and_session
     names = [output.name for output in graph.model.graph.output]
     fed = {value.name for value in session.get_inputs()}
-    values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
+    try:
+        values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
+    except Exception as error:  # onnxruntime's errors share no base class but Exception
+        raise ShdError(
+            "inputs-invalid",
+            f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
+            f"{len(batch.indices)} failed: {error}",
+        ) from error
     return dict(zip(names, values, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
@@ -68,11 +70,11 @@ def forecast_table(forecast: Forecast) -> Table:
 
 def forecast_advice(forecast: Forecast) -> str:
     """What to do, in words."""
-    hours = forecast.squeeze_seconds * forecast.num_samples / 3600
+    duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
     (best,) = [row for row in forecast.codecs if row.codec == forecast.recommended]
     milliseconds = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
     times = (
-        f"teacher {milliseconds[0]:.3g} ms a sample, squeezed {milliseconds[1]:.3g} ms: {hours:.2g} hours in all "
+        f"teacher {milliseconds[0]:.3g} ms a sample, squeezed {milliseconds[1]:.3g} ms: {duration} in all "
         f"on this machine (measured on {forecast.measured_samples} samples)"
     )
     verdict = (

@@ -269,6 +269,14 @@ def test_skipped_samples_are_named_in_receipts_and_the_rest_is_right(tmp_path: P
     assert recheck_records(tmp_path / "cache", tmp_path / "teacher.onnx", arrays, num_records=20).records == 7
 
 
+def test_inputs_that_the_teacher_cannot_run_on_are_named(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_tokens()
+    inputs["input_ids"][31, 0] = 50  # beyond the vocabulary
+    with pytest.raises(ShdError, match=r"samples \[.*31.* failed: ") as caught:
+        precompute(teacher, inputs, tmp_path, OPTIONS, RUN)
+    assert caught.value.code == "inputs-invalid"
+
+
 def test_nan_in_every_sample_is_an_error_even_where_it_may_be_skipped(tmp_path: Path) -> None:
     onnx.save(encoder_layer(num_heads=4, mask="where"), tmp_path / "teacher.onnx")
     inputs = {"x": np.full((5, 3, 12), np.nan, np.float32), "mask": np.ones((5, 3), np.int64)}
