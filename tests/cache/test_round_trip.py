@@ -25,7 +25,6 @@ from shd_ref.cache import (
     SUPPORTS,
     CacheReader,
     CacheWriter,
-    CodecError,
     Dataset,
     SampleInputs,
     ShardPlan,
@@ -77,28 +76,21 @@ def test_seeds_are_returned_with_their_samples(tmp_path: Path) -> None:
             )
 
 
-def test_skipped_samples_are_named_and_never_made_up(tmp_path: Path) -> None:
-    manifest = job(on_error="skip")
-    writer = CacheWriter(tmp_path, manifest)
-    gone = manifest.shard_samples(0)[0], *manifest.shard_samples(2)
-    for shard in range(4):
-        records = [record for record in records_of(manifest, shard) if record.index not in gone]
-        skipped = [Skipped(i, key_of(i), "a head gave NaN") for i in manifest.shard_samples(shard) if i in gone]
-        writer.write_shard(shard, records, MEASURED if records else CodecError(0.0, 0.0, 0.0, 0), skipped)
-    writer.seal()
+@pytest.mark.parametrize("samples_per_shard", [1, 2])
+def test_skipped_samples_are_named_and_never_made_up(tmp_path: Path, samples_per_shard: int) -> None:
+    manifest = job(samples_per_shard=samples_per_shard, on_error="skip")
+    reader = CacheReader(write_cache(tmp_path, manifest))
     assert verify_cache(tmp_path).ok
-    reader = CacheReader(tmp_path)
-    assert len(reader) == 4
-    assert set(reader.skipped) == {key_of(index) for index in gone}
-    for index in gone:
+    assert len(reader) == 5
+    assert set(reader.skipped) == {key_of(1), key_of(4)}
+    for index in (1, 4):
         assert key_of(index) not in reader
-        with pytest.raises(ShdError, match="skipped, as a head gave NaN") as caught:
+        with pytest.raises(ShdError, match=f"skipped, as head {index} gave NaN") as caught:
             reader.read(key_of(index))
         assert caught.value.code == "sample-missing"
+    skipped = [Skipped(index, key_of(index), "") for index in job().shard_samples(0)]
     with pytest.raises(ShdError, match="must be empty where on_error is 'stop'"):
-        CacheWriter(tmp_path / "other", job()).write_shard(
-            0, records_of(job(), 0)[1:], MEASURED, [Skipped(gone[0], key_of(gone[0]), "")]
-        )
+        CacheWriter(tmp_path / "other", job()).write_shard(0, [], MEASURED, skipped)
 
 
 def test_padding_is_cut_off(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from shd_ref.teacher.precompute import PrecomputeJob, precompute
 from shd_ref.teacher.recheck import recheck_records
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 60
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 RUN = RunOptions(batch_size=4, samples_per_shard=5)
@@ -300,6 +303,21 @@ def test_seeds_travel_from_the_inputs_to_the_reader(teacher: Path, tmp_path: Pat
             precompute(teacher, inputs | {"augmentation": wrong}, tmp_path / "other", options, RUN)
     with pytest.raises(ShdError, match="must hold the seed column"):
         precompute(teacher, make_tokens(), tmp_path / "other", options, RUN)
+
+
+def test_three_runs_at_once_make_one_cache(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_tokens()
+    np.savez(tmp_path / "data.npz", **inputs)
+    code = "from shd_ref.cli import main; main()"
+    command = [sys.executable, "-c", code, "precompute", str(teacher), "--inputs", str(tmp_path / "data.npz")]
+    command += ["--student-heads", "2", "--out", str(tmp_path / "raced"), "--batch-size", "4"]
+    command += ["--samples-per-shard", "5"]
+    runs = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
+    for one in runs:
+        _, messages = one.communicate(timeout=120)
+        assert one.returncode == 0, messages
+    precompute(teacher, inputs, tmp_path / "alone", OPTIONS, RUN)
+    assert contents(tmp_path / "raced") == contents(tmp_path / "alone")
 
 
 def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path: Path) -> None:
