@@ -82,6 +82,10 @@ class CacheReader:
         """The key of every sample in stored order, in which reading is sequential; equal samples repeat theirs."""
         return list(self._keys)
 
+    def seeds(self) -> dict[int, int]:
+        """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-59)."""
+        return dict(self._seeds)
+
     def read(self, key: str, layers: Iterable[int] | None = None) -> StoredRecord:
         """One sample, every byte of it checked (CACHE-82).
 
@@ -129,7 +133,7 @@ class CacheReader:
             },
             alphas=_floats(alphas, alphas_shape(self.manifest, length, num_alphas)),
             mixing=None if mixing is None else _floats(mixing, mixing_shape(self.manifest, length)),
-            seed=self._seeds[position] if self._seeds else None,
+            seed=self._seeds.get(index),
         )
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
@@ -161,7 +165,7 @@ class CacheReader:
     def _load(self, receipts: Iterable[Receipt]) -> None:
         # Arrays instead of objects: a big cache has millions of blobs, and every worker holds this table.
         self._keys: list[str] = []
-        self._seeds: list[int | None] = []
+        self._seeds: dict[int, int] = {}
         self.skipped: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         errors: list[CodecError] = []
@@ -171,7 +175,7 @@ class CacheReader:
             errors.append(receipt.codec_error)
             records = receipt.records
             self._keys += [record.key for record in records]
-            self._seeds += [record.seed for record in records] if self.manifest.inputs.seed else []
+            self._seeds |= receipt.sample_seeds()
             self.skipped |= {sample.key: sample.reason for sample in receipt.skipped}
             if records:
                 where.append(np.array([(receipt.shard, record.index, record.length) for record in records], np.int64))

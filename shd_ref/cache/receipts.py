@@ -70,11 +70,13 @@ class Skipped:
         index: position in the data set.
         key: ``sample_key`` of its inputs.
         reason: for people.
+        seed: of the sample's augmentation, or None.
     """
 
     index: int
     key: str
     reason: str
+    seed: int | None = optional(None)
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,11 @@ class Receipt:
         samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
         return {sample.index: sample.key for sample in samples}
 
+    def sample_seeds(self) -> dict[int, int]:
+        """The seed of every sample that has one, skipped ones included, by index."""
+        samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
+        return {sample.index: sample.seed for sample in samples if sample.seed is not None}
+
     def stored_order(self) -> Iterator[Blob]:
         """All blobs as they lie in the shard: float32 ones of every record, then the codes (CACHE-44)."""
         for record in self.records:
@@ -168,7 +175,8 @@ class Receipt:
         for skipped in self.skipped:
             if skipped.index >= samples:
                 yield f"skipped index must be below {samples}; got {skipped.index}"
-            yield from (f"skipped sample {skipped.index}: {problem}" for problem in _key_problems(skipped.key))
+            problems = (*_key_problems(skipped.key), *_seed_problems(skipped.seed, manifest))
+            yield from (f"skipped sample {skipped.index}: {problem}" for problem in problems)
         if min(self.codec_error.kl_mean, self.codec_error.kl_max, self.codec_error.tv_mean) < 0:
             yield f"codec_error must not be negative; got {self.codec_error}"
         for record in self.records:
@@ -196,8 +204,7 @@ def mixing_shape(manifest: Manifest, length: int) -> tuple[int, ...]:
 
 def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
     yield from _key_problems(record.key)
-    if (record.seed is None) != (manifest.inputs.seed is None):
-        yield f"seed must be there where the manifest names a column of seeds, and only there; got {record.seed}"
+    yield from _seed_problems(record.seed, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
     if len(record.layers) != len(manifest.layers):
@@ -221,3 +228,8 @@ def _key_problems(key: str) -> Iterator[str]:
         check_key(key)
     except ShdError as error:
         yield str(error)
+
+
+def _seed_problems(seed: int | None, manifest: Manifest) -> Iterator[str]:
+    if (seed is None) != (manifest.inputs.seed is None):
+        yield f"seed must be there where the manifest names a column of seeds, and only there; got {seed}"

@@ -123,6 +123,10 @@ class ModelInputs:
         """The sample key in 32 hex digits."""
         return bytes(self.keys[index]).hex()
 
+    def seed(self, index: int) -> int | None:
+        """The augmentation seed, where there is a column of them."""
+        return None if self.seeds is None else int(self.seeds[index])
+
     def sample(self, index: int) -> Sample:
         """One sample as its key sees it, in the graph's types and without padding."""
         if self._spool is not None:

@@ -168,7 +168,11 @@ class PrecomputeJob:
                 part = pending[shard]
                 wanted = part.samples - faults.keys()
                 part.records += make_records(work, batch, outputs, wanted)
-                part.skipped += [_skip(faults[index]) for index in indices if index in part.samples & faults.keys()]
+                part.skipped += [
+                    Skipped(index, faults[index].key, faults[index].reason, work.inputs.seed(index))
+                    for index in indices
+                    if index in part.samples & faults.keys()
+                ]
                 if part.codec_error is None and first:
                     part.codec_error = measure_codec(work, batch, outputs, wanted)
                 if part.full:
@@ -227,7 +231,3 @@ class _Progress:
         self.written += written
         if self.report is not None:
             self.report(self.samples, self.total, self.written)
-
-
-def _skip(fault: Fault) -> Skipped:
-    return Skipped(fault.index, fault.key, fault.reason)

@@ -47,7 +47,7 @@ def make_records(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Conta
                 alphas=alphas[place],
                 # Weights by row follow from the alphas and would double a record; weights by map are small.
                 mixing=_mixing(work, alphas[place]) if work.options.alpha_per == "map" else None,
-                seed=None if inputs.seeds is None else int(inputs.seeds[index]),
+                seed=inputs.seed(index),
             )
         )
     return records

@@ -121,7 +121,8 @@ def records_of(manifest: Manifest, shard: int) -> list[NewRecord]:
 
 def skipped_of(manifest: Manifest, shard: int) -> list[Skipped]:
     wanted = [index for index in manifest.shard_samples(shard) if is_skipped(manifest, index)]
-    return [Skipped(index, key_of(index), f"head {index} gave NaN") for index in wanted]
+    seeds = manifest.inputs.seed is not None
+    return [Skipped(i, key_of(i), f"head {i} gave NaN", 3**33 + i if seeds else None) for i in wanted]
 
 
 def write_shards(writer: CacheWriter, shards: Iterable[int]) -> None:
