@@ -12,6 +12,7 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
+    import shd_ref.teacher.plan_command  # noqa: F401  (registers its command)
     from shd_ref.teacher.commands import app
 
     app()

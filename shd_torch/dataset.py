@@ -16,17 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from shd_ref.cache import CacheReader, Manifest, StoredRecord, sample_key, sqrt8_table, trim_sample
+from shd_ref.cache import CacheReader, Manifest, StoredRecord, code_bits, code_values, sample_key, trim_sample
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
-_CODE_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "sqrt8-row": torch.uint8,
-}
+_WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
@@ -42,10 +38,15 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
             a mapping that holds them.
         layers: student layers to read; default all of the cache.
         preload: read every record once, now, and keep its codes in memory; for small data sets.
+        augment: from a sample and its seed to the sample that the teacher saw, for a cache with seeds: sample i gets
+            the seed of the i-th sample that was precomputed. It must depend on its arguments alone; the join is
+            by the hash of what it returns, so another order of samples is found out.
+        skipped: ``"error"``, or ``"drop"``: samples that the teacher failed on are left out of this data set.
 
     Raises:
         ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
-            ``inputs-invalid`` for a sample without the teacher's inputs; whatever opening the cache raises.
+            ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; whatever opening the
+            cache raises.
     """
 
     def __init__(
@@ -56,20 +57,34 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
         model_inputs: Callable[[Any], ModelInputs] | None = None,
         layers: Sequence[int] | None = None,
         preload: bool = False,
+        augment: Callable[[Any, int], Any] | None = None,
+        skipped: str = "error",
     ) -> None:
+        if skipped not in ("error", "drop"):
+            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
         self.data = data
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         self.layers = tuple(self.cache.manifest.student_layers if layers is None else layers)
         self._model_inputs = model_inputs
-        self.keys = [self._key(data[index]) for index in range(len(data))]
-        missing = [index for index, key in enumerate(self.keys) if key not in self.cache]
+        self._augment = augment
+        self._seeds = self._choose_seeds()
+        keys = [self._key(self._sample(index)) for index in range(len(data))]
+        self._indices = [
+            index for index, key in enumerate(keys) if skipped == "error" or key not in self.cache.skipped
+        ]
+        missing = [index for index in self._indices if keys[index] not in self.cache]
         if missing:
+            reason = self.cache.skipped.get(keys[missing[0]])
+            advice = (
+                "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
+            )
             raise ShdError(
                 "sample-missing",
-                f"{self.cache.folder} must hold every sample; {len(missing)} of {len(self.keys)} are not in it, "
-                f"first sample {missing[0]} with key {self.keys[missing[0]]}: precompute from these very inputs",
+                f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it, "
+                f"first sample {missing[0]} with key {keys[missing[0]]}: {advice}",
                 "CACHE-83",
             )
+        self.keys = [keys[index] for index in self._indices]
         self._records = {key: self.cache.read(key, self.layers) for key in set(self.keys)} if preload else None
 
     def __len__(self) -> int:
@@ -78,12 +93,37 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
     def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
         key = self.keys[index]
         record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
-        return self.data[index], record
+        sample = self._sample(self._indices[index])
+        if self._augment is not None and self._key(sample) != key:
+            raise ShdError(
+                "inputs-invalid",
+                f"augment must depend on the sample and its seed alone; sample {self._indices[index]} came out "
+                "another way than before: seed every random choice in it",
+                "CACHE-59",
+            )
+        return sample, record
 
     def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CodedSupervision]:
         """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
         samples, records = zip(*batch, strict=True)
         return default_collate(list(samples)), pack_supervision(records, self.cache.manifest, self.layers)
+
+    def _choose_seeds(self) -> dict[int, int]:
+        seeds = self.cache.seeds()
+        if self._augment is not None and not seeds:
+            raise ShdError(
+                "argument-value",
+                f"augment must be left out where the cache has no seeds; {self.cache.folder} has none: precompute "
+                "with --seed-column",
+                "CACHE-59",
+            )
+        return seeds
+
+    def _sample(self, index: int) -> Any:
+        # A sample beyond the precomputed data set has no seed, and no record either.
+        if self._augment is None or index not in self._seeds:
+            return self.data[index]
+        return self._augment(self.data[index], self._seeds[index])
 
     def _key(self, sample: Any) -> str:
         inputs = self.cache.manifest.inputs
@@ -146,16 +186,22 @@ class CodedSupervision:
                 f"length must be at least the longest sample's {longest}; got {size}: teacher and student must see "
                 "the same positions",
             )
-        codes = self.buffer.view(_CODE_DTYPES[self.codec])
-        sizes = [self.num_student_heads * _num_entries(n, self.support) for n in self.lengths]
+        codes = self.buffer.view(_WIDE_CODES.get(self.codec, torch.uint8))
+        if code_bits(self.codec) == 4:  # two codes a byte, the earlier one in its lower half
+            codes = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(-1)
+        counts = [self.num_student_heads * _num_entries(n, self.support) for n in self.lengths]
+        # Every blob fills whole bytes: behind an odd number of half-byte codes lies one that is none.
+        sizes = [count + count % 2 for count in counts] if code_bits(self.codec) == 4 else counts
         maps = []
         for layer in torch.split(codes, sum(sizes)):
-            if len(set(self.lengths)) == 1 and size == longest:
+            if len(set(self.lengths)) == 1 and size == longest and sizes == counts:
                 square = self._unpack(layer, len(self.lengths), longest)
             else:
                 square = layer.new_zeros(len(self.lengths), self.num_student_heads, size, size)
-                for target, part, n in zip(square, torch.split(layer, sizes), self.lengths, strict=True):
-                    target[:, :n, :n] = self._unpack(part, 1, n)[0]
+                for target, part, count, n in zip(
+                    square, torch.split(layer, sizes), counts, self.lengths, strict=True
+                ):
+                    target[:, :n, :n] = self._unpack(part[:count], 1, n)[0]
             maps.append(_decode(self.codec, square).to(dtype))
         return maps
 
@@ -235,9 +281,11 @@ def _num_entries(length: int, support: str) -> int:
 
 
 def _decode(codec: str, codes: Tensor) -> Tensor:
-    """Codes to float32 probabilities (CACHE-32, CACHE-33, CACHE-35)."""
+    """Codes to float32 probabilities (CACHE-29, CACHE-32, CACHE-33, CACHE-35)."""
     if codec == "float32":
         return codes
-    table = torch.from_numpy(sqrt8_table()).to(codes.device)
-    values = table[codes.int()] if codec == "sqrt8-row" else codes.float()
+    if codec in _WIDE_CODES:
+        values = codes.float()
+    else:
+        values = torch.from_numpy(code_values(codec)).to(codes.device)[codes.int()]
     return values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

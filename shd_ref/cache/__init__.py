@@ -3,14 +3,26 @@
 Needs numpy and xxhash. Nothing here imports a deep-learning framework.
 """
 
-from shd_ref.cache.codecs import CODECS, DEFAULT_CODEC, check_codes, code_dtype, decode, encode, sqrt8_table
-from shd_ref.cache.distortion import CodecError, codec_error, merge_codec_errors
-from shd_ref.cache.format import FORMAT_VERSION, Manifest
+from shd_ref.cache.codecs import (
+    CODECS,
+    DEFAULT_CODEC,
+    check_codes,
+    code_bits,
+    code_dtype,
+    code_values,
+    decode,
+    encode,
+    sqrt8_table,
+    u4_table,
+)
+from shd_ref.cache.compression import COMPRESSIONS
+from shd_ref.cache.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
+from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
 from shd_ref.cache.job import Dataset, LayerPair, SampleInputs, ShardPlan, Teacher
 from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
 from shd_ref.cache.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.receipts import Blob, Receipt, Record
+from shd_ref.cache.receipts import Blob, Receipt, Record, Skipped
 from shd_ref.cache.records import NewRecord, StoredRecord
 from shd_ref.cache.seal import Seal
 from shd_ref.cache.verify import Problem, VerifyReport, verify_cache
@@ -18,8 +30,10 @@ from shd_ref.cache.writer import CacheWriter
 
 __all__ = [
     "CODECS",
+    "COMPRESSIONS",
     "DEFAULT_CODEC",
     "FORMAT_VERSION",
+    "ON_ERROR",
     "SUPPORTS",
     "Blob",
     "CacheReader",
@@ -35,21 +49,26 @@ __all__ = [
     "SampleInputs",
     "Seal",
     "ShardPlan",
+    "Skipped",
     "StoredRecord",
     "Teacher",
     "VerifyReport",
     "check_codes",
+    "code_bits",
     "code_dtype",
+    "code_values",
     "codec_error",
     "dataset_fingerprint",
     "decode",
     "encode",
+    "kl_bound",
     "merge_codec_errors",
     "pack",
     "packed_size",
     "sample_key",
     "sqrt8_table",
     "trim_sample",
+    "u4_table",
     "unpack",
     "verify_cache",
 ]

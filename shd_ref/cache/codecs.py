@@ -3,6 +3,9 @@
 A codec works on rows along the last axis and keeps the shape. Every lossy codec's decoder makes the rows sum
 to one again, so no scale is stored. The arithmetic is float32 and only uses operations that IEEE 754 rounds
 correctly, so an ONNX graph can end in the same quantiser and give the same codes.
+
+What each costs can be said beforehand (CACHE-39): with S positive entries in a row, the largest of them m, KL in nats
+is at most ``S m / 255^2`` (sqrt8-row), ``S / 255^2`` (sqrt8-abs), ``S m / 206`` (u4) and ``1.01 / 2^16`` (bf16).
 """
 
 from __future__ import annotations
@@ -16,24 +19,30 @@ from shd_ref.errors import ShdError
 
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
-CODECS: Final = ("float32", "bf16", "sqrt8-row")
+CODECS: Final = ("float32", "bf16", "sqrt8-row", "sqrt8-abs", "u4")
 DEFAULT_CODEC: Final = "sqrt8-row"
 
 SMALLEST_PROB: Final = 2.0**-126
 """The smallest normal float32. Anything below counts as zero: accelerators flush it (CACHE-31)."""
 
 SQRT8_LEVELS: Final = 255
-"""Code of the row's largest entry; codes are proportional to the square root of the probability."""
+"""Code of the row's largest entry (of 1 for ``sqrt8-abs``); codes go as the square root of the probability."""
+
+U4_LEVELS: Final = 15
+"""Code of the row's largest entry in ``u4``; codes go as the cube root of the probability."""
 
 _CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "float32": np.dtype(np.float32),
     "bf16": np.dtype(np.uint16),
     "sqrt8-row": np.dtype(np.uint8),
+    "sqrt8-abs": np.dtype(np.uint8),
+    "u4": np.dtype(np.uint8),
 }
+_BITS: Final = {"float32": 32, "bf16": 16, "sqrt8-row": 8, "sqrt8-abs": 8, "u4": 4}
 
 
 def code_dtype(codec: str) -> np.dtype[Any]:
-    """The type of one code: float32, uint16 or uint8.
+    """The type that holds one code in memory: float32, uint16 or uint8.
 
     Raises:
         ShdError: ``argument-value`` for a codec that is not in ``CODECS``.
@@ -43,14 +52,55 @@ def code_dtype(codec: str) -> np.dtype[Any]:
     return _CODE_DTYPES[codec]
 
 
+def code_bits(codec: str) -> int:
+    """Bits of one code as it is stored; below 8, several codes share a byte (CACHE-30)."""
+    code_dtype(codec)
+    return _BITS[codec]
+
+
+def code_values(codec: str) -> NDArray[np.float32]:
+    """Decoded value of each code of a codec with few codes, before the row is made to sum to one.
+
+    Returns:
+        ``(256,)`` or ``(16,)`` float32.
+
+    Raises:
+        ShdError: ``argument-value`` for a codec whose codes are numbers themselves (float32, bf16).
+    """
+    if code_bits(codec) > 8:
+        raise ShdError("argument-value", f"codec must be sqrt8-row, sqrt8-abs or u4; got {codec!r}", "CACHE-30")
+    return u4_table() if codec == "u4" else sqrt8_table()
+
+
+def u4_table() -> NDArray[np.float32]:
+    """Decoded value of each u4 code before the row is made to sum to one (CACHE-29).
+
+    As in ``sqrt8_table``, code 1 decodes to the centroid of its bin: the mean of ``x^3`` over (0, 1.5) is 0.84375.
+
+    Returns:
+        ``(16,)`` float32, in units of the row's largest entry.
+    """
+    cubes = np.arange(U4_LEVELS + 1, dtype=np.float64) ** 3
+    cubes[1] = 0.84375
+    return (cubes / U4_LEVELS**3).astype(np.float32)
+
+
+def u4_thresholds() -> NDArray[np.float32]:
+    """The smallest share of the row's largest entry that gets each code from 2 on: ``((code - 1/2) / 15)^3``.
+
+    Thresholds, because no rule says how a cube root is rounded (CACHE-28).
+    """
+    return (((np.arange(2, U4_LEVELS + 1) - 0.5) / U4_LEVELS) ** 3).astype(np.float32)
+
+
 def sqrt8_table() -> NDArray[np.float32]:
-    """Decoded value of each sqrt8-row code before the row is made to sum to one (CACHE-35).
+    """Decoded value of each sqrt8 code before the row is made to sum to one (CACHE-35).
 
     Code 0 is exactly zero: masked. Code 1 holds every smaller positive value too, and decodes to the centroid
     of its bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
 
     Returns:
-        ``(256,)`` float32, in units of the row's largest entry.
+        ``(256,)`` float32, in units of the row's largest entry (``sqrt8-row``) or of 1 (``sqrt8-abs``).
     """
     squares = np.arange(SQRT8_LEVELS + 1, dtype=np.float64) ** 2
     squares[1] = 0.75
@@ -58,14 +108,14 @@ def sqrt8_table() -> NDArray[np.float32]:
 
 
 def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
-    """Code probability rows (CACHE-32, CACHE-33, CACHE-34).
+    """Code probability rows (CACHE-27, CACHE-28, CACHE-32, CACHE-33, CACHE-34).
 
     Args:
         codec: one of ``CODECS``.
         probs: ``(..., L, S)`` float32 or float64, rows over the last axis; rows that are all zero stay so.
 
     Returns:
-        Codes of the same shape: float32, uint16 (bf16 bit patterns) or uint8 (sqrt8-row).
+        Codes of the same shape: float32, uint16 (bf16 bit patterns) or uint8.
 
     Raises:
         ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``
@@ -82,11 +132,17 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
     values[values < SMALLEST_PROB] = 0.0  # -0.0 becomes 0.0 as well
     if dtype == np.float32:
         return values
-    return _bf16_bits(values) if codec == "bf16" else _sqrt8_codes(values)
+    if codec == "bf16":
+        return _bf16_bits(values)
+    if codec == "sqrt8-abs":
+        return _sqrt8_codes(values, values)
+    row_max = values.max(axis=-1, keepdims=True, initial=0.0)
+    shares = np.divide(values, np.where(row_max > 0, row_max, 1.0), dtype=np.float32)
+    return _sqrt8_codes(values, shares) if codec == "sqrt8-row" else _u4_codes(values, shares)
 
 
 def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
-    """Probability rows from codes (CACHE-32, CACHE-33, CACHE-35).
+    """Probability rows from codes (CACHE-29, CACHE-32, CACHE-33, CACHE-35).
 
     Args:
         codec: one of ``CODECS``.
@@ -96,12 +152,12 @@ def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
         ``(..., L, S)`` float32. Rows of the lossy codecs sum to one, or are zero where every code is zero.
 
     Raises:
-        ShdError: ``argument-value`` (codec), ``argument-dtype``.
+        ShdError: ``argument-value`` (codec, a u4 code above 15), ``argument-dtype``.
     """
-    _check_dtype(codec, codes)
+    check_dtype(codec, codes)
     if codec == "float32":
         return codes.astype(np.float32)
-    values = _bf16_values(codes) if codec == "bf16" else sqrt8_table()[codes]
+    values = _bf16_values(codes) if codec == "bf16" else code_values(codec)[codes]
     mass = values.sum(axis=-1, keepdims=True, dtype=np.float64)
     return (values / np.where(mass > 0, mass, 1.0)).astype(np.float32)
 
@@ -112,8 +168,8 @@ def check_codes(codec: str, codes: NDArray[Any]) -> None:
     Raises:
         ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
     """
-    _check_dtype(codec, codes)
-    if codec == "sqrt8-row":
+    check_dtype(codec, codes)
+    if code_bits(codec) <= 8:
         return
     values = codes if codec == "float32" else _bf16_values(codes)
     if not np.isfinite(values).all():
@@ -122,10 +178,13 @@ def check_codes(codec: str, codes: NDArray[Any]) -> None:
         raise ShdError("not-a-distribution", f"codes of {codec} must not be negative", "CACHE-31")
 
 
-def _check_dtype(codec: str, codes: NDArray[Any]) -> None:
+def check_dtype(codec: str, codes: NDArray[Any]) -> None:
+    """Refuse codes of another type (``argument-dtype``), or beyond the codec's last code (``argument-value``)."""
     dtype = code_dtype(codec)
     if codes.dtype != dtype:
         raise ShdError("argument-dtype", f"codes of {codec} must be {dtype}; got {codes.dtype}", "CACHE-30")
+    if codec == "u4" and codes.size and codes.max() > U4_LEVELS:
+        raise ShdError("argument-value", f"codes of u4 must be at most {U4_LEVELS}; got {codes.max()}", "CACHE-30")
 
 
 def _bf16_values(codes: NDArray[Any]) -> NDArray[np.float32]:
@@ -138,8 +197,11 @@ def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _sqrt8_codes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    row_max = values.max(axis=-1, keepdims=True, initial=0.0)
-    roots = np.sqrt(values / np.where(row_max > 0, row_max, np.float32(1)))
-    codes = np.clip(np.rint(roots * np.float32(SQRT8_LEVELS)), 1, SQRT8_LEVELS)
+def _sqrt8_codes(values: NDArray[np.float32], shares: NDArray[np.float32]) -> NDArray[np.uint8]:
+    codes = np.clip(np.rint(np.sqrt(shares) * np.float32(SQRT8_LEVELS)), 1, SQRT8_LEVELS)
+    return np.where(values > 0, codes, 0).astype(np.uint8)
+
+
+def _u4_codes(values: NDArray[np.float32], shares: NDArray[np.float32]) -> NDArray[np.uint8]:
+    codes = np.searchsorted(u4_thresholds(), shares, side="right") + 1
     return np.where(values > 0, codes, 0).astype(np.uint8)

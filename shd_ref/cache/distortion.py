@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs import SMALLEST_PROB
+from shd_ref.cache.codecs import SMALLEST_PROB, code_dtype
 from shd_ref.errors import ShdError
 
 
@@ -28,6 +28,28 @@ class CodecError:
     kl_max: float
     tv_mean: float
     rows: int
+
+
+def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
+    """The most that a codec can cost a row, in nats, stated before anything is coded (CACHE-39).
+
+    Args:
+        codec: one of ``CODECS``.
+        num_positive: S, how many entries of the row are positive; a number or an array of rows.
+        largest: m, the largest of them.
+
+    Raises:
+        ShdError: ``argument-value`` (codec).
+    """
+    code_dtype(codec)
+    bounds = {
+        "float32": 0.0 * num_positive,
+        "bf16": 1.01 / 2**16 + 0.0 * num_positive,
+        "sqrt8-row": num_positive * largest / 255**2,
+        "sqrt8-abs": num_positive / 255**2,
+        "u4": num_positive * largest / 206,
+    }
+    return bounds[codec]
 
 
 def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:

@@ -2,7 +2,8 @@
 
 A document is refused unless its bytes are exactly what ``encode_document`` writes for its content, so one
 flipped byte anywhere, even in white space, is an error. Content becomes dataclasses by their type hints:
-unknown, missing and mistyped members are errors, and nothing is converted.
+unknown, missing and mistyped members are errors, and nothing is converted. Fields made with ``optional`` are
+members that later versions of the format added: left out, never spelled out, where they have their default.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ MAX_INTEGER: Final = 2**53 - 1
 
 _Content = TypeVar("_Content")
 _PRIMITIVES: Final = (int, str, float)
+_OPTIONAL: Final = "optional"
 
 
-def encode_document(content: Any) -> bytes:
-    """Canonical bytes of a dataclass, with its checksum added (CACHE-11, CACHE-13)."""
-    return _serialise(_fields_of(content) | {"checksum": checksum_of(content)})
+def optional(default: Any) -> Any:
+    """A dataclass field that a document leaves out where it has this default (CACHE-16)."""
+    return dataclasses.field(default=default, metadata={_OPTIONAL: True})
+
+
+def encode_document(content: Any, **more: str) -> bytes:
+    """Canonical bytes of a dataclass and further members, with the checksum added (CACHE-11, CACHE-13)."""
+    members = _fields_of(content) | more
+    return _serialise(members | {"checksum": xxh3_128(_serialise(members))})
 
 
 def checksum_of(content: Any) -> str:
@@ -102,7 +110,11 @@ def build(kind: type[_Content], members: dict[str, Any], source: object) -> _Con
 
 
 def _fields_of(content: Any) -> dict[str, Any]:
-    return {field.name: getattr(content, field.name) for field in dataclasses.fields(content)}
+    return {
+        field.name: value
+        for field in dataclasses.fields(content)
+        if (value := getattr(content, field.name)) != field.default or _OPTIONAL not in field.metadata
+    }
 
 
 def _serialise(members: dict[str, Any]) -> bytes:
@@ -118,6 +130,11 @@ def _corrupt(source: object, message: str, spec_id: str | None) -> ShdError:
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
+
+
+@functools.cache
+def _optional_members(kind: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
 
 
 @functools.cache
@@ -155,15 +172,24 @@ def _build_fields(kind: type, value: Any, where: str) -> Any:
     hints = _hints(kind)
     if type(value) is not dict:
         raise _mistyped("an object", value, where)
-    if value.keys() != hints.keys():
-        unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys())
+    defaults = _optional_members(kind)
+    for name, default in defaults.items():
+        if name in value and value[name] == (list(default) if isinstance(default, tuple) else default):
+            message = f"{where or 'the document'} must leave out {name} where it is {value[name]!r}"
+            raise ShdError("cache-corrupt", message, "CACHE-16")
+    unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys() - defaults.keys())
+    if unknown or missing:
         raise ShdError(
             "cache-corrupt",
             f"{where or 'the document'} must have the members of the spec; unknown {unknown}, missing {missing}",
             "CACHE-15",
         )
     return kind(
-        **{name: _build(hint, value[name], f"{where}.{name}" if where else name) for name, hint in hints.items()}
+        **{
+            name: _build(hint, value[name], f"{where}.{name}" if where else name)
+            for name, hint in hints.items()
+            if name in value
+        }
     )
 
 

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from shd_ref.cache.codecs import CODECS
-from shd_ref.cache.documents import build, encode_document, parse_members, read_document
+from shd_ref.cache.compression import COMPRESSIONS
+from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.job import Dataset, LayerPair, SampleInputs, ShardPlan, Teacher, require, sample_order
 from shd_ref.cache.layout import MAX_LAYERS, manifest_path
 from shd_ref.cache.packing import SUPPORTS
 from shd_ref.errors import ShdError
 
-FORMAT_VERSION: Final = "1"
+FORMAT_VERSION: Final = "2"
+"""The newest version of the format. A cache has the lowest that can say what it holds (CACHE-26)."""
+
+_VERSIONS: Final = ("1", "2")
+_CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
+ON_ERROR: Final = ("stop", "skip")
 ALPHA_PER: Final = ("map", "row")
 
 
@@ -35,6 +41,8 @@ class Manifest:
         temperature: the attention temperature that the stored maps are bound to, above 0.
         support: ``"full"`` or ``"causal"``.
         codec: one of ``CODECS``.
+        compression: of blobs: ``"none"`` or ``"zstd"``.
+        on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -56,13 +64,11 @@ class Manifest:
     dataset: Dataset
     shards: ShardPlan
     alpha_from: str = "teacher"
-    format_version: str = FORMAT_VERSION
+    compression: str = optional("none")
+    on_error: str = optional("stop")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
-        require(
-            self.format_version == FORMAT_VERSION, f"format_version must be {FORMAT_VERSION!r}", self.format_version
-        )
         require(1 <= len(self.layers) <= MAX_LAYERS, f"layers must be 1 to {MAX_LAYERS}", len(self.layers))
         students = self.student_layers
         require(students == sorted(set(students)), "student layers must ascend", students)
@@ -76,6 +82,8 @@ class Manifest:
         require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
         require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
         require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
+        require(self.compression in COMPRESSIONS, f"compression must be one of {COMPRESSIONS}", self.compression)
+        require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error)
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
         require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards)
 
@@ -83,6 +91,12 @@ class Manifest:
     def id(self) -> str:
         """SHA-256 of the manifest file (CACHE-22)."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def format_version(self) -> str:
+        """The lowest version that has all that this cache uses (CACHE-26)."""
+        plain = (self.compression, self.on_error, self.inputs.seed) == ("none", "stop", None)
+        return "1" if plain and self.codec in _CODECS_OF_VERSION_1 else "2"
 
     @property
     def num_teacher_heads(self) -> int:
@@ -101,7 +115,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The manifest file."""
-        return encode_document(self)
+        return encode_document(self, format_version=self.format_version)
 
     @classmethod
     def from_bytes(cls, data: bytes, source: object = "manifest") -> Manifest:
@@ -111,15 +125,21 @@ class Manifest:
             ShdError: ``cache-corrupt``, or ``cache-version`` for a format this release does not read.
         """
         members = parse_members(data, source)
-        version = members.get("format_version")
-        if isinstance(version, str) and version != FORMAT_VERSION:
+        version = members.pop("format_version", None)
+        if isinstance(version, str) and version not in _VERSIONS:
             raise ShdError(
                 "cache-version",
-                f"{source}: format_version must be {FORMAT_VERSION!r} for this release; got {version[:20]!r}: "
+                f"{source}: format_version must be one of {_VERSIONS} for this release; got {version[:20]!r}: "
                 "install a release of squeezing-heads that reads it",
                 "CACHE-24",
             )
-        return build(cls, members, source)
+        manifest = build(cls, members, source)
+        if version != manifest.format_version:
+            message = (
+                f"{source}: format_version must be {manifest.format_version!r} for what it holds; got {version!r}"
+            )
+            raise ShdError("cache-corrupt", message, "CACHE-26")
+        return manifest
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.checksums import xxh3_64
-from shd_ref.cache.documents import MAX_INTEGER
+from shd_ref.cache.documents import MAX_INTEGER, optional
 from shd_ref.cache.keys import check_key
 from shd_ref.cache.layout import MAX_LAYERS, MAX_SAMPLES, MAX_SHARDS
 from shd_ref.errors import ShdError
@@ -64,10 +64,14 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """What a sample key is made of: input names in order of the alphabet, and which is the mask, if any."""
+    """What a sample key is made of: input names in order of the alphabet, and which is the mask, if any.
+
+    ``seed`` names the column that holds each sample's augmentation seed, if any; it is no part of the key.
+    """
 
     names: tuple[str, ...]
     mask: str | None
+    seed: str | None = optional(None)
 
     def __post_init__(self) -> None:
         names = list(self.names)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.checksums import xxh3_128
+from shd_ref.cache.checksums import RunningHash, xxh3_128
 from shd_ref.errors import ShdError
 
 _KEY_FORM: Final = re.compile(r"[0-9a-f]{32}")
@@ -86,7 +86,11 @@ def dataset_fingerprint(keys: Iterable[str]) -> str:
     Raises:
         ShdError: ``argument-value`` for something that is not a sample key.
     """
-    return xxh3_128(b"shd-dataset-1\n" + b"".join(bytes.fromhex(check_key(key)) for key in keys))
+    running = RunningHash()
+    running.update(b"shd-dataset-1\n")
+    for key in keys:
+        running.update(bytes.fromhex(check_key(key)))
+    return running.hexdigest()
 
 
 def check_key(key: str) -> str:

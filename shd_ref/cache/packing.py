@@ -11,34 +11,41 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs import code_dtype
+from shd_ref.cache.codecs import check_dtype, code_bits, code_dtype
 from shd_ref.errors import ShdError
 
 SUPPORTS: Final = ("full", "causal")
 
 
 def packed_size(codec: str, support: str, num_heads: int, length: int) -> int:
-    """Bytes of one blob: heads x entries of the support x bytes of a code (CACHE-40)."""
+    """Bytes of one blob: heads x entries of the support x bits of a code, in whole bytes (CACHE-40)."""
+    return -(-code_bits(codec) * num_codes(support, num_heads, length) // 8)
+
+
+def num_codes(support: str, num_heads: int, length: int) -> int:
+    """Codes of one blob: heads x entries of the support."""
     _check_support(support)
-    entries = length * length if support == "full" else length * (length + 1) // 2
-    return num_heads * entries * code_dtype(codec).itemsize
+    return num_heads * (length * length if support == "full" else length * (length + 1) // 2)
 
 
-def pack(codes: NDArray[Any], support: str) -> NDArray[np.uint8]:
+def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray[np.uint8]:
     """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-41).
 
     Args:
         codes: ``(H_s, n, n)`` codes; a code of zero means probability zero in every codec.
         support: ``"full"`` or ``"causal"``.
+        codec: what they are; needed for ``u4``, which puts two codes into a byte.
 
     Returns:
         ``(packed_size,)`` uint8.
 
     Raises:
-        ShdError: ``argument-shape``; ``argument-value`` (support); ``support-mismatch`` when causal codes
-            hold something above the diagonal.
+        ShdError: ``argument-shape``; ``argument-value`` (support, codec); ``argument-dtype``; ``support-mismatch``
+            when causal codes hold something above the diagonal.
     """
     _check_support(support)
+    if codec is not None:
+        check_dtype(codec, codes)
     if codes.ndim != 3 or codes.shape[1] != codes.shape[2]:
         raise ShdError("argument-shape", f"codes must be (H_s, n, n); got {codes.shape}", "CACHE-40")
     stored = codes
@@ -52,8 +59,8 @@ def pack(codes: NDArray[Any], support: str) -> NDArray[np.uint8]:
                 f"at head {head}, row {row}, key {key}",
                 "CACHE-42",
             )
-    little = np.ascontiguousarray(stored, dtype=codes.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8)
+    little = np.ascontiguousarray(stored, dtype=codes.dtype.newbyteorder("<")).reshape(-1)
+    return _pack_halves(little) if codec == "u4" else little.view(np.uint8)
 
 
 def unpack(blob: NDArray[np.uint8], codec: str, support: str, num_heads: int, length: int) -> NDArray[Any]:
@@ -81,12 +88,27 @@ def unpack(blob: NDArray[np.uint8], codec: str, support: str, num_heads: int, le
             "CACHE-43",
         )
     dtype = code_dtype(codec)
-    stored = blob.view(dtype.newbyteorder("<")).astype(dtype, copy=False)
+    if codec == "u4":
+        stored = _unpack_halves(blob)[: num_codes(support, num_heads, length)]
+    else:
+        stored = blob.view(dtype.newbyteorder("<")).astype(dtype, copy=False)
     if support == "full":
         return stored.reshape(num_heads, length, length)
     codes = np.zeros((num_heads, length * length), dtype=dtype)
     codes[:, _lower_triangle(length)] = stored.reshape(num_heads, -1)
     return codes.reshape(num_heads, length, length)
+
+
+def _pack_halves(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two codes a byte, the first in the lower half; a last one alone is followed by zero bits."""
+    even = np.zeros(len(codes) + len(codes) % 2, dtype=np.uint8)
+    even[: len(codes)] = codes
+    packed: NDArray[np.uint8] = even[0::2] | (even[1::2] << np.uint8(4))
+    return packed
+
+
+def _unpack_halves(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.stack([blob & 0x0F, blob >> 4], axis=-1).reshape(-1)
 
 
 def _lower_triangle(length: int) -> NDArray[np.intp]:

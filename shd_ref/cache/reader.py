@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.checksums import hex_64, xxh3_64
 from shd_ref.cache.codecs import decode
-from shd_ref.cache.distortion import merge_codec_errors
+from shd_ref.cache.compression import expand_blob
+from shd_ref.cache.distortion import CodecError, merge_codec_errors
 from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import committed_shards, receipt_path, seal_path
-from shd_ref.cache.packing import unpack
+from shd_ref.cache.packing import packed_size, unpack
 from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.receipts import Blob, Receipt, alphas_shape, mixing_shape
+from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, mixing_shape
 from shd_ref.cache.records import StoredRecord
 from shd_ref.cache.seal import Seal
 from shd_ref.errors import ShdError
@@ -43,6 +44,7 @@ class CacheReader:
         manifest: what the cache holds.
         sealed: whether it is complete.
         codec_error: of all receipts together, over the rows they measured.
+        skipped: key -> why the sample has no record, for those that the teacher failed on.
 
     Raises:
         ShdError: ``cache-incomplete`` (not sealed, or a shard file absent or cut short), ``cache-corrupt``,
@@ -63,7 +65,7 @@ class CacheReader:
                 "CACHE-66",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
-        self._load([self._open_receipt(shard, seal) for shard in shards])
+        self._load(self._open_receipt(shard, seal) for shard in shards)
         self._open = self._opener()
 
     def __len__(self) -> int:
@@ -80,6 +82,10 @@ class CacheReader:
         """The key of every sample in stored order, in which reading is sequential; equal samples repeat theirs."""
         return list(self._keys)
 
+    def seeds(self) -> dict[int, int]:
+        """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-59)."""
+        return dict(self._seeds)
+
     def read(self, key: str, layers: Iterable[int] | None = None) -> StoredRecord:
         """One sample, every byte of it checked (CACHE-82).
 
@@ -93,11 +99,11 @@ class CacheReader:
         """
         position = self._positions.get(key)
         if position is None:
-            advice = (
-                "its inputs changed, or it was never written"
-                if self.sealed
-                else "the cache is partial: write the rest"
-            )
+            advice = "its inputs changed, or it was never written"
+            if key in self.skipped:
+                advice = f"it was skipped, as {self.skipped[key]}"
+            elif not self.sealed:
+                advice = "the cache is partial: write the rest"
             raise ShdError(
                 "sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83"
             )
@@ -111,14 +117,23 @@ class CacheReader:
         spans = self._spans[position]
         alphas = self._read_blob(shard, index, "alphas", spans[0])
         num_alphas = self.manifest.num_alphas if len(alphas) else 0
+        size = packed_size(self.manifest.codec, self.manifest.support, self.manifest.num_student_heads, length)
         mixing = self._read_blob(shard, index, "mixing", spans[1]) if spans[1, 1] else None
         return StoredRecord(
             index=index,
             key=key,
             length=length,
-            blobs={layer: self._read_blob(shard, index, f"layer {layer}", spans[columns[layer]]) for layer in wanted},
+            blobs={
+                layer: expand_blob(
+                    self._read_blob(shard, index, f"layer {layer}", spans[columns[layer]]),
+                    size,
+                    f"{self.folder}: record {index} layer {layer}",
+                )
+                for layer in wanted
+            },
             alphas=_floats(alphas, alphas_shape(self.manifest, length, num_alphas)),
             mixing=None if mixing is None else _floats(mixing, mixing_shape(self.manifest, length)),
+            seed=self._seeds.get(index),
         )
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
@@ -147,20 +162,30 @@ class CacheReader:
         check_shard_size(self.folder, receipt)
         return receipt
 
-    def _load(self, receipts: list[Receipt]) -> None:
+    def _load(self, receipts: Iterable[Receipt]) -> None:
         # Arrays instead of objects: a big cache has millions of blobs, and every worker holds this table.
-        self.codec_error = merge_codec_errors(receipt.codec_error for receipt in receipts)
-        records = [(receipt.shard, record) for receipt in receipts for record in receipt.records]
-        self._keys = [record.key for _, record in records]
-        self._where = np.array([(shard, record.index, record.length) for shard, record in records], dtype=np.int64)
-        self._spans = np.empty((len(records), 2 + len(self.manifest.layers), 3), dtype=np.uint64)
+        self._keys: list[str] = []
+        self._seeds: dict[int, int] = {}
+        self.skipped: dict[str, str] = {}
         self._positions: dict[str, int] = {}
-        for position, (_, record) in enumerate(records):
-            blobs = (record.alphas, record.mixing or Blob(0, 0, "0"), *record.layers)
-            self._spans[position] = [(blob.start, blob.end, int(blob.xxh3_64, 16)) for blob in blobs]
-            first = self._positions.setdefault(record.key, position)
-            if record.index < self._where[first, 1]:
-                self._positions[record.key] = position
+        errors: list[CodecError] = []
+        where = [np.empty((0, 3), np.int64)]
+        spans = [np.empty((0, 2 + len(self.manifest.layers), 3), np.uint64)]
+        for receipt in receipts:
+            errors.append(receipt.codec_error)
+            records = receipt.records
+            self._keys += [record.key for record in records]
+            self._seeds |= receipt.sample_seeds()
+            self.skipped |= {sample.key: sample.reason for sample in receipt.skipped}
+            if records:
+                where.append(np.array([(receipt.shard, record.index, record.length) for record in records], np.int64))
+                spans.append(np.array([_spans(record) for record in records], np.uint64))
+        self.codec_error = merge_codec_errors(errors)
+        self._where, self._spans = np.concatenate(where), np.concatenate(spans)
+        for position, key in enumerate(self._keys):
+            first = self._positions.setdefault(key, position)
+            if self._where[position, 1] < self._where[first, 1]:
+                self._positions[key] = position
 
     def _read_blob(self, shard: int, index: int, what: str, span: NDArray[np.uint64]) -> NDArray[np.uint8]:
         start, end, expected = (int(number) for number in span)
@@ -176,6 +201,11 @@ class CacheReader:
                 "CACHE-82",
             )
         return data
+
+
+def _spans(record: Record) -> list[tuple[int, int, int]]:
+    blobs = (record.alphas, record.mixing or Blob(0, 0, "0"), *record.layers)
+    return [(blob.start, blob.end, int(blob.xxh3_64, 16)) for blob in blobs]
 
 
 def _floats(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:

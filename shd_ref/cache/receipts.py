@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from shd_ref.cache.distortion import CodecError
-from shd_ref.cache.documents import build, encode_document, parse_members, read_document
+from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import check_key
 from shd_ref.cache.layout import receipt_path
@@ -28,6 +28,7 @@ class RecordShape:
     length: int
     num_alphas: int
     has_mixing: bool
+    layer_sizes: tuple[int, ...]
 
 
 class Blob(NamedTuple):
@@ -49,6 +50,7 @@ class Record:
         layers: a blob per layer of the manifest, in its order.
         alphas: float32 merge coefficients.
         mixing: float32 mixing matrices, or None.
+        seed: of the sample's augmentation, or None.
     """
 
     index: int
@@ -57,6 +59,24 @@ class Record:
     layers: tuple[Blob, ...]
     alphas: Blob
     mixing: Blob | None
+    seed: int | None = optional(None)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that has no record, because the teacher failed on it.
+
+    Attributes:
+        index: position in the data set.
+        key: ``sample_key`` of its inputs.
+        reason: for people.
+        seed: of the sample's augmentation, or None.
+    """
+
+    index: int
+    key: str
+    reason: str
+    seed: int | None = optional(None)
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,7 @@ class Receipt:
         xxh3_128: of the whole shard file.
         codec_error: measured on this shard's own rows.
         records: in stored order.
+        skipped: samples of this shard without a record, in the same order.
     """
 
     manifest: str
@@ -78,6 +99,7 @@ class Receipt:
     xxh3_128: str
     codec_error: CodecError
     records: tuple[Record, ...]
+    skipped: tuple[Skipped, ...] = optional(())
 
     @classmethod
     def read(cls, folder: Path, shard: int, manifest: Manifest) -> Receipt:
@@ -117,9 +139,20 @@ class Receipt:
                 record.length,
                 manifest.num_alphas if record.alphas.end > record.alphas.start else 0,
                 record.mixing is not None,
+                tuple(blob.end - blob.start for blob in record.layers),
             )
             for record in self.records
         ]
+
+    def sample_keys(self) -> dict[int, str]:
+        """The key of every sample of the shard, skipped ones included, by index."""
+        samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
+        return {sample.index: sample.key for sample in samples}
+
+    def sample_seeds(self) -> dict[int, int]:
+        """The seed of every sample that has one, skipped ones included, by index."""
+        samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
+        return {sample.index: sample.seed for sample in samples if sample.seed is not None}
 
     def stored_order(self) -> Iterator[Blob]:
         """All blobs as they lie in the shard: float32 ones of every record, then the codes (CACHE-44)."""
@@ -134,8 +167,16 @@ class Receipt:
         samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard
         if self.shard != shard or shard >= manifest.shards.num_shards:
             yield f"shard must be {shard}, as its name says, below {manifest.shards.num_shards}; got {self.shard}"
-        if len(self.records) != min(size, samples - shard * size):
-            yield f"records must be {min(size, samples - shard * size)}, by the shard plan; got {len(self.records)}"
+        found = len(self.records) + len(self.skipped)
+        if found != min(size, samples - shard * size):
+            yield f"records must be {min(size, samples - shard * size)}, by the shard plan; got {found}"
+        if self.skipped and manifest.on_error != "skip":
+            yield f"skipped must be empty where the manifest does not allow it; got {len(self.skipped)}"
+        for skipped in self.skipped:
+            if skipped.index >= samples:
+                yield f"skipped index must be below {samples}; got {skipped.index}"
+            problems = (*_key_problems(skipped.key), *_seed_problems(skipped.seed, manifest))
+            yield from (f"skipped sample {skipped.index}: {problem}" for problem in problems)
         if min(self.codec_error.kl_mean, self.codec_error.kl_max, self.codec_error.tv_mean) < 0:
             yield f"codec_error must not be negative; got {self.codec_error}"
         for record in self.records:
@@ -145,7 +186,7 @@ class Receipt:
             if blob.start != (blob.start if position is None else position) or blob.end < blob.start:
                 yield f"blobs must follow each other without gaps; got one at {blob.start} to {blob.end}"
             position = blob.end
-        if position != self.size:
+        if position != self.size and self.records:
             yield f"the last blob must end at the shard's size {self.size}; got {position}"
 
 
@@ -162,17 +203,17 @@ def mixing_shape(manifest: Manifest, length: int) -> tuple[int, ...]:
 
 
 def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
-    try:
-        check_key(record.key)
-    except ShdError as error:
-        yield str(error)
+    yield from _key_problems(record.key)
+    yield from _seed_problems(record.seed, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
     if len(record.layers) != len(manifest.layers):
         yield f"layers must be {len(manifest.layers)}; got {len(record.layers)}"
     codes = packed_size(manifest.codec, manifest.support, manifest.num_student_heads, record.length)
+    coded = (codes,) if manifest.compression == "none" else range(1, codes + 1)
     full = 4 * math.prod(alphas_shape(manifest, record.length, manifest.num_alphas))
-    allowed = [(blob, (codes,)) for blob in record.layers] + [(record.alphas, (0, full))]
+    allowed: list[tuple[Blob, Sequence[int]]] = [(blob, coded) for blob in record.layers]
+    allowed.append((record.alphas, (0, full)))
     if record.mixing is not None:
         allowed.append((record.mixing, (4 * math.prod(mixing_shape(manifest, record.length)),)))
     for blob, sizes in allowed:
@@ -180,3 +221,15 @@ def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
             yield f"a blob must hold {max(sizes)} bytes; got {blob.end - blob.start}"
         if not _XXH3_64.fullmatch(blob.xxh3_64):
             yield f"xxh3_64 must be 16 hex digits; got {blob.xxh3_64[:20]!r}"
+
+
+def _key_problems(key: str) -> Iterator[str]:
+    try:
+        check_key(key)
+    except ShdError as error:
+        yield str(error)
+
+
+def _seed_problems(seed: int | None, manifest: Manifest) -> Iterator[str]:
+    if (seed is None) != (manifest.inputs.seed is None):
+        yield f"seed must be there where the manifest names a column of seeds, and only there; got {seed}"

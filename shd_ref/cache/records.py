@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs import check_codes
+from shd_ref.cache.compression import compress_blob
+from shd_ref.cache.documents import MAX_INTEGER
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import check_key
 from shd_ref.cache.packing import pack
-from shd_ref.cache.receipts import RecordShape, alphas_shape, mixing_shape
+from shd_ref.cache.receipts import alphas_shape, mixing_shape
 from shd_ref.errors import ShdError
 
 
@@ -29,6 +31,7 @@ class NewRecord:
         alphas: float32 ``(num_layers, n_pairs)``, or ``(num_layers, n_pairs, L)`` where every row has its own; rounds
             follow each other. ``n_pairs`` is 0 for strategies that have none.
         mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
+        seed: of the sample's augmentation, where the manifest names a column of seeds.
     """
 
     index: int
@@ -37,6 +40,7 @@ class NewRecord:
     codes: Sequence[NDArray[Any]]
     alphas: NDArray[np.float32]
     mixing: NDArray[np.float32] | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,7 @@ class StoredRecord:
         blobs: student layer -> packed codes, uint8; see ``unpack``.
         alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``.
         mixing: float32 ``(num_layers, H_s, H_t)`` or ``(num_layers, H_s, H_t, n)``, or None if not stored.
+        seed: of the sample's augmentation, or None.
     """
 
     index: int
@@ -58,10 +63,11 @@ class StoredRecord:
     blobs: dict[int, NDArray[np.uint8]]
     alphas: NDArray[np.float32]
     mixing: NDArray[np.float32] | None
+    seed: int | None = None
 
 
-def check_record(record: NewRecord, manifest: Manifest) -> RecordShape:
-    """The shape of a record that fits the manifest.
+def check_record(record: NewRecord, manifest: Manifest) -> int:
+    """How many alphas a layer of the record has, if it fits the manifest.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape`` or ``argument-dtype``, naming the record.
@@ -79,7 +85,14 @@ def check_record(record: NewRecord, manifest: Manifest) -> RecordShape:
     _check_floats(record, "alphas", record.alphas, alphas_shape(manifest, length, num_alphas))
     if record.mixing is not None:
         _check_floats(record, "mixing", record.mixing, mixing_shape(manifest, length))
-    return RecordShape(record.index, length, num_alphas, record.mixing is not None)
+    if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
+        raise ShdError(
+            "argument-value",
+            f"record {record.index}: seed must be 0 to {MAX_INTEGER} where the manifest names a column of seeds, "
+            f"else None; got {record.seed}",
+            "CACHE-60",
+        )
+    return num_alphas
 
 
 def float_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
@@ -91,7 +104,7 @@ def float_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.ui
 
 
 def layer_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
-    """Packed codes of every layer, padding cut off.
+    """Packed codes of every layer as they are stored, padding cut off.
 
     Raises:
         ShdError: as ``check_codes`` and ``pack``; ``support-mismatch`` when a counted row has mass on padding.
@@ -104,7 +117,7 @@ def layer_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.ui
             raise ShdError("support-mismatch", message + ": the teacher attends to padding", "CACHE-42")
         square = rows[:, :, :length]
         check_codes(manifest.codec, square)
-        yield pack(square, manifest.support)
+        yield compress_blob(pack(square, manifest.support, manifest.codec), manifest.compression)
 
 
 def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:

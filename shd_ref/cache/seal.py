@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from shd_ref.cache.documents import build, encode_document, parse_members, read_document
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import dataset_fingerprint
@@ -58,13 +60,18 @@ class Seal:
 
 def check_fingerprint(folder: Path, manifest: Manifest, receipts: Iterable[Receipt]) -> None:
     """Refuse a set of receipts whose keys, by sample index, are not the data set's (CACHE-54)."""
-    keys = {record.index: record.key for receipt in receipts for record in receipt.records}
-    found = dataset_fingerprint(keys[index] for index in sorted(keys))
+    keys = np.zeros((manifest.dataset.num_samples, 16), dtype=np.uint8)
+    held = np.zeros(len(keys), dtype=np.bool_)
+    for receipt in receipts:
+        for index, key in receipt.sample_keys().items():
+            keys[index] = np.frombuffer(bytes.fromhex(key), dtype=np.uint8)
+            held[index] = True
+    found = dataset_fingerprint(key.tobytes().hex() for key in keys)
     expected = manifest.dataset.fingerprint
-    if found != expected or len(keys) != manifest.dataset.num_samples:
+    if found != expected or not held.all():
         raise ShdError(
             "cache-mismatch",
-            f"{folder}: the fingerprint of its {len(keys)} sample keys must be {expected}, as in the manifest; "
+            f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest; "
             f"got {found}: the data set or the tokenizer changed while the cache was written; begin anew",
             "CACHE-54",
         )

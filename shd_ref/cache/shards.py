@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.distortion import CodecError
-from shd_ref.cache.format import FORMAT_VERSION, Manifest
+from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import alphas_blob, layer_blob, mixing_blob
 from shd_ref.cache.packing import packed_size
-from shd_ref.cache.receipts import Blob, Receipt, Record, RecordShape, alphas_shape, mixing_shape
+from shd_ref.cache.receipts import Blob, Receipt, Record, RecordShape, Skipped, alphas_shape, mixing_shape
 from shd_ref.cache.records import NewRecord, check_record, float_blobs, layer_blobs
 from shd_ref.cache.storage import PendingFile
 
@@ -47,15 +47,18 @@ def shard_tensors(manifest: Manifest, records: Sequence[RecordShape]) -> Iterato
         if record.has_mixing:
             yield _float_tensor(mixing_blob(record.index), mixing_shape(manifest, record.length))
     for record in records:
-        size = packed_size(manifest.codec, manifest.support, manifest.num_student_heads, record.length)
-        for student_layer in manifest.student_layers:
+        for student_layer, size in zip(manifest.student_layers, record.layer_sizes, strict=True):
             yield Tensor(layer_blob(record.index, student_layer), "U8", (size,), size)
 
 
 def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> bytes:
     """Eight bytes of header length, then the JSON header padded with spaces (CACHE-45)."""
     members: dict[str, Any] = {
-        "__metadata__": {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
+        "__metadata__": {
+            "format": f"shd-cache-{manifest.format_version}",
+            "manifest": manifest.id,
+            "shard": str(shard),
+        }
     }
     position = 0
     for name, dtype, shape, size in tensors:
@@ -71,9 +74,16 @@ def _float_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def write_blobs(
-    file: PendingFile, manifest: Manifest, shard: int, records: Sequence[NewRecord], codec_error: CodecError
+    file: PendingFile,
+    manifest: Manifest,
+    shard: int,
+    records: Sequence[NewRecord],
+    codec_error: CodecError,
+    skipped: Sequence[Skipped] = (),
 ) -> Receipt:
-    """Write a shard's header and blobs, one packed blob in memory at a time, and make its receipt.
+    """Write a shard's header and blobs, and make its receipt.
+
+    One packed blob is in memory at a time; all of them where they are compressed, since the header tells their sizes.
 
     Args:
         file: an empty pending file.
@@ -81,15 +91,27 @@ def write_blobs(
         shard: its number.
         records: in stored order.
         codec_error: measured on their rows.
+        skipped: the shard's samples without a record.
 
     Raises:
         ShdError: for a record that does not fit; see ``check_record`` and ``layer_blobs``.
     """
-    tensors = list(shard_tensors(manifest, [check_record(record, manifest) for record in records]))
+    num_alphas = [check_record(record, manifest) for record in records]
+    if manifest.compression == "none":
+        blobs: list[Iterable[NDArray[np.uint8]]] = [layer_blobs(record, manifest) for record in records]
+        sizes = [_layer_sizes(manifest, record) for record in records]
+    else:
+        compressed = [list(layer_blobs(record, manifest)) for record in records]
+        blobs, sizes = [*compressed], [tuple(map(len, layers)) for layers in compressed]
+    shapes = [
+        RecordShape(record.index, record.length, count, record.mixing is not None, size)
+        for record, count, size in zip(records, num_alphas, sizes, strict=True)
+    ]
+    tensors = list(shard_tensors(manifest, shapes))
     stream = _HashedStream(file)
     stream.write(shard_header(manifest, shard, tensors))
     floats = [[stream.write(blob) for blob in float_blobs(record, manifest)] for record in records]
-    layers = [tuple(stream.write(blob) for blob in layer_blobs(record, manifest)) for record in records]
+    layers = [tuple(stream.write(blob) for blob in record_blobs) for record_blobs in blobs]
     return Receipt(
         manifest=manifest.id,
         shard=shard,
@@ -104,10 +126,17 @@ def write_blobs(
                 layers=codes,
                 alphas=values[0],
                 mixing=values[1] if record.mixing is not None else None,
+                seed=record.seed,
             )
             for record, values, codes in zip(records, floats, layers, strict=True)
         ),
+        skipped=tuple(skipped),
     )
+
+
+def _layer_sizes(manifest: Manifest, record: NewRecord) -> tuple[int, ...]:
+    size = packed_size(manifest.codec, manifest.support, manifest.num_student_heads, record.length)
+    return (size,) * len(manifest.layers)
 
 
 class _HashedStream:

@@ -122,8 +122,9 @@ class _Verification:
             return None
         if seal is not None and seal.receipts[shard] != checksum_of(receipt):
             self._note("cache-corrupt", path, f"its checksum must be {seal.receipts[shard]}, as the seal states")
+        planned, left_out = manifest.shard_samples(shard), {sample.index for sample in receipt.skipped}
         indices = [record.index for record in receipt.records]
-        if indices != manifest.shard_samples(shard):
+        if indices != [i for i in planned if i not in left_out] or not left_out <= set(planned):
             self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
         known = len(self.report.problems)
         try:
@@ -142,7 +143,7 @@ class _Verification:
         header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.shapes(manifest))))
         whole = RunningHash()
         with path.open("rb") as file:
-            found = file.read(next(receipt.stored_order()).start)
+            found = file.read(next((blob.start for blob in receipt.stored_order()), receipt.size))
             whole.update(found)
             if found != header:
                 self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")

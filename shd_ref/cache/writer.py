@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from shd_ref.cache.layout import (
     seal_path,
     shard_path,
 )
-from shd_ref.cache.receipts import Receipt
+from shd_ref.cache.receipts import Receipt, Skipped
 from shd_ref.cache.records import NewRecord
 from shd_ref.cache.seal import Seal, check_fingerprint
 from shd_ref.cache.shards import write_blobs
@@ -69,13 +69,20 @@ class CacheWriter:
         """Shards without a valid receipt of this cache, or whose file has another size than it states."""
         return [shard for shard in range(self.manifest.shards.num_shards) if self._committed(shard) is None]
 
-    def write_shard(self, shard: int, records: Sequence[NewRecord], codec_error: CodecError) -> Receipt:
+    def write_shard(
+        self,
+        shard: int,
+        records: Sequence[NewRecord],
+        codec_error: CodecError,
+        skipped: Sequence[Skipped] = (),
+    ) -> Receipt:
         """Commit one shard: its file first, then its receipt (CACHE-71).
 
         Args:
             shard: its number.
             records: all samples of ``manifest.shard_samples(shard)``, in any order.
             codec_error: measured on these records' rows.
+            skipped: samples of the shard without a record, where ``manifest.on_error`` is ``"skip"``.
 
         Returns:
             The committed receipt: an earlier one if the shard had been committed before.
@@ -85,7 +92,7 @@ class CacheWriter:
                 ``not-a-distribution`` or ``support-mismatch`` for records that do not fit; ``write-failed``
                 when the disk refuses. In every case nothing of this shard becomes visible.
         """
-        ordered = self._ordered(shard, records)
+        ordered, left_out = self._ordered(shard, records, skipped)
         if not np.isfinite([codec_error.kl_mean, codec_error.kl_max, codec_error.tv_mean]).all():
             raise ShdError("not-finite", f"shard {shard}: codec_error must be finite; got {codec_error}", "CACHE-63")
         committed = self._committed(shard)
@@ -93,7 +100,7 @@ class CacheWriter:
             return committed
         path = shard_path(self.folder, shard)
         with write_errors(path), PendingFile(path, self.folder) as shard_file:
-            receipt = write_blobs(shard_file, self.manifest, shard, ordered, codec_error)
+            receipt = write_blobs(shard_file, self.manifest, shard, ordered, codec_error, left_out)
             shard_file.sync()
             with PendingFile(receipt_path(self.folder, shard), self.folder) as receipt_file:
                 receipt_file.write(receipt.to_bytes())
@@ -108,20 +115,21 @@ class CacheWriter:
             ShdError: ``cache-incomplete`` naming how many shards are missing; ``cache-mismatch`` when the keys
                 are not those of the data set in the manifest; ``write-failed``.
         """
-        found = [self._committed(shard) for shard in range(self.manifest.shards.num_shards)]
-        receipts = [receipt for receipt in found if receipt is not None]
-        if len(receipts) < len(found):
+        missing = self.missing_shards()
+        if missing:
             raise ShdError(
                 "cache-incomplete",
-                f"{self.folder} must hold all {len(found)} shards before it is sealed; {len(found) - len(receipts)} "
-                f"are missing, first shard {found.index(None)}: write them",
+                f"{self.folder} must hold all {self.manifest.shards.num_shards} shards before it is sealed; "
+                f"{len(missing)} are missing, first shard {missing[0]}: write them",
                 "CACHE-65",
             )
-        check_fingerprint(self.folder, self.manifest, receipts)
+        checksums: list[str] = []
+        # One receipt in memory at a time: those of a large cache do not fit together.
+        check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
         seal = Seal(
             manifest=self.manifest.id,
             num_samples=self.manifest.dataset.num_samples,
-            receipts=tuple(checksum_of(receipt) for receipt in receipts),
+            receipts=tuple(checksums),
         )
         path = seal_path(self.folder)
         with write_errors(path):
@@ -160,6 +168,12 @@ class CacheWriter:
                 "CACHE-23",
             )
 
+    def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
+        for shard in range(self.manifest.shards.num_shards):
+            receipt = Receipt.read(self.folder, shard, self.manifest)
+            checksums.append(checksum_of(receipt))
+            yield receipt
+
     def _committed(self, shard: int) -> Receipt | None:
         try:
             receipt = Receipt.read(self.folder, shard, self.manifest)
@@ -168,10 +182,18 @@ class CacheWriter:
             return None  # whatever is wrong with it, the cure is to write the shard again
         return receipt if size == receipt.size else None
 
-    def _ordered(self, shard: int, records: Sequence[NewRecord]) -> list[NewRecord]:
+    def _ordered(
+        self, shard: int, records: Sequence[NewRecord], skipped: Sequence[Skipped]
+    ) -> tuple[list[NewRecord], list[Skipped]]:
         wanted = self.manifest.shard_samples(shard)
-        by_index = {record.index: record for record in records}
-        if len(by_index) != len(records) or by_index.keys() != set(wanted):
+        if skipped and self.manifest.on_error != "skip":
+            message = (
+                f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)} samples"
+            )
+            raise ShdError("argument-value", message, "CACHE-58")
+        given: list[NewRecord | Skipped] = [*records, *skipped]
+        by_index = {sample.index: sample for sample in given}
+        if len(by_index) != len(given) or by_index.keys() != set(wanted):
             unknown = sorted(by_index.keys() - set(wanted))[:3]
             absent = sorted(set(wanted) - by_index.keys())[:3]
             raise ShdError(
@@ -180,7 +202,11 @@ class CacheWriter:
                 f"(not of this shard: {unknown}; absent: {absent})",
                 "CACHE-25",
             )
-        return [by_index[index] for index in wanted]
+        ordered = [by_index[index] for index in wanted]
+        return (
+            [sample for sample in ordered if isinstance(sample, NewRecord)],
+            [sample for sample in ordered if isinstance(sample, Skipped)],
+        )
 
     def _commit(self, shard_file: PendingFile, receipt_file: PendingFile, receipt: Receipt) -> Receipt:
         committed = self._committed(receipt.shard)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.filesize import decimal
@@ -28,6 +26,32 @@ from rich.text import Text
 
 import shd_ref
 from shd_ref.errors import ShdError
+from shd_ref.teacher.options import (
+    AlphaPer,
+    AlphaPerOption,
+    BatchSize,
+    BatchTokens,
+    Codec,
+    Compression,
+    InputsPath,
+    LayerPairs,
+    MaskOption,
+    MaxLengthOption,
+    OnError,
+    Plan,
+    PlanOption,
+    Provider,
+    Strategy,
+    StrategyOption,
+    StudentHeads,
+    StudentLayers,
+    TeacherPath,
+    Temperature,
+    TextOption,
+    Threads,
+    TokenizerOption,
+    parse_layer_pairs,
+)
 
 app = typer.Typer(
     name="shd",
@@ -40,46 +64,6 @@ app = typer.Typer(
 )
 console = Console()
 messages = Console(stderr=True)
-
-
-class Strategy(StrEnum):
-    """Merging strategies that run inside the graph."""
-
-    shd = "shd"
-    constant = "constant"
-    hard = "hard"
-    mean = "mean"
-    simplex = "simplex"
-
-
-class Codec(StrEnum):
-    """How maps are stored."""
-
-    sqrt8_row = "sqrt8-row"
-    bf16 = "bf16"
-    float32 = "float32"
-
-
-class Plan(StrEnum):
-    """Which heads merge."""
-
-    progressive = "progressive"
-    balanced = "balanced"
-
-
-class AlphaPer(StrEnum):
-    """How many merge weights."""
-
-    map = "map"
-    row = "row"
-
-
-TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]
-InputsPath = Annotated[
-    Path,
-    typer.Option(help="Model inputs: an .npz file with one array per graph input, first axis = samples."),
-]
-Provider = Annotated[str, typer.Option(help="cpu, cuda, or an onnxruntime provider name. Never falls back silently.")]
 
 
 @contextmanager
@@ -150,78 +134,109 @@ def inspect(
 def precompute(
     teacher: TeacherPath,
     inputs: InputsPath,
-    student_heads: Annotated[int, typer.Option(help="Heads of the student, at most the teacher's.", min=1)],
+    student_heads: StudentHeads,
     out: Annotated[Path, typer.Option(help="Folder of the cache; give the same one again to resume.")],
-    student_layers: Annotated[
-        int | None, typer.Option(help="Layers of the student; default: as many as the teacher has.", min=1)
-    ] = None,
-    layers: Annotated[
+    student_layers: StudentLayers = None,
+    layers: LayerPairs = None,
+    strategy: StrategyOption = Strategy.shd,
+    plan: PlanOption = Plan.progressive,
+    alpha_per: AlphaPerOption = AlphaPer.map,
+    temperature: Temperature = 1.0,
+    codec: Annotated[
+        Codec, typer.Option(help="sqrt8-row, sqrt8-abs: 1 byte an entry; u4: half a byte; bf16: 2; float32: 4.")
+    ] = Codec.sqrt8_row,
+    compression: Annotated[
+        Compression, typer.Option(help="zstd: smaller on slow disks; needs the extra 'zstd'.")
+    ] = Compression.none,
+    tokenizer: TokenizerOption = None,
+    text_column: TextOption = "text",
+    max_length: MaxLengthOption = None,
+    mask: MaskOption = None,
+    seed_column: Annotated[
         str | None,
-        typer.Option(help="Explicit layer pairs student:teacher, zero-based, such as 0:3,1:7. Holes are allowed."),
+        typer.Option(help="Column of augmentation seeds, stored beside the maps and replayed in training."),
     ] = None,
-    strategy: Annotated[Strategy, typer.Option(help="How maps are merged.")] = Strategy.shd,
-    plan: Annotated[Plan, typer.Option(help="Which heads merge with which.")] = Plan.progressive,
-    alpha_per: Annotated[
-        AlphaPer, typer.Option(help="One merge weight per map (the paper), or per query row.")
-    ] = AlphaPer.map,
-    temperature: Annotated[float, typer.Option(help="Attention temperature of the stored maps, above 0.")] = 1.0,
-    codec: Annotated[Codec, typer.Option(help="sqrt8-row: 1 byte an entry; bf16: 2; float32: 4.")] = Codec.sqrt8_row,
-    mask: Annotated[str | None, typer.Option(help="Attention-mask input, if not called attention_mask.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Samples per teacher call.", min=1)] = 16,
+    on_error: Annotated[
+        OnError,
+        typer.Option(help="A sample on which the teacher gives NaN: stop and name it, or skip and record it."),
+    ] = OnError.stop,
+    batch_size: BatchSize = 16,
+    batch_tokens: BatchTokens = None,
     samples_per_shard: Annotated[
         int | None, typer.Option(help="Samples per shard; default: about 256 MiB, at least 16 shards.", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order in which samples fill the shards.", min=0)] = 0,
     provider: Provider = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of onnxruntime.", min=1)] = None,
+    threads: Threads = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing: measure a few samples and say what it would cost.")
+    ] = False,
 ) -> None:
     """Run the teacher once over the data and store its squeezed attention.
 
     The merge happens inside the graph. The first batch is compared with the NumPy reference, and a difference above
     tolerance refuses the run. Stop it at any moment (also with kill -9): the same command goes on where it stopped.
     """
-    from shd_ref.teacher.inputs import load_arrays
+    from shd_ref.teacher.forecast import forecast_cache
     from shd_ref.teacher.precompute import precompute as run_precompute
     from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.sources import open_source
+    from shd_ref.teacher.tables import summary_table
 
     with reported_errors():
         options = PrecomputeOptions(
             num_student_heads=student_heads,
             num_student_layers=student_layers,
-            layer_pairs=_layer_pairs(layers),
+            layer_pairs=parse_layer_pairs(layers),
             plan=plan.value,
             strategy=strategy.value,
             alpha_per=alpha_per.value,
             temperature=temperature,
             codec=codec.value,
+            compression=compression.value,
+            on_error=on_error.value,
+            seed_column=seed_column,
         )
         run = RunOptions(
             mask=mask,
             batch_size=batch_size,
+            batch_tokens=batch_tokens,
             samples_per_shard=samples_per_shard,
             seed=seed,
             provider=provider,
             num_threads=threads,
         )
-        arrays = load_arrays(inputs)
+        source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
+        if dry_run:
+            print_forecast(forecast_cache(teacher, source, options, run))
+            return
         with _progress("samples") as (bar, task):
+            reading = bar.add_task("inputs read", total=None)
             summary = run_precompute(
                 teacher,
-                arrays,
+                source,
                 out,
                 options,
                 run,
                 on_progress=lambda done, total, _: bar.update(task, completed=done, total=total),
+                on_read=lambda done, total: bar.update(reading, completed=done, total=total),
             )
-    console.print(_summary_table(summary))
-    console.print(f"next: shd verify {out} --teacher {teacher} --inputs {inputs}", highlight=False, soft_wrap=True)
+    console.print(summary_table(summary))
+    more = "" if tokenizer is None else f" --tokenizer {tokenizer} --text-column {text_column}"
+    more += "" if max_length is None else f" --max-length {max_length}"
+    console.print(
+        f"next: shd verify {out} --teacher {teacher} --inputs {inputs}{more}", highlight=False, soft_wrap=True
+    )
 
 
 @app.command()
 def verify(
     cache: Annotated[Path, typer.Argument(help="Folder of the cache.", metavar="CACHE")],
     teacher: Annotated[Path | None, typer.Option(help="Also run this teacher again on some records.")] = None,
-    inputs: Annotated[Path | None, typer.Option(help="The model inputs (.npz) that the cache was made from.")] = None,
+    inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
+    tokenizer: TokenizerOption = None,
+    text_column: TextOption = "text",
+    max_length: MaxLengthOption = None,
     records: Annotated[int, typer.Option(help="How many records to run again.", min=1)] = 8,
     seed: Annotated[int, typer.Option(help="Seed of their choice.", min=0)] = 0,
     provider: Provider = "cpu",
@@ -249,12 +264,11 @@ def verify(
             f"{decimal(report.bytes)}, every byte read"
         )
         if teacher is not None and inputs is not None:
-            from shd_ref.teacher.inputs import load_arrays
             from shd_ref.teacher.recheck import recheck_records
+            from shd_ref.teacher.sources import open_source
 
-            again = recheck_records(
-                cache, teacher, load_arrays(inputs), num_records=records, seed=seed, provider=provider
-            )
+            source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
+            again = recheck_records(cache, teacher, source, num_records=records, seed=seed, provider=provider)
             console.print(
                 f"[green]same[/]: {again.records} records ({again.rows} rows) run again, "
                 f"largest total variation {again.tv_max:.2g}"
@@ -272,12 +286,20 @@ def conformance(context: typer.Context) -> None:
     raise typer.Exit(main(context.args))
 
 
+def print_forecast(forecast: Any) -> None:
+    """The table of a forecast, and what to do."""
+    from shd_ref.teacher.tables import forecast_advice, forecast_table
+
+    console.print(forecast_table(forecast))
+    console.print(forecast_advice(forecast), highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _progress(unit: str) -> Iterator[tuple[Progress, Any]]:
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn("{task.description}"),
         _RateColumn(),
         TimeElapsedColumn(),
         TextColumn("passed,"),
@@ -293,43 +315,3 @@ class _RateColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.speed:.1f}/s" if task.speed else "")
-
-
-def _layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
-    if text is None:
-        return None
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(student), int(teacher)) for student, teacher in pairs)
-    except ValueError:
-        raise ShdError(
-            "argument-value", f"--layers must be student:teacher pairs such as 0:3,1:7; got {text!r}", "LAYER-4"
-        ) from None
-
-
-def _summary_table(summary: Any) -> Table:
-    table = Table(title=f"cache {summary.folder}", title_justify="left", show_header=False)
-    rate = (summary.samples - summary.resumed) / max(summary.seconds, 1e-9)
-    table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
-    ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
-    table.add_row("maps", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than float32")
-    alphas = summary.alphas
-    if alphas.size:
-        low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
-        table.add_row("alpha", f"median {middle:.3f}, 90% in [{low:.3f}, {high:.3f}], of {alphas.size}")
-        table.add_row("clipped", f"{summary.num_clipped} outside [0, 1]; {summary.num_degenerate} without preference")
-    comparison = summary.comparison
-    table.add_row(
-        "residual",
-        f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
-        f"(first {summary.compared_samples} samples)",
-    )
-    error = summary.codec_error
-    table.add_row(
-        "codec", f"KL {error.kl_mean:.2g} nats a row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
-    )
-    table.add_row(
-        "graph = reference",
-        f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
-    )
-    return table

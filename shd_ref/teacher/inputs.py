@@ -1,21 +1,22 @@
-"""Model inputs from an npz file: checked against the graph, trimmed, keyed and batched without changing results."""
+"""Model inputs: checked against the graph, trimmed, keyed and batched without changing results."""
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from shd_ref.cache import sample_key, trim_sample
 from shd_ref.errors import ShdError
+from shd_ref.teacher.buckets import group_samples
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
+from shd_ref.teacher.spool import Spool
 
-Arrays = Mapping[str, NDArray[Any]]
+Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 """Inputs taken for the attention mask when none is named."""
 
@@ -45,131 +46,221 @@ def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that run together: their data-set indices and arrays with a batch axis."""
+    """Samples that run together: their data-set indices and lengths, and arrays with a batch axis.
+
+    Where the graph fixes its batch axis, the arrays hold more rows than there are indices.
+    """
 
     indices: tuple[int, ...]
+    lengths: tuple[int, ...]
     arrays: dict[str, NDArray[Any]]
 
 
 class ModelInputs:
-    """A data set of model inputs, one row a sample.
+    """A data set of model inputs, read once from beginning to end when this is made, and by number afterwards.
+
+    In memory stay 24 bytes a sample (and 8 more where the source is spooled), never the data.
 
     Args:
-        arrays: by graph input name, all with the same first axis N; others (labels, say) are ignored.
+        source: the rows; a mapping of arrays by name, first axis N, is one too. Columns that the graph does not
+            take are ignored.
         specs: the graph's inputs.
-        mask: name of the attention mask ``(N, L)``, nonzero = a real token; by default an input with one of
-            ``MASK_NAMES``, if the graph has one.
+        mask: name of the attention mask ``(L,)``, nonzero = a real token; by default an input with one of
+            ``MASK_NAMES``, if the graph has one. Where no row is padded, a mask that the source lacks is made.
+        seed_column: an integer column that is kept per sample, beside the inputs.
+        on_read: called with the number of samples read and of all.
 
     Attributes:
         names: inputs that are fed, sorted.
         mask: name of the attention mask, or None.
-        ignored: names of arrays that the graph does not take.
+        ignored: names of columns that the graph does not take.
+        keys: ``(N, 16)`` uint8, the sample keys.
+        lengths: ``(N,)`` positions of each sample; without a mask its sequence axis, or 0 where it has none.
+        seeds: ``(N,)``, or None without a seed column.
 
     Raises:
-        ShdError: ``inputs-invalid``, naming the input, what the graph wants and what was found.
+        ShdError: ``inputs-invalid``, naming the sample and input, what the graph wants and what was found.
     """
 
-    def __init__(self, arrays: Arrays, specs: Iterable[InputSpec], mask: str | None = None) -> None:
-        wanted = {spec.name: spec for spec in specs}
-        missing = sorted(wanted.keys() - arrays.keys())
-        if missing:
-            raise ShdError(
-                "inputs-invalid",
-                f"inputs must hold {', '.join(sorted(wanted))}; missing {', '.join(missing)}, "
-                f"found {', '.join(sorted(arrays)) or 'nothing'}",
+    def __init__(
+        self,
+        source: Source | Arrays,
+        specs: Iterable[InputSpec],
+        mask: str | None = None,
+        seed_column: str | None = None,
+        on_read: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = source if isinstance(source, Source) else ArraySource(source)
+        self._specs = {spec.name: spec for spec in specs}
+        self.names = tuple(sorted(self._specs))
+        self.mask = _choose_mask(self._specs, mask)
+        self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
+        self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
+        self._padded = set(self._sequences) if self.mask is not None else set()  # as long as the mask, always
+        # Those whose length the graph leaves open, as it does the mask's where there is one.
+        self._free = [name for name in self._sequences if not isinstance(self._specs[name].shape[1], int)]
+        self._columns = self._choose_columns()
+        self.seed_column = seed_column
+        if seed_column is not None and seed_column not in self._source.columns:
+            raise self._source.refuse(
+                f"must hold the seed column {seed_column}; found {', '.join(self._source.columns)}"
             )
-        self.names = tuple(sorted(wanted))
-        self.ignored = tuple(sorted(arrays.keys() - wanted.keys()))
-        self.mask = _choose_mask(wanted, mask)
-        self._arrays = {name: _as_dtype(np.asarray(arrays[name]), wanted[name]) for name in self.names}
-        counts = {name: len(array) for name, array in self._arrays.items()}
-        if len(set(counts.values())) != 1 or 0 in counts.values():
-            raise ShdError("inputs-invalid", f"inputs must share one first axis of at least 1 sample; got {counts}")
-        self._specs = wanted
-        # Sequence axes that the graph leaves free may be cut to the longest sample of a batch.
-        free = [s for s in wanted.values() if len(s.shape) > 1 and self._carries_sequence(s.name)]
-        self._may_cut = self.mask is not None and all(not isinstance(s.shape[1], int) for s in free)
-        batch_axes = {s.shape[0] for s in wanted.values() if s.shape and isinstance(s.shape[0], int)}
+        batch_axes = {s.shape[0] for s in self._specs.values() if s.shape and isinstance(s.shape[0], int)}
         self.fixed_batch: int | None = batch_axes.pop() if batch_axes else None
+        dtypes = {name: np.dtype(self._specs[name].dtype) for name in self.names}
+        self._spool = None if isinstance(self._source, IndexedSource) else Spool(dtypes)
+        self.keys = np.empty((len(self._source), 16), dtype=np.uint8)
+        self.lengths = np.empty(len(self._source), dtype=np.int64)
+        self.seeds = None if seed_column is None else np.empty(len(self._source), dtype=np.int64)
+        self._read_all(on_read)
+        fixed = [axis for name in self._padded if isinstance(axis := self._specs[name].shape[1], int)]
+        self._fixed_length = max(fixed, default=0)
 
     def __len__(self) -> int:
-        return len(self._arrays[self.names[0]])
+        return len(self.keys)
 
-    def sample(self, index: int) -> tuple[dict[str, NDArray[Any]], int | None]:
-        """One sample as its key sees it, without padding, and its length (None without a mask)."""
-        arrays = {name: self._arrays[name][index] for name in self.names}
-        if self.mask is None:
-            return arrays, None
-        return trim_sample(arrays, self.mask)
+    def key(self, index: int) -> str:
+        """The sample key in 32 hex digits."""
+        return bytes(self.keys[index]).hex()
 
-    def keys(self) -> Iterator[str]:
-        """The sample key of every sample, in order."""
-        for index in range(len(self)):
-            yield sample_key(self.sample(index)[0])
+    def seed(self, index: int) -> int | None:
+        """The augmentation seed, where there is a column of them."""
+        return None if self.seeds is None else int(self.seeds[index])
 
-    def lengths(self) -> list[int | None]:
-        """The length of every sample, in order (None without a mask)."""
-        return [self.sample(index)[1] for index in range(len(self))]
+    def sample(self, index: int) -> Sample:
+        """One sample as its key sees it, in the graph's types and without padding."""
+        if self._spool is not None:
+            return self._spool.read(index)
+        assert isinstance(self._source, IndexedSource)
+        return self._trim(self._source.row(index, self._columns), index)
 
-    def batches(self, indices: Iterable[int], batch_size: int) -> Iterator[Batch]:
+    def batches(self, indices: Iterable[int], batch_size: int, batch_tokens: int | None = None) -> Iterator[Batch]:
         """The samples in batches of similar length, longest first; deterministic for the same indices."""
-        size = self.fixed_batch or batch_size
-        lengths = {index: self.sample(index)[1] or 0 for index in indices}
-        # Longest first, because an inference arena grows to its largest batch and never shrinks.
-        ordered = sorted(lengths, key=lambda index: (-lengths[index], index))
-        for start in range(0, len(ordered), size):
-            chosen = ordered[start : start + size]
-            # A graph with a fixed batch axis gets its last batch filled up by repeating a sample.
-            rows = chosen + chosen[-1:] * (size - len(chosen)) if self.fixed_batch else chosen
-            longest = max(lengths[index] for index in chosen)
-            yield Batch(tuple(chosen), {name: self._rows(name, rows, longest) for name in self.names})
+        for chosen in self.groups(indices, batch_size, batch_tokens):
+            yield self.batch(chosen)
 
-    def _rows(self, name: str, rows: list[int], longest: int) -> NDArray[Any]:
-        array = self._arrays[name][rows]
-        return array[:, :longest] if self._may_cut and self._carries_sequence(name) else array
+    def groups(
+        self, indices: Iterable[int], batch_size: int, batch_tokens: int | None = None
+    ) -> Iterator[tuple[int, ...]]:
+        """The same without the arrays."""
+        return group_samples(
+            indices,
+            self.lengths,
+            self.fixed_batch or batch_size,
+            batch_tokens=None if self.fixed_batch else batch_tokens,
+            equal=self.mask is None,
+        )
 
-    def _carries_sequence(self, name: str) -> bool:
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples with a batch axis, padded where there is a mask."""
+        samples = [self._unchanged(index) for index in indices]
+        # A graph with a fixed batch axis gets its last batch filled up by repeating a sample.
+        rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
+        lengths = tuple(int(self.lengths[index]) for index in indices)
+        longest = max(*lengths, self._fixed_length)
+        return Batch(tuple(indices), lengths, {name: self._stack(name, rows, longest) for name in self.names})
+
+    def _read_all(self, on_read: Callable[[int, int], None] | None) -> None:
+        count = 0
+        columns = self._columns if self.seed_column is None else list({*self._columns, self.seed_column})
+        for index, row in enumerate(self._source.rows(columns)):
+            if index >= len(self.keys):
+                raise self._source.refuse(f"must hold {len(self.keys)} samples; it grew while it was read")
+            sample = self._trim(row, index)
+            self.keys[index] = np.frombuffer(bytes.fromhex(sample_key(sample)), dtype=np.uint8)
+            if self.seeds is not None:
+                self.seeds[index] = self._seed_of(row, index)
+            if self._spool is not None:
+                self._spool.append(sample)
+            count += 1
+            if on_read is not None:
+                on_read(count, len(self.keys))
+        if count < len(self.keys):
+            raise self._source.refuse(f"must hold {len(self.keys)} samples; it ends after {count}")
+
+    def _choose_columns(self) -> list[str]:
+        missing = sorted(set(self.names) - set(self._source.columns))
+        if missing == [self.mask] and self._source.ragged and len(self._free) > 1:
+            missing = []  # no row is padded, so every position is a token
+        if missing:
+            raise self._source.refuse(
+                f"must hold {', '.join(self.names)}; missing {', '.join(missing)}, "
+                f"found {', '.join(sorted(self._source.columns)) or 'nothing'}"
+            )
+        return [name for name in self.names if name in self._source.columns]
+
+    def _trim(self, row: Row, index: int) -> Sample:
+        sample = {name: self._check_input(row[name], name, index) for name in self._columns}
+        if self.mask is not None and self.mask not in sample:
+            length = max(len(sample[name]) for name in self._free if name in sample)
+            sample[self.mask] = np.ones(length, dtype=self._specs[self.mask].dtype)
         if self.mask is None:
-            return False
-        array, mask = self._arrays[name], self._arrays[self.mask]
-        return array.ndim > 1 and array.shape[1] == mask.shape[1]
+            self.lengths[index] = max((len(sample[name]) for name in self._free), default=0)
+            return sample
+        self._padded -= {name for name in self._padded if len(sample[name]) != len(sample[self.mask])}
+        try:
+            sample, self.lengths[index] = trim_sample(sample, self.mask)
+        except ShdError as error:
+            raise self._source.refuse(str(error), index) from error
+        return sample
 
+    def _check_input(self, value: Any, name: str, index: int) -> NDArray[Any]:
+        spec = self._specs[name]
+        if isinstance(value, str):
+            raise self._source.refuse(f"{name} must be {spec.dtype}; got text: give a tokenizer", index)
+        array = _as_dtype(value, np.dtype(spec.dtype))
+        if array is None:
+            raise self._source.refuse(f"{name} must be {spec.dtype}; got {value.dtype}: convert it", index)
+        if array.ndim != len(spec.shape) - 1:
+            raise self._source.refuse(f"{name} must have {len(spec.shape) - 1} axes; got {array.shape}", index)
+        return array
 
-def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file; pickled objects are refused.
+    def _seed_of(self, row: Row, index: int) -> int:
+        seed = row[self.seed_column or ""]
+        if isinstance(seed, str) or seed.ndim or seed.dtype.kind not in "iu" or not 0 <= seed < 2**53:
+            raise self._source.refuse(f"{self.seed_column} must be an integer from 0 to 2^53 - 1; got {seed}", index)
+        return int(seed)
 
-    Raises:
-        ShdError: ``inputs-invalid`` for a file that is absent, no npz archive, or holds objects.
-    """
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array without a name")
-        with archive:
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ShdError(
-            "inputs-invalid",
-            f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}",
-        ) from error
+    def _unchanged(self, index: int) -> Sample:
+        sample = self.sample(index)
+        if self._spool is None and sample_key(sample) != self.key(index):
+            raise self._source.refuse("it changed while it was read: leave the file alone, then run again", index)
+        return sample
+
+    def _stack(self, name: str, samples: Sequence[Sample], longest: int) -> NDArray[Any]:
+        arrays = [sample[name] for sample in samples]
+        if name in self._padded:
+            arrays = [_pad(array, longest) for array in arrays]
+        shapes = sorted({array.shape for array in arrays})
+        if len(shapes) > 1:
+            raise self._source.refuse(f"{name} must have one shape in samples that run together; got {shapes}")
+        return np.stack(arrays)
 
 
 def _choose_mask(wanted: Mapping[str, InputSpec], mask: str | None) -> str | None:
     if mask is None:
-        return next((name for name in MASK_NAMES if name in wanted), None)
-    if mask not in wanted:
-        raise ShdError("inputs-invalid", f"mask must be one of the graph's inputs {sorted(wanted)}; got {mask!r}")
+        return next((name for name in MASK_NAMES if name in wanted and len(wanted[name].shape) == 2), None)
+    if mask not in wanted or len(wanted[mask].shape) != 2:
+        found = [name for name, spec in wanted.items() if len(spec.shape) == 2]
+        raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {found}; got {mask!r}")
     return mask
 
 
-def _as_dtype(array: NDArray[Any], spec: InputSpec) -> NDArray[Any]:
-    """The array in the graph's dtype where no value changes its meaning; otherwise an error."""
-    wanted = np.dtype(spec.dtype)
+def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
+    if len(array) >= length:
+        return array
+    padded = np.zeros((length, *array.shape[1:]), dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def _as_dtype(array: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
+    """The array in the graph's dtype where no value changes its meaning; otherwise None."""
     if array.dtype == wanted:
         return array
     both_integer = array.dtype.kind in "iub" and wanted.kind in "iub"
     both_float = array.dtype.kind == "f" and wanted.kind == "f"
-    converted = array.astype(wanted) if both_integer or both_float else None
-    if converted is None or (both_integer and not np.array_equal(converted, array)):
-        raise ShdError("inputs-invalid", f"input {spec.name!r} must be {wanted}; got {array.dtype}: convert it")
-    return converted
+    if not both_integer and not both_float:
+        return None
+    converted = array.astype(wanted)
+    return None if both_integer and not np.array_equal(converted, array) else converted

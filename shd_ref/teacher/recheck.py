@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, decode, encode
 from shd_ref.errors import ShdError
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
+from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.tolerances import load_tolerances
 
 
@@ -35,7 +33,7 @@ class RecheckReport:
 def recheck_records(
     cache: str | Path,
     teacher: str | Path,
-    arrays: Mapping[str, NDArray[Any]],
+    inputs: Source | Arrays,
     *,
     num_records: int = 8,
     seed: int = 0,
@@ -46,7 +44,7 @@ def recheck_records(
     Args:
         cache: a sealed cache.
         teacher: the ``.onnx`` file that it should come from.
-        arrays: the model inputs that it should come from.
+        inputs: the model inputs that it should come from.
         num_records: how many records to run.
         seed: of the choice.
         provider: as in ``precompute``; it may differ from the first run's.
@@ -73,22 +71,24 @@ def recheck_records(
         alpha_per=manifest.alpha_per,
         temperature=manifest.temperature,
         codec=manifest.codec,
+        on_error=manifest.on_error,
     )
-    work = TeacherRun(Path(teacher), arrays, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
-    keys = list(work.inputs.keys())
-    absent = [index for index, key in enumerate(keys) if key not in reader]
+    work = TeacherRun(Path(teacher), inputs, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
+    count = len(work.inputs)
+    skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
+    absent = [i for i in range(count) if work.inputs.key(i) not in reader and i not in skipped]
     if absent:
         raise ShdError(
             "cache-mismatch",
-            f"{cache} must hold every sample of these inputs; {len(absent)} of {len(keys)} are not in it, "
-            f"first sample {absent[0]} with key {keys[absent[0]]}: they are other inputs",
+            f"{cache} must hold every sample of these inputs; {len(absent)} of {count} are not in it, "
+            f"first sample {absent[0]} with key {work.inputs.key(absent[0])}: they are other inputs",
         )
-    chosen = np.random.default_rng(seed).permutation(len(keys))[:num_records]
+    chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
     rows, tv_max = 0, 0.0
-    for batch in work.inputs.batches((int(index) for index in chosen), work.run.batch_size):
+    for batch in work.batches(chosen):
         outputs = work.squeeze_checked(batch)
         for number, index in enumerate(batch.indices):
-            record = reader.read(keys[index])
+            record = reader.read(work.inputs.key(index))
             for student_layer, layer in zip(manifest.student_layers, work.graph.layers, strict=True):
                 stored = reader.decode(record, student_layer)
                 n = record.length

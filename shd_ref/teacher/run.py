@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.inputs import Arrays, Batch, ModelInputs, input_specs
+from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session
+from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 
 
@@ -32,7 +33,10 @@ class PrecomputeOptions:
         num_student_layers: L_s; by default as many as the teacher has attention sites.
         layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map.
         plan: a kind or explicit rounds.
-        codec: ``sqrt8-row``, ``bf16`` or ``float32``.
+        codec: one of ``shd_ref.cache.CODECS``. ``sqrt8-row`` is coded inside the graph, the others on the host.
+        compression: of stored blobs: ``none`` or ``zstd``.
+        on_error: what to do with a sample on which the teacher gives NaN: ``stop``, or ``skip`` and name it.
+        seed_column: column of the inputs with each sample's augmentation seed, stored beside its maps.
     """
 
     num_student_heads: int
@@ -44,6 +48,9 @@ class PrecomputeOptions:
     alpha_per: str = "map"
     temperature: float = 1.0
     codec: str = "sqrt8-row"
+    compression: str = "none"
+    on_error: str = "stop"
+    seed_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class RunOptions:
     Attributes:
         mask: name of the attention-mask input, if it is not one of the usual.
         batch_size: samples a teacher call.
+        batch_tokens: in place of ``batch_size``: positions a teacher call, so that short samples fill it too.
         samples_per_shard: by default shards of about 256 MiB, and at least 16 of them.
         seed: of the order in which samples are dealt to shards.
         provider: ``cpu``, ``cuda`` or an onnxruntime name.
@@ -61,6 +69,7 @@ class RunOptions:
 
     mask: str | None = None
     batch_size: int = 16
+    batch_tokens: int | None = None
     samples_per_shard: int | None = None
     seed: int = 0
     provider: str = "cpu"
@@ -72,9 +81,10 @@ class TeacherRun:
 
     Args:
         teacher: the ``.onnx`` file.
-        arrays: model inputs by name.
+        source: model inputs.
         options: what to make of the teacher.
         run: how to run it.
+        on_read: called with samples read and in all, while the inputs are read once.
 
     Attributes:
         inputs: the samples, checked against the graph.
@@ -86,15 +96,23 @@ class TeacherRun:
             ``inputs-invalid``, ``heads-exceed``, ``layers-invalid``, ``provider-unavailable``.
     """
 
-    def __init__(self, teacher: Path, arrays: Arrays, options: PrecomputeOptions, run: RunOptions) -> None:
+    def __init__(
+        self,
+        teacher: Path,
+        source: Source | Arrays,
+        options: PrecomputeOptions,
+        run: RunOptions,
+        on_read: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.path = teacher
         self.options = options
         self.run = run
         self.model = load_teacher(teacher)
-        self.inputs = ModelInputs(arrays, input_specs(self.model), run.mask)
         self.layers = _choose_sites(find_sites(self.model), options)
         self.num_teacher_heads = _common_heads(self.layers)
         self.plan = merge_plan(self.num_teacher_heads, options.num_student_heads, options.plan)
+        # Last, because it reads the whole data set.
+        self.inputs = ModelInputs(source, input_specs(self.model), run.mask, options.seed_column, on_read)
         self._fast: tuple[SqueezedGraph, Any] | None = None
         self._checked: tuple[SqueezedGraph, Any] | None = None
 
@@ -109,6 +127,10 @@ class TeacherRun:
         if self._checked is None:
             self._checked = self._open(check_outputs=True)
         return _run(self._checked, batch)
+
+    def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
+        """Samples in batches of the size that was asked for, longest first."""
+        return self.inputs.batches(indices, self.run.batch_size, self.run.batch_tokens)
 
     def query_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
         """``(B, L)``, True = the row counts; None where every row does."""
@@ -209,5 +231,12 @@ def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str
     graph, session = graph_and_session
     names = [output.name for output in graph.model.graph.output]
     fed = {value.name for value in session.get_inputs()}
-    values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
+    try:
+        values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
+    except Exception as error:  # onnxruntime's errors share no base class but Exception
+        raise ShdError(
+            "inputs-invalid",
+            f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
+            f"{len(batch.indices)} failed: {error}",
+        ) from error
     return dict(zip(names, values, strict=True))

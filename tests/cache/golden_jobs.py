@@ -6,12 +6,19 @@ from pathlib import Path
 
 from cache.makers import job, write_cache
 
+from shd_ref.cache import SampleInputs
+
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_JOBS = {
     "sqrt8-row-full": job(num_samples=3),
     "sqrt8-row-causal": job(num_samples=3, support="causal", alpha_per="row"),
     "bf16-causal": job(num_samples=3, support="causal", codec="bf16"),
     "float32-full": job(num_samples=3, codec="float32", alpha_per="row"),
+    "u4-causal": job(num_samples=3, support="causal", codec="u4"),
+    "sqrt8-abs-seeds": job(
+        num_samples=3, codec="sqrt8-abs", inputs=SampleInputs(("input_ids",), None, "augmentation")
+    ),
+    "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
 }
 
 if __name__ == "__main__":

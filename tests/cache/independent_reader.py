@@ -29,7 +29,7 @@ def read_cache(folder: Path) -> dict[int, dict[str, Any]]:
     manifest, seal = read_document(folder / "manifest.json"), read_document(folder / "SEALED.json")
     identity = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
     assert seal["manifest"] == identity
-    samples = {}
+    samples, skipped = {}, 0
     for number, checksum in enumerate(seal["receipts"]):
         receipt = read_document(folder / f"receipts/{number:06d}.json")
         data = (folder / f"shards/{number % 100:02d}/{number:06d}.safetensors").read_bytes()
@@ -37,7 +37,8 @@ def read_cache(folder: Path) -> dict[int, dict[str, Any]]:
         assert receipt["xxh3_128"] == xxhash.xxh3_128_hexdigest(data)
         for record in receipt["records"]:
             samples[record["index"]] = read_record(manifest, data, record)
-    assert len(samples) == seal["num_samples"]
+        skipped += len(receipt.get("skipped", []))
+    assert len(samples) + skipped == seal["num_samples"]
     return samples
 
 
@@ -54,6 +55,7 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
     return {
         "key": record["key"],
         "length": record["length"],
+        "seed": record.get("seed"),
         "alphas": floats(record["alphas"]),
         "mixing": floats(record["mixing"]),
         "maps": {
@@ -64,9 +66,12 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
 
 
 def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[list[float]]]:
-    """CACHE-32 to CACHE-36 and CACHE-40 to CACHE-43."""
-    form = {"float32": "f", "bf16": "H", "sqrt8-row": "B"}[manifest["codec"]]
-    codes = iter(struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob))
+    """CACHE-27 to CACHE-36 and CACHE-40 to CACHE-43."""
+    form = {"float32": "f", "bf16": "H"}.get(manifest["codec"], "B")
+    numbers = struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob)
+    if manifest["codec"] == "u4":
+        numbers = tuple(half for byte in numbers for half in (byte % 16, byte // 16))
+    codes = iter(numbers)
     heads = []
     for _ in range(manifest["num_student_heads"]):
         rows = []
@@ -76,6 +81,7 @@ def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[li
             mass = 1.0 if manifest["codec"] == "float32" else sum(row)
             rows.append([value / mass if mass else 0.0 for value in row])
         heads.append(rows)
+    assert next(codes, 0) == 0  # behind an odd number of half-byte codes lies a zero, otherwise nothing
     assert next(codes, None) is None
     return heads
 
@@ -85,4 +91,6 @@ def value_of(codec: str, code: Any) -> float:
         return float(code)
     if codec == "bf16":
         return float(struct.unpack("<f", struct.pack("<I", code << 16))[0])
+    if codec == "u4":
+        return 0.84375 / 15**3 if code == 1 else (code / 15) ** 3
     return 0.75 / 255**2 if code == 1 else (code / 255) ** 2

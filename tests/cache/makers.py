@@ -22,6 +22,7 @@ from shd_ref.cache import (
     NewRecord,
     SampleInputs,
     ShardPlan,
+    Skipped,
     Teacher,
     dataset_fingerprint,
     encode,
@@ -104,17 +105,29 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
         codes=[encode(manifest.codec, probs_of(manifest, index, layer)) for layer in manifest.student_layers],
         alphas=fractions((layers, manifest.num_alphas, *rows), 1000 + index),
         mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
+        seed=None if manifest.inputs.seed is None else 3**33 + index,
     )
     return replace(record, **changes)
 
 
+def is_skipped(manifest: Manifest, index: int) -> bool:
+    return manifest.on_error == "skip" and index % 3 == 1
+
+
 def records_of(manifest: Manifest, shard: int) -> list[NewRecord]:
-    return [record_of(manifest, index) for index in manifest.shard_samples(shard)]
+    wanted = [index for index in manifest.shard_samples(shard) if not is_skipped(manifest, index)]
+    return [record_of(manifest, index) for index in wanted]
+
+
+def skipped_of(manifest: Manifest, shard: int) -> list[Skipped]:
+    wanted = [index for index in manifest.shard_samples(shard) if is_skipped(manifest, index)]
+    seeds = manifest.inputs.seed is not None
+    return [Skipped(i, key_of(i), f"head {i} gave NaN", 3**33 + i if seeds else None) for i in wanted]
 
 
 def write_shards(writer: CacheWriter, shards: Iterable[int]) -> None:
     for shard in shards:
-        writer.write_shard(shard, records_of(writer.manifest, shard), MEASURED)
+        writer.write_shard(shard, records_of(writer.manifest, shard), MEASURED, skipped_of(writer.manifest, shard))
 
 
 def write_cache(folder: Path, manifest: Manifest) -> Path:

@@ -11,11 +11,14 @@ from shd_ref.cache import (
     CodecError,
     check_codes,
     code_dtype,
+    code_values,
     codec_error,
     decode,
     encode,
+    kl_bound,
     merge_codec_errors,
     sqrt8_table,
+    u4_table,
 )
 from shd_ref.errors import ShdError
 
@@ -140,8 +143,7 @@ def test_error_stays_within_the_bound(codec: str, name: str) -> None:
     rows = ROWS[name]
     exact = rows.astype(np.float64)
     exact /= exact.sum(axis=-1, keepdims=True)
-    spread = (exact > 0).sum(axis=-1) * exact.max(axis=-1)  # S m of CACHE-39
-    bounds = spread / 255**2 if codec == "sqrt8-row" else np.full(len(rows), 1.01 / 2**16)
+    bounds = kl_bound(codec, (exact > 0).sum(axis=-1), exact.max(axis=-1))
     decoded = decode(codec, encode(codec, rows))
     for row, coded, bound in zip(exact, decoded, bounds, strict=True):
         error = codec_error(row, coded)
@@ -157,6 +159,62 @@ def test_error_is_what_the_specification_predicts(name: str) -> None:
     error = codec_error(exact, decode("sqrt8-row", encode("sqrt8-row", exact)))
     assert 0.9 * spread / 6 <= error.kl_mean <= 1.1 * spread / 3
     assert error.tv_mean == pytest.approx(roots / (4 * 255), rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["diffuse", "attention-like"])
+@pytest.mark.parametrize("codec", ["sqrt8-abs", "u4"])
+def test_error_of_the_small_codecs_is_what_the_specification_predicts(codec: str, name: str) -> None:
+    exact = ROWS[name].astype(np.float64)
+    largest = exact.max(axis=-1, keepdims=True)
+    error = codec_error(exact, decode(codec, encode(codec, exact)))
+    if codec == "u4":
+        expected = (largest ** (2 / 3) * exact ** (1 / 3)).sum(axis=-1).mean() / 600
+        assert expected / 1.6 <= error.kl_mean <= 1.6 * expected  # values of code 1 follow another law
+        assert error.tv_mean == pytest.approx((largest ** (1 / 3) * exact ** (2 / 3)).sum(-1).mean() / 40, rel=0.3)
+    else:
+        spread = (exact > 0).sum(axis=-1).mean() / 255**2
+        assert 0.7 * spread / 6 <= error.kl_mean <= 1.1 * spread / 3
+        assert error.tv_mean == pytest.approx(np.sqrt(exact).sum(axis=-1).mean() / (4 * 255), rel=0.3)
+
+
+def test_bounds_are_reached_but_for_a_tenth() -> None:
+    """The worst case of every bound: one large entry, and many just where a term is largest."""
+    worst = {"sqrt8-row": 2.2 / 255**2, "sqrt8-abs": 1e-12, "u4": (14.5 / 15) ** 3}
+    for codec, value in worst.items():
+        row = np.full((1, 20_001), value, dtype=np.float64)
+        row[0, 0] = 1.0
+        row /= row.sum() if codec != "sqrt8-abs" else 1.0
+        terms = row * np.log(row / _undivided(codec, row)) - row + _undivided(codec, row)
+        bound = kl_bound(codec, row.size, row.max())
+        assert 0.7 * bound <= terms.sum() <= bound
+
+
+def _undivided(codec: str, row: np.ndarray) -> np.ndarray:
+    """Decoded values before the row is made to sum to one, the largest entry kept."""
+    largest = 1.0 if codec == "sqrt8-abs" else row.max()
+    values: np.ndarray = code_values(codec).astype(np.float64)[encode(codec, row)] * largest
+    return values
+
+
+def test_u4_follows_its_formula() -> None:
+    rows = np.concatenate([dirichlet(0.1, 40, 50), np.zeros((1, 50), dtype=np.float32)])
+    rows[:, 7] = 0
+    for row, codes in zip(rows, encode("u4", rows), strict=True):
+        for value, code in zip(row, codes, strict=True):
+            share = np.float32(value / row.max()) if row.max() else np.float32(0)
+            above = sum(share >= np.float32(((k - 0.5) / 15) ** 3) for k in range(2, 16))
+            assert code == (1 + above if value >= 2.0**-126 else 0)
+    cubes = np.arange(1, 16, dtype=np.float32)[None] ** 3
+    assert encode("u4", cubes / 3375).tolist() == [list(range(1, 16))]
+    assert u4_table()[2:].tolist() == [np.float32((code / 15) ** 3) for code in range(2, 16)]
+    assert u4_table()[1] == np.float32(0.84375 / 3375)
+
+
+def test_sqrt8_abs_does_not_look_at_the_row() -> None:
+    rows = ROWS["attention-like"]
+    alone = np.concatenate([encode("sqrt8-abs", rows[:, :1]), encode("sqrt8-abs", rows[:, 1:])], axis=-1)
+    np.testing.assert_array_equal(encode("sqrt8-abs", rows), alone)
+    assert encode("sqrt8-abs", np.array([[1.0, 0.25, 1e-30, 0.0]], np.float32)).tolist() == [[255, 128, 1, 0]]
 
 
 def test_codec_error_by_hand() -> None:
@@ -219,6 +277,7 @@ def test_decode_refuses_codes_of_another_codec() -> None:
         ("bf16", np.array([0x7F80], dtype=np.uint16), "not-finite"),
         ("bf16", np.array([0xBF80], dtype=np.uint16), "not-a-distribution"),
         ("sqrt8-row", np.array([1], dtype=np.int8), "argument-dtype"),
+        ("u4", np.array([16], dtype=np.uint8), "argument-value"),
     ],
 )
 def test_check_codes_refuses_what_no_encoder_makes(codec: str, codes: np.ndarray, code: str) -> None:

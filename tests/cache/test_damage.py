@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cache.makers import document, job, read_everything, write_cache
 
-from shd_ref.cache import CacheReader, Receipt, verify_cache
+from shd_ref.cache import CacheReader, LayerPair, Receipt, SampleInputs, Teacher, verify_cache
 from shd_ref.errors import ShdError
 
 FLIPS_PER_FILE = 24
@@ -188,6 +188,85 @@ def test_hostile_receipts_are_refused(folder: Path, name: str) -> None:
     with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
         CacheReader(folder, allow_partial=True)
     assert caught.value.code == "cache-corrupt"
+
+
+HOSTILE_SKIPS: dict[str, list[Any]] = {
+    "none, spelled out": [],
+    "one too many": [{"index": 1, "key": "0" * 32, "reason": ""}, {"index": 2, "key": "0" * 32, "reason": ""}],
+    "index beyond the data set": [{"index": 7, "key": "0" * 32, "reason": ""}],
+    "key is a path": [{"index": 1, "key": "../../../../../etc/passwd", "reason": ""}],
+    "no reason": [{"index": 1, "key": "0" * 32}],
+    "unknown member": [{"index": 1, "key": "0" * 32, "reason": "", "path": "../x"}],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_SKIPS)
+def test_hostile_lists_of_skipped_samples_are_refused(tmp_path: Path, name: str) -> None:
+    manifest = job(3, samples_per_shard=3, on_error="skip")
+    path = write_cache(tmp_path, manifest) / "receipts/000000.json"
+    members = json.loads(path.read_bytes())
+    path.write_bytes(document(members | {"skipped": HOSTILE_SKIPS[name]}))
+    (tmp_path / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
+        CacheReader(tmp_path, allow_partial=True)
+    assert caught.value.code == "cache-corrupt"
+
+
+def test_skipped_samples_need_the_manifests_leave(folder: Path) -> None:
+    path = folder / "receipts/000000.json"
+    members = json.loads(path.read_bytes())
+    gone = members["records"].pop()
+    members["skipped"] = [{"index": gone["index"], "key": gone["key"], "reason": ""}]
+    path.write_bytes(document(members))
+    (folder / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match="must be empty where the manifest does not allow it"):
+        CacheReader(folder, allow_partial=True)
+
+
+@pytest.mark.parametrize("seed", [None, -1, 1.5, 2**53, "7", True])
+def test_seeds_are_integers_and_there_where_the_manifest_names_them(tmp_path: Path, seed: Any) -> None:
+    manifest = job(inputs=SampleInputs(("input_ids",), None, "augmentation"))
+    path = write_cache(tmp_path, manifest) / "receipts/000000.json"
+    members = json.loads(path.read_bytes())
+    del members["records"][0]["seed"]
+    members["records"][0] |= {} if seed is None else {"seed": seed}
+    path.write_bytes(document(members))
+    (tmp_path / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
+        CacheReader(tmp_path, allow_partial=True)
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize("codec", ["u4", "sqrt8-row"])
+def test_flipped_bit_in_a_compressed_blob(tmp_path: Path, codec: str) -> None:
+    pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
+    manifest = job(3, samples_per_shard=3, codec=codec, compression="zstd")
+    path = write_cache(tmp_path, manifest) / "shards/00/000000.safetensors"
+    record = Receipt.read(tmp_path, 0, manifest).records[0]
+    for offset, bit in flips(record.layers[0].end - record.layers[0].start, seed=5)[:8]:
+        data = flip(path, record.layers[0].start + offset, bit)
+        with pytest.raises(ShdError, match=r"layer 1: bytes .* must have XXH3-64") as caught:
+            CacheReader(tmp_path).read(record.key)
+        assert caught.value.code == "cache-corrupt"
+        path.write_bytes(data)
+
+
+def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:
+    """Whatever its strings say, a cache reads and writes inside its folder."""
+    layers = (LayerPair(1, 2, "../../../outside", 4), LayerPair(2, 4, "/etc/passwd", 4))
+    manifest = job(
+        teacher=Teacher("ab" * 32, "../../teacher.onnx", "/provider", "../dtype"),
+        layers=layers,
+        inputs=SampleInputs(("../ids",), None, "../../seed"),
+        strategy="../../strategy",
+    )
+    folder = write_cache(tmp_path / "a" / "b" / "cache", manifest)
+    read_everything(CacheReader(folder))
+    assert verify_cache(folder).ok
+    assert {path for path in tmp_path.rglob("*") if folder not in (path, *path.parents)} == {
+        tmp_path / "a",
+        tmp_path / "a" / "b",
+    }
 
 
 @pytest.mark.parametrize("shard", [4, 999_999])

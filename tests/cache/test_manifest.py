@@ -69,7 +69,8 @@ def test_no_such_shard(shard: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"format_version": "2"}, "format_version must be '1'"),
+        ({"compression": "gzip"}, "compression must be one of"),
+        ({"on_error": "ignore"}, "on_error must be one of"),
         ({"num_student_heads": 5}, "num_student_heads must be 1 to num_teacher_heads=4; got 5"),
         ({"num_student_heads": 0}, "num_student_heads must be 1"),
         ({"layers": ()}, "layers must be 1 to 1000; got 0"),
@@ -202,10 +203,38 @@ def test_another_spelling_of_the_same_content_is_refused(respelled: Any) -> None
 
 
 def test_newer_format_says_what_to_do() -> None:
-    members = members_of(job()) | {"format_version": "2", "something_new": [1]}
-    with pytest.raises(ShdError, match="got '2': install a release") as caught:
+    members = members_of(job()) | {"format_version": "3", "something_new": [1]}
+    with pytest.raises(ShdError, match="got '3': install a release") as caught:
         Manifest.from_bytes(document(members))
     assert caught.value.code == "cache-version"
+
+
+def test_version_is_the_lowest_that_will_do() -> None:
+    assert members_of(job())["format_version"] == "1"
+    newer: list[dict[str, Any]] = [
+        {"codec": "u4"},
+        {"codec": "sqrt8-abs"},
+        {"compression": "zstd"},
+        {"on_error": "skip"},
+        {"inputs": SampleInputs(("input_ids",), None, "seed")},
+    ]
+    for changes in newer:
+        manifest = job(**changes)
+        assert members_of(manifest)["format_version"] == "2"
+        assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+        with pytest.raises(ShdError, match="format_version must be '2' for what it holds; got '1'") as caught:
+            Manifest.from_bytes(document(members_of(manifest) | {"format_version": "1"}))
+        assert caught.value.code == "cache-corrupt"
+    with pytest.raises(ShdError, match="format_version must be '1' for what it holds; got '2'"):
+        Manifest.from_bytes(document(members_of(job()) | {"format_version": "2"}))
+
+
+def test_optional_member_is_left_out_where_it_is_the_default() -> None:
+    assert not {"compression", "on_error"} & members_of(job()).keys()
+    assert "seed" not in members_of(job())["inputs"]
+    with pytest.raises(ShdError, match="must leave out compression") as caught:
+        Manifest.from_bytes(document(members_of(job()) | {"compression": "none"}))
+    assert caught.value.code == "cache-corrupt"
 
 
 def test_version_of_a_damaged_manifest_is_not_believed() -> None:

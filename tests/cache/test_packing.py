@@ -13,7 +13,7 @@ from shd_ref.errors import ShdError
 @pytest.mark.parametrize("codec", CODECS)
 def test_unpack_undoes_pack(codec: str, support: str, length: int) -> None:
     codes = encode(codec, rows_of((3, length, length), 1, causal=support == "causal"))
-    blob = pack(codes, support)
+    blob = pack(codes, support, codec)
     assert blob.shape == (packed_size(codec, support, 3, length),)
     np.testing.assert_array_equal(unpack(blob, codec, support, 3, length), codes)
 
@@ -21,6 +21,13 @@ def test_unpack_undoes_pack(codec: str, support: str, length: int) -> None:
 def test_causal_bytes_are_the_lower_triangle_row_by_row() -> None:
     codes = np.array([[[1, 0, 0], [2, 3, 0], [4, 5, 6]], [[7, 0, 0], [8, 9, 0], [10, 11, 12]]], dtype=np.uint8)
     assert pack(codes, "causal").tolist() == list(range(1, 13))
+
+
+def test_half_byte_codes_fill_the_lower_half_first() -> None:
+    codes = np.array([[[1, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype=np.uint8)
+    assert pack(codes, "full", "u4").tolist() == [0x21, 0x43, 0x65, 0x87, 0x09]
+    with pytest.raises(ShdError, match="at most 15; got 16"):
+        pack(codes + np.uint8(7), "full", "u4")
 
 
 def test_wide_codes_are_little_endian() -> None:

@@ -164,6 +164,22 @@ def encoder_layer(
     return build.model(inputs, [output], opset)
 
 
+def token_teacher(num_heads: int = 4, vocabulary: int = 50) -> onnx.ModelProto:
+    """``encoder_layer`` on ``input_ids (B, L)`` and ``attention_mask (B, L)``."""
+    model = encoder_layer(num_heads=num_heads, mask="where")
+    graph = model.graph
+    table = numpy_helper.from_array(3 * random_projection(vocabulary, num_heads * 3, 9), "table")
+    graph.initializer.append(table)
+    graph.node.insert(0, helper.make_node("Gather", ["table", "input_ids"], ["x"], name="embed"))
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            node.input[place] = "attention_mask" if name == "mask" else name
+    del graph.input[:]
+    for name in ("input_ids", "attention_mask"):
+        graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "length"]))
+    return model
+
+
 def _join_heads(build: GraphBuilder, context: str, source: str, layout: str, num_heads: int, d_v: int) -> str:
     width = np.array([0, 0, num_heads * d_v])
     if layout == "batch-folded":

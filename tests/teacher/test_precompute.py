@@ -20,7 +20,7 @@ from teacher.attention_graphs import bare_attention, encoder_layer
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
 from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.inputs import ModelInputs, input_specs, load_arrays
+from shd_ref.teacher.inputs import ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.recheck import recheck_records
@@ -290,17 +290,6 @@ def test_inputs_are_cast_without_loss_and_fixed_batches_are_filled(tmp_path: Pat
     assert all(batch.arrays["x"].shape[0] == 4 for batch in batches)
     assert batches[0].arrays["mask"].dtype == np.int64
     assert sorted(index for batch in batches for index in batch.indices) == list(range(NUM_SAMPLES))
-
-
-def test_input_files_hold_plain_arrays(tmp_path: Path) -> None:
-    np.savez(tmp_path / "objects.npz", x=np.array([{"a": 1}], dtype=object))
-    (tmp_path / "text.npz").write_text("not an archive")
-    np.save(tmp_path / "single.npy", np.zeros(3))
-    for name in ("objects.npz", "text.npz", "single.npy", "absent.npz"):
-        with pytest.raises(ShdError) as caught:
-            load_arrays(tmp_path / name)
-        assert caught.value.code == "inputs-invalid"
-        assert name in str(caught.value)
 
 
 def test_a_full_disk_loses_nothing(teacher: Path, tmp_path: Path) -> None:

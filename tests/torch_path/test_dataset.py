@@ -12,7 +12,7 @@ import torch
 from cache.makers import job, key_of, length_of, probs_of, write_cache
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import CacheReader, dataset_fingerprint
+from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
 from shd_torch import ShdError
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 
@@ -35,7 +35,7 @@ def support(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("codec", ["sqrt8-row", "bf16", "float32"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_decodes_as_the_reference(tmp_path: Path, codec: str, support: str) -> None:
     manifest = job(NUM_SAMPLES, codec=codec, support=support)
     reader = CacheReader(write_cache(tmp_path, manifest))
@@ -123,6 +123,70 @@ def test_samples_that_the_cache_lacks_are_counted_before_the_first_step(tmp_path
     with pytest.raises(ShdError) as caught:
         renamed.cache.read(dataset_fingerprint([key_of(0)]))
     assert caught.value.code == "sample-missing"
+
+
+def test_samples_that_the_teacher_failed_on_are_an_error_or_left_out(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, job(NUM_SAMPLES, on_error="skip"))
+    with pytest.raises(ShdError, match=r'4 of 11 .* first sample 1 .*: head 1 gave NaN; skipped="drop"') as caught:
+        SupervisedDataset(TokenData(), cache)
+    assert caught.value.code == "sample-missing"
+    joined = SupervisedDataset(TokenData(), cache, skipped="drop")
+    assert len(joined) == 7
+    assert [sample["number"] for sample, _ in joined] == [0, 2, 3, 5, 6, 8, 9]
+    assert [record.index for _, record in joined] == [0, 2, 3, 5, 6, 8, 9]
+    with pytest.raises(ShdError, match="11 of 11"):
+        SupervisedDataset(TokenData(shift=100), cache, skipped="drop")
+    with pytest.raises(ShdError, match="skipped must be"):
+        SupervisedDataset(TokenData(), cache, skipped="keep")
+
+
+class Plain(torch.utils.data.Dataset[int]):
+    """Samples before augmentation: their number."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> int:
+        if index >= len(self.order):
+            raise IndexError(index)
+        return self.order[index]
+
+
+def replay(number: int, seed: int) -> dict[str, Any]:
+    """What the teacher saw depends on sample and seed; the cache was made from these very seeds."""
+    shift = (seed - number) % 3**33
+    return {"input_ids": torch.arange(number + shift, number + shift + length_of(number)), "seed": seed}
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_augmentation_is_replayed_from_the_stored_seeds(tmp_path: Path, on_error: str) -> None:
+    inputs = SampleInputs(("input_ids",), None, "augmentation")
+    cache = write_cache(tmp_path, job(NUM_SAMPLES, inputs=inputs, on_error=on_error))
+    order = list(range(NUM_SAMPLES))
+    joined = SupervisedDataset(Plain(order), cache, augment=replay, skipped="drop")
+    assert len(joined) == (NUM_SAMPLES if on_error == "stop" else 7)
+    for sample, record in joined:
+        assert sample["seed"] == record.seed == 3**33 + record.index
+        assert joined.cache.read(joined.keys[0]).seed == 3**33
+    with pytest.raises(ShdError, match="10 of 11 are not in it"):  # the one in the middle stays where it was
+        SupervisedDataset(Plain(order[::-1]), cache, augment=replay)
+    calls = iter(range(100))
+    with pytest.raises(ShdError, match="must depend on the sample and its seed alone") as caught:
+        SupervisedDataset(
+            Plain(order),
+            cache,
+            skipped="drop",
+            augment=lambda n, seed: replay(n, seed + (100 if next(calls) >= NUM_SAMPLES else 0)),
+        )[0]
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_augmentation_needs_seeds(tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="has none: precompute with --seed-column"):
+        SupervisedDataset(Plain([0]), write_cache(tmp_path, job(NUM_SAMPLES)), augment=replay)
 
 
 @pytest.mark.parametrize(

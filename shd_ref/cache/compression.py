@@ -1,0 +1,58 @@
+"""Compressed blobs (CACHE-55 to CACHE-57): Zstandard, one frame a blob, never larger than the blob itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+
+COMPRESSIONS: Final = ("none", "zstd")
+_LEVEL: Final = 1  # codes hold little that a slower search would find
+
+
+@functools.cache
+def _zstandard() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ModuleNotFoundError as error:
+        message = "compressed caches need the package zstandard: pip install 'squeezing-heads[zstd]'"
+        raise ShdError("dependency-missing", message) from error
+
+
+def compress_blob(blob: NDArray[np.uint8], compression: str) -> NDArray[np.uint8]:
+    """The bytes to store: a frame where that is smaller, else the blob itself (CACHE-55)."""
+    if compression == "none":
+        return blob
+    frame = _zstandard().ZstdCompressor(level=_LEVEL).compress(blob)
+    return np.frombuffer(frame, dtype=np.uint8) if len(frame) < len(blob) else blob
+
+
+def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np.uint8]:
+    """The blob from the bytes that are stored; memory is only ever taken for ``size`` bytes (CACHE-56).
+
+    Args:
+        stored: as ``compress_blob`` made it.
+        size: of the blob, which follows from the manifest and the record's length.
+        source: file and record, for messages.
+
+    Raises:
+        ShdError: ``cache-corrupt`` for bytes that are no frame of exactly that size; ``dependency-missing``.
+    """
+    if len(stored) == size:
+        return stored
+    library = _zstandard()
+    data = stored.tobytes()
+    try:
+        # The frame's own claim is compared before anything is allocated for it.
+        claimed = library.get_frame_parameters(data).content_size
+        blob = library.ZstdDecompressor().decompress(data, allow_extra_data=False) if claimed == size else b""
+    except library.ZstdError as error:
+        raise ShdError("cache-corrupt", f"{source}: must be a Zstandard frame: {error}", "CACHE-56") from error
+    if len(blob) != size:
+        raise ShdError("cache-corrupt", f"{source}: must expand to {size} bytes; it claims {claimed}", "CACHE-56")
+    return np.frombuffer(bytearray(blob), dtype=np.uint8)

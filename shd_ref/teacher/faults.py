@@ -1,0 +1,93 @@
+"""Samples on which a teacher gives NaN or infinity: found, named by layer and head, never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.inputs import Batch
+from shd_ref.teacher.run import TeacherRun
+
+Outputs = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a teacher first went wrong on a sample.
+
+    Attributes:
+        index: of the sample in the data set.
+        key: its sample key.
+        student_layer: whose supervision it is.
+        site: the teacher's attention.
+        head: the teacher's, or None where its maps and values are finite and what is made of them is not.
+    """
+
+    index: int
+    key: str
+    student_layer: int
+    site: str
+    head: int | None
+
+    @property
+    def reason(self) -> str:
+        """What a receipt says about it."""
+        what = "in what is made of its maps" if self.head is None else f"head {self.head}"
+        return f"the teacher gives NaN or infinity at layer {self.student_layer} ({self.site}), {what}"
+
+    def error(self) -> ShdError:
+        """The error that stops a run."""
+        return ShdError(
+            "not-finite",
+            f"sample {self.index} (key {self.key}): {self.reason}: look at its inputs, or skip such samples "
+            "(--on-error skip)",
+            "MAP-5",
+        )
+
+
+def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]:
+    """The samples of a batch whose supervision is not finite on rows that count.
+
+    Args:
+        work: the run.
+        batch: what was fed.
+        outputs: what came back, with or without check outputs.
+    """
+    count = len(batch.indices)
+    mask = work.query_mask(batch)
+    rows = np.array(True) if mask is None else mask[:count, None, :]  # (B, 1, L)
+    suspect = np.zeros(count, dtype=np.bool_)
+    for layer in work.graph.layers:
+        codes, alphas = outputs[layer.codes][:count], outputs[layer.alphas][:count]
+        suspect |= ~np.isfinite(alphas).reshape(count, -1).all(axis=1)
+        # A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the maps tell which.
+        doubtful = ((codes == 0).all(axis=-1) | (codes != codes).any(axis=-1) | np.isinf(codes).any(axis=-1)) & rows
+        suspect |= doubtful.any(axis=(1, 2))
+    if not suspect.any():
+        return []
+    if work.graph.layers[0].probs not in outputs:
+        outputs = work.squeeze_checked(batch)
+    found = (_first_fault(work, batch, outputs, number, rows) for number in np.flatnonzero(suspect).tolist())
+    return [fault for fault in found if fault is not None]
+
+
+def _first_fault(
+    work: TeacherRun, batch: Batch, outputs: Outputs, number: int, rows: NDArray[np.bool_]
+) -> Fault | None:
+    counted = np.ones((1, 1), dtype=np.bool_) if rows.ndim == 0 else rows[number]  # (1, L)
+    for layer in work.graph.layers:
+        finite = np.isfinite(outputs[layer.probs][number]).all(axis=-1) & np.isfinite(
+            outputs[layer.values][number]
+        ).all(axis=-1)
+        heads = np.flatnonzero((~finite & counted).any(axis=-1))
+        merged_is_finite = (np.isfinite(outputs[layer.merged][number]).all(axis=-1) | ~counted).all()
+        if len(heads) or not merged_is_finite or not np.isfinite(outputs[layer.alphas][number]).all():
+            index = batch.indices[number]
+            head = int(heads[0]) if len(heads) else None
+            return Fault(index, work.inputs.key(index), layer.student_layer, layer.site.name, head)
+    return None

@@ -1,0 +1,83 @@
+"""What a precompute run writes: its manifest, decided before the first record."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+import shd_ref
+from shd_ref.cache import (
+    Dataset,
+    LayerPair,
+    Manifest,
+    SampleInputs,
+    ShardPlan,
+    dataset_fingerprint,
+    packed_size,
+)
+from shd_ref.errors import ShdError
+from shd_ref.teacher.faults import Outputs
+from shd_ref.teacher.run import TeacherRun
+
+SHARD_BYTES: Final = 256 * 2**20
+"""Default size of a shard, unless the data set is small."""
+LEAST_SHARDS: Final = 16
+"""A killed run loses at most the shards in progress: even a small data set has a few."""
+
+
+def find_support(work: TeacherRun, outputs: Outputs) -> str:
+    """Whether no row of these maps looks ahead: ``"causal"``, else ``"full"``.
+
+    Raises:
+        ShdError: ``graph-unsupported`` for maps that are not square.
+    """
+    merged = [outputs[layer.merged] for layer in work.graph.layers]
+    rows, columns = merged[0].shape[2:]
+    if rows != columns:
+        raise ShdError(
+            "graph-unsupported",
+            f"the cache holds square maps (self-attention); got L={rows}, S={columns}: select other layers",
+        )
+    return "causal" if rows > 1 and all(not np.triu(maps, 1).any() for maps in merged) else "full"
+
+
+def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
+    """The manifest of a run.
+
+    Args:
+        work: the run.
+        outputs: of its longest samples, with check outputs.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    options, run, inputs = work.options, work.run, work.inputs
+    support, count = find_support(work, outputs), len(inputs)
+    longest = outputs[work.graph.layers[0].merged].shape[2]
+    per_sample = len(work.layers) * packed_size(options.codec, support, options.num_student_heads, longest)
+    size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
+    return Manifest(
+        spec_version=shd_ref.SPEC_VERSION,
+        created_by=f"squeezing-heads {shd_ref.__version__}",
+        teacher=work.fingerprint(),
+        num_student_heads=options.num_student_heads,
+        layers=tuple(
+            LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
+        ),
+        plan=work.plan,
+        strategy=options.strategy,
+        alpha_rule=options.alpha_rule,
+        alpha_per=options.alpha_per,
+        temperature=options.temperature,
+        support=support,
+        codec=options.codec,
+        compression=options.compression,
+        on_error=options.on_error,
+        inputs=SampleInputs(names=inputs.names, mask=inputs.mask, seed=inputs.seed_column),
+        dataset=Dataset(
+            fingerprint=dataset_fingerprint(inputs.key(index) for index in range(count)), num_samples=count
+        ),
+        shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
+    )

@@ -1,0 +1,109 @@
+"""Options that several subcommands of ``shd`` share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shd_ref.errors import ShdError
+
+
+class Strategy(StrEnum):
+    """Merging strategies that run inside the graph."""
+
+    shd = "shd"
+    constant = "constant"
+    hard = "hard"
+    mean = "mean"
+    simplex = "simplex"
+
+
+class Codec(StrEnum):
+    """How maps are stored."""
+
+    sqrt8_row = "sqrt8-row"
+    sqrt8_abs = "sqrt8-abs"
+    u4 = "u4"
+    bf16 = "bf16"
+    float32 = "float32"
+
+
+class Compression(StrEnum):
+    """What is done to stored blobs."""
+
+    none = "none"
+    zstd = "zstd"
+
+
+class OnError(StrEnum):
+    """What is done about a sample on which the teacher fails."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Plan(StrEnum):
+    """Which heads merge."""
+
+    progressive = "progressive"
+    balanced = "balanced"
+
+
+class AlphaPer(StrEnum):
+    """How many merge weights."""
+
+    map = "map"
+    row = "row"
+
+
+TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]
+InputsPath = Annotated[
+    Path,
+    typer.Option(
+        help="Model inputs: .npz, .safetensors, .parquet, .arrow or .jsonl, with one column per graph input; or a "
+        "folder of Parquet or Arrow files, such as save_to_disk of Hugging Face datasets writes."
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Where the inputs are text: tokenizer.json, or the folder that holds it.")
+]
+TextOption = Annotated[str, typer.Option(help="Column of the text.")]
+MaxLengthOption = Annotated[
+    int | None, typer.Option(help="Tokens to keep of a text; default: as the tokenizer says.", min=1)
+]
+Provider = Annotated[str, typer.Option(help="cpu, cuda, or an onnxruntime provider name. Never falls back silently.")]
+StudentHeads = Annotated[int, typer.Option(help="Heads of the student, at most the teacher's.", min=1)]
+StudentLayers = Annotated[
+    int | None, typer.Option(help="Layers of the student; default: as many as the teacher has.", min=1)
+]
+LayerPairs = Annotated[
+    str | None,
+    typer.Option(help="Explicit layer pairs student:teacher, zero-based, such as 0:3,1:7. Holes are allowed."),
+]
+StrategyOption = Annotated[Strategy, typer.Option(help="How maps are merged.")]
+PlanOption = Annotated[Plan, typer.Option(help="Which heads merge with which.")]
+AlphaPerOption = Annotated[AlphaPer, typer.Option(help="One merge weight per map (the paper), or per query row.")]
+Temperature = Annotated[float, typer.Option(help="Attention temperature of the stored maps, above 0.")]
+MaskOption = Annotated[str | None, typer.Option(help="Attention-mask input, if not called attention_mask.")]
+BatchSize = Annotated[int, typer.Option(help="Samples per teacher call.", min=1)]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(help="Positions per teacher call, in place of --batch-size: short samples fill it too.", min=1),
+]
+Threads = Annotated[int | None, typer.Option(help="Threads of onnxruntime.", min=1)]
+
+
+def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    """``--layers`` as pairs; ``argument-value`` for what is none."""
+    if text is None:
+        return None
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(student), int(teacher)) for student, teacher in pairs)
+    except ValueError:
+        raise ShdError(
+            "argument-value", f"--layers must be student:teacher pairs such as 0:3,1:7; got {text!r}", "LAYER-4"
+        ) from None

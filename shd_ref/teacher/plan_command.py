@@ -1,0 +1,81 @@
+"""``shd plan``: what a cache would cost, before anyone writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from shd_ref.teacher.commands import app, print_forecast, reported_errors
+from shd_ref.teacher.options import (
+    AlphaPer,
+    AlphaPerOption,
+    BatchSize,
+    BatchTokens,
+    InputsPath,
+    LayerPairs,
+    MaskOption,
+    MaxLengthOption,
+    Plan,
+    PlanOption,
+    Provider,
+    StudentHeads,
+    StudentLayers,
+    TeacherPath,
+    TextOption,
+    Threads,
+    TokenizerOption,
+    parse_layer_pairs,
+)
+
+
+@app.command(name="plan")
+def plan_cache(
+    teacher: TeacherPath,
+    inputs: InputsPath,
+    student_heads: StudentHeads,
+    student_layers: StudentLayers = None,
+    layers: LayerPairs = None,
+    plan: PlanOption = Plan.progressive,
+    alpha_per: AlphaPerOption = AlphaPer.map,
+    tokenizer: TokenizerOption = None,
+    text_column: TextOption = "text",
+    max_length: MaxLengthOption = None,
+    mask: MaskOption = None,
+    batch_size: BatchSize = 16,
+    batch_tokens: BatchTokens = None,
+    provider: Provider = "cpu",
+    threads: Threads = None,
+    samples: Annotated[int, typer.Option(help="On how many samples the teacher runs.", min=1)] = 8,
+    read_bandwidth: Annotated[
+        float, typer.Option(help="MB a second that storage can feed one training device.", min=0.001)
+    ] = 500.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a few samples: bytes, time and error of every codec, and whether a cache pays at all.
+
+    Break-even is the read bandwidth per training device below which the teacher, run while training, is faster.
+    """
+    from shd_ref.teacher.forecast import forecast_cache
+    from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.sources import open_source
+
+    with reported_errors():
+        options = PrecomputeOptions(
+            num_student_heads=student_heads,
+            num_student_layers=student_layers,
+            layer_pairs=parse_layer_pairs(layers),
+            plan=plan.value,
+            alpha_per=alpha_per.value,
+        )
+        run = RunOptions(
+            mask=mask, batch_size=batch_size, batch_tokens=batch_tokens, provider=provider, num_threads=threads
+        )
+        source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
+        forecast = forecast_cache(teacher, source, options, run, num_samples=samples, bandwidth=1e6 * read_bandwidth)
+    if as_json:
+        print(json.dumps(asdict(forecast)))
+    else:
+        print_forecast(forecast)

@@ -1,0 +1,79 @@
+"""Outputs of a squeezed graph as records of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import CodecError, NewRecord, codec_error, decode, encode, merge_codec_errors
+from shd_ref.mixing import compose_mixing
+from shd_ref.teacher.faults import Outputs
+from shd_ref.teacher.inputs import Batch
+from shd_ref.teacher.run import TeacherRun
+
+CODED_IN_GRAPH = "sqrt8-row"
+"""The codec whose quantiser ends the graph; the others code the graph's float32 maps on the host."""
+
+
+def make_records(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int]) -> list[NewRecord]:
+    """The batch as records: codes, alphas before clipping, and the mixing that they compose to.
+
+    Args:
+        work: the run.
+        batch: what was fed.
+        outputs: what came back.
+        wanted: indices of the samples to make a record of.
+    """
+    numbers = [number for number, index in enumerate(batch.indices) if index in wanted]
+    if not numbers:
+        return []
+    codec, inputs = work.options.codec, work.inputs
+    codes = [outputs[layer.codes][numbers] for layer in work.graph.layers]
+    if codec != CODED_IN_GRAPH:
+        codes = [encode(codec, maps) for maps in codes]
+    alphas = np.stack([outputs[layer.alphas][numbers] for layer in work.graph.layers], axis=1)
+    records = []
+    for place, number in enumerate(numbers):
+        index = batch.indices[number]
+        records.append(
+            NewRecord(
+                index=index,
+                key=inputs.key(index),
+                length=codes[0].shape[2] if inputs.mask is None else batch.lengths[number],
+                codes=[layer[place] for layer in codes],
+                alphas=alphas[place],
+                # Weights by row follow from the alphas and would double a record; weights by map are small.
+                mixing=_mixing(work, alphas[place]) if work.options.alpha_per == "map" else None,
+                seed=inputs.seed(index),
+            )
+        )
+    return records
+
+
+def measure_codec(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int]) -> CodecError:
+    """What coding cost the rows of these samples that count, from outputs with check outputs."""
+    numbers = [number for number, index in enumerate(batch.indices) if index in wanted]
+    mask = work.query_mask(batch)
+    errors = []
+    for layer in work.graph.layers:
+        merged = np.array(outputs[layer.merged][numbers], dtype=np.float32)
+        if mask is not None:
+            merged = np.where(mask[numbers, None, :, None], merged, np.float32(0))  # rows without mass do not count
+        coded = decode(work.options.codec, encode(work.options.codec, merged))
+        errors.append(codec_error(merged, coded))
+    return merge_codec_errors(errors)
+
+
+def _mixing(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:
+    """C of every layer, ``(num_layers, H_s, H_t)``, from alphas before clipping ``(num_layers, n)``."""
+    num_layers, heads = len(work.layers), work.num_teacher_heads
+    if work.options.strategy == "mean":
+        return np.full((num_layers, work.options.num_student_heads, heads), 1.0 / heads, dtype=np.float32)
+    if not raw_alphas.shape[1]:
+        return np.broadcast_to(np.eye(heads, dtype=np.float32), (num_layers, heads, heads))
+    ends = np.cumsum([len(one_round) for one_round in work.plan])
+    rounds: list[NDArray[Any]] = np.split(np.clip(raw_alphas.astype(np.float64), 0.0, 1.0), ends[:-1], axis=1)
+    return compose_mixing(rounds, work.plan, heads).astype(np.float32)

@@ -1,0 +1,176 @@
+"""Arrow columns: data sets saved by Hugging Face ``datasets``, Arrow files, and Parquet."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.packages import import_package
+from shd_ref.teacher.sources.source import IndexedSource, Row, Source
+
+STATE_NAME: Final = "state.json"
+"""Beside the Arrow files of a data set that ``save_to_disk`` wrote: which they are, in order."""
+
+_BLOCK_ROWS: Final = 256  # of Parquet, decoded at a time
+
+
+class ArrowSource(IndexedSource):
+    """Arrow files, memory-mapped, in the order given.
+
+    Raises:
+        ShdError: ``inputs-invalid``, ``dependency-missing``.
+    """
+
+    def __init__(self, paths: Sequence[Path], name: str) -> None:
+        self.name = name
+        pa = import_package("pyarrow")
+        import_package("pyarrow.ipc")
+        try:
+            # Mapped tables own no memory but their batches' descriptions.
+            batches = [batch for path in paths for batch in _map_table(pa, path).to_batches()]
+        except (OSError, pa.ArrowException) as error:
+            raise self.refuse(f"must be readable Arrow files: {error}") from error
+        self._batches = [batch for batch in batches if batch.num_rows]
+        if not self._batches:
+            raise self.refuse("must hold at least 1 sample")
+        self.columns = tuple(self._batches[0].schema.names)
+        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def row(self, index: int, columns: Sequence[str]) -> Row:
+        """One row, found by its position among all batches."""
+        number = bisect.bisect_right(self._ends, index)
+        batch = self._batches[number]
+        return _row_of(self, batch, index - (self._ends[number] - batch.num_rows), index, columns)
+
+
+class ParquetSource(Source):
+    """Parquet files in the order given, decoded a block of rows at a time.
+
+    Raises:
+        ShdError: ``inputs-invalid``, ``dependency-missing``.
+    """
+
+    def __init__(self, paths: Sequence[Path], name: str) -> None:
+        self.name = name
+        self._pa, self._library = import_package("pyarrow"), import_package("pyarrow.parquet")
+        self._paths = paths
+        try:
+            metadata = [self._library.read_metadata(path) for path in paths]
+            self.columns = tuple(self._library.read_schema(paths[0]).names)
+        except (OSError, self._pa.ArrowException) as error:
+            raise self.refuse(f"must be readable Parquet files: {error}") from error
+        self._count = int(sum(part.num_rows for part in metadata))
+        if not self._count:
+            raise self.refuse("must hold at least 1 sample")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """All rows in order; only these columns are read."""
+        index = 0
+        try:
+            for path in self._paths:
+                with self._library.ParquetFile(path) as file:
+                    for batch in file.iter_batches(_BLOCK_ROWS, columns=list(columns)):
+                        for place in range(batch.num_rows):
+                            yield _row_of(self, batch, place, index, columns)
+                            index += 1
+        except (OSError, self._pa.ArrowException) as error:
+            raise self.refuse(f"must be readable Parquet files: {error}", index) from error
+
+
+def open_parquet(path: Path) -> Source:
+    """One Parquet file."""
+    return ParquetSource([path], str(path))
+
+
+def open_arrow(path: Path) -> Source:
+    """One Arrow file."""
+    return ArrowSource([path], str(path))
+
+
+def open_folder(path: Path) -> Source:
+    """A data set of ``save_to_disk``, or a folder of Parquet or Arrow files in order of their names.
+
+    Raises:
+        ShdError: ``inputs-invalid``, also for a folder with several splits; ``dependency-missing``.
+    """
+    if (path / STATE_NAME).exists():
+        return ArrowSource([path / name for name in _listed_files(path / STATE_NAME)], str(path))
+    splits = sorted(state.parent.name for state in path.glob(f"*/{STATE_NAME}"))
+    if splits:
+        raise ShdError("inputs-invalid", f"inputs {path} hold the splits {', '.join(splits)}: name one of them")
+    for pattern, kind in (("*.parquet", ParquetSource), ("*.arrow", ArrowSource)):
+        found = sorted(path.rglob(pattern))
+        if found:
+            return kind(found, str(path))
+    raise ShdError(
+        "inputs-invalid", f"inputs {path} must be a data set of save_to_disk, or hold .parquet or .arrow files"
+    )
+
+
+def _listed_files(state: Path) -> list[str]:
+    """The file names in ``state.json``, which comes from elsewhere and must not lead out of its folder."""
+    try:
+        names = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShdError("inputs-invalid", f"inputs {state} must list the files of a data set: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ShdError("path-unsafe", f"{state} must name files of its own folder; got {str(name)[:80]!r}")
+    return names
+
+
+def _map_table(pa: Any, path: Path) -> Any:
+    mapped = pa.memory_map(str(path))
+    try:
+        return pa.ipc.open_stream(mapped).read_all()  # what datasets writes
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(mapped).read_all()
+
+
+def _row_of(source: Source, batch: Any, place: int, index: int, columns: Sequence[str]) -> Row:
+    try:
+        return {name: _value_of(batch.column(name)[place]) for name in columns}
+    except (ValueError, TypeError, KeyError) as error:
+        raise source.refuse(f"columns must hold numbers, lists of numbers or text: {error}", index) from error
+
+
+def _value_of(scalar: Any) -> str | NDArray[Any]:
+    if hasattr(scalar.type, "storage_type"):  # the array types of datasets, where that library is loaded
+        scalar = scalar.value
+    if not scalar.is_valid:
+        raise ValueError("a value is missing (null)")
+    if hasattr(scalar.type, "value_type"):
+        return _array_of(scalar.values)
+    value = scalar.as_py()
+    if isinstance(value, str):
+        return value
+    array = np.asarray(value, dtype=scalar.type.to_pandas_dtype())
+    return _checked(array, scalar.type)
+
+
+def _array_of(items: Any) -> NDArray[Any]:
+    if items.null_count:
+        raise ValueError("a value in a list is missing (null)")
+    if hasattr(items.type, "value_type"):
+        return np.stack([_array_of(item.values) for item in items])
+    return _checked(items.to_numpy(zero_copy_only=False), items.type)
+
+
+def _checked(array: NDArray[Any], kind: Any) -> NDArray[Any]:
+    if array.dtype.kind not in "iufb":
+        raise TypeError(f"got {kind}")
+    return array

@@ -1,0 +1,118 @@
+"""Archives of numpy.savez: mapped where they are stored as they are, streamed where they are compressed."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.arrays import ArraySource
+from shd_ref.teacher.sources.source import Row, Source
+
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, ..., length of the name, of the extra field
+_SUFFIX: Final = ".npy"
+
+
+class _Member(NamedTuple):
+    info: zipfile.ZipInfo
+    shape: tuple[int, ...]
+    fortran_order: bool
+    dtype: np.dtype[Any]
+    offset: int  # of the values, behind the member's own header
+
+
+def open_npz(path: Path) -> Source:
+    """The rows of an npz file; pickled objects are refused.
+
+    Raises:
+        ShdError: ``inputs-invalid`` for a file that is absent, no npz archive, or holds objects.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {
+                info.filename.removesuffix(_SUFFIX): _read_member(archive, info) for info in archive.infolist()
+            }
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ShdError(
+            "inputs-invalid", f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}"
+        ) from error
+    if any(member.info.compress_type != zipfile.ZIP_STORED for member in members.values()):
+        return _CompressedNpz(path, members)
+    return ArraySource({name: _map_member(path, member) for name, member in members.items()}, str(path))
+
+
+class _CompressedNpz(Source):
+    """An archive of numpy.savez_compressed, decompressed row by row."""
+
+    ragged = False
+
+    def __init__(self, path: Path, members: dict[str, _Member]) -> None:
+        self.name = str(path)
+        self.columns = tuple(members)
+        self._path = path
+        self._members = members
+        counts = {name: member.shape[0] if member.shape else 0 for name, member in members.items()}
+        if len(set(counts.values())) != 1 or 0 in counts.values():
+            raise self.refuse(f"arrays must share one first axis of at least 1 sample; got {counts}")
+        for name, member in members.items():
+            if member.fortran_order and len(member.shape) > 1:
+                raise self.refuse(f"{name} must be in C order where it is compressed: save it with numpy.savez")
+
+    def __len__(self) -> int:
+        return next(iter(self._members.values())).shape[0]
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """All rows in order, with these columns."""
+        with zipfile.ZipFile(self._path) as archive:
+            streams = {name: archive.open(self._members[name].info) for name in columns}
+            for name, stream in streams.items():
+                _read_header(stream, name)
+            for _ in range(len(self)):
+                yield {name: self._next_row(stream, self._members[name]) for name, stream in streams.items()}
+
+    def _next_row(self, stream: IO[bytes], member: _Member) -> NDArray[Any]:
+        shape = member.shape[1:]
+        data = stream.read(int(np.prod(shape, dtype=np.int64)) * member.dtype.itemsize)
+        try:
+            return np.frombuffer(data, dtype=member.dtype).reshape(shape)
+        except ValueError as error:
+            raise self.refuse(f"{member.info.filename} ends too early: {error}") from error
+
+
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+    with archive.open(info) as stream:
+        shape, fortran_order, dtype = _read_header(stream, info.filename)
+        header_size = stream.tell()
+    return _Member(info, shape, fortran_order, dtype, header_size)
+
+
+def _read_header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"{name} has npy format {version}")
+    shape, fortran_order, dtype = readers[version](stream)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects")
+    return shape, fortran_order, dtype
+
+
+def _map_member(path: Path, member: _Member) -> NDArray[Any]:
+    with path.open("rb") as file:
+        file.seek(member.info.header_offset)
+        _, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    start = member.info.header_offset + _LOCAL_HEADER.size + name_length + extra_length + member.offset
+    if 0 in member.shape or not member.shape:
+        return np.empty(member.shape, member.dtype)
+    order: Literal["F", "C"] = "F" if member.fortran_order else "C"
+    try:
+        mapped: NDArray[Any] = np.memmap(path, member.dtype, "r", start, member.shape, order)
+    except (OSError, ValueError) as error:
+        raise ShdError("inputs-invalid", f"inputs {path}: {member.info.filename} ends too early: {error}") from error
+    return mapped

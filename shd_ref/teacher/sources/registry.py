@@ -1,0 +1,51 @@
+"""Which reader opens which file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.arrow import open_arrow, open_folder, open_parquet
+from shd_ref.teacher.sources.jsonl import JsonLinesSource
+from shd_ref.teacher.sources.npz import open_npz
+from shd_ref.teacher.sources.safetensors import SafetensorsSource
+from shd_ref.teacher.sources.source import Source
+from shd_ref.teacher.sources.text import TokenizedSource
+
+KINDS: Final[dict[str, Callable[[Path], Source]]] = {
+    ".npz": open_npz,
+    ".safetensors": SafetensorsSource,
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    ".jsonl": JsonLinesSource,
+    ".ndjson": JsonLinesSource,
+}
+"""Readers by the file name's suffix; folders are data sets of Arrow or Parquet files."""
+
+
+def open_source(
+    path: str | Path, *, tokenizer: str | Path | None = None, text_column: str = "text", max_length: int | None = None
+) -> Source:
+    """Open model inputs.
+
+    Args:
+        path: a file with a suffix of ``KINDS``, or a folder: what ``save_to_disk`` wrote, or Parquet or Arrow files.
+        tokenizer: ``tokenizer.json`` or its folder, where the inputs are text.
+        text_column: which column holds the text.
+        max_length: tokens to keep of a text; default: as the tokenizer's file says.
+
+    Raises:
+        ShdError: ``inputs-invalid`` for a file that is absent, unreadable or of no known kind;
+            ``dependency-missing`` naming the extra that brings its reader.
+    """
+    file = Path(path)
+    if file.is_dir():
+        source = open_folder(file)
+    elif file.suffix not in KINDS or not file.exists():
+        rule = "must exist" if file.suffix in KINDS else f"must be a folder or end in one of {', '.join(KINDS)}"
+        raise ShdError("inputs-invalid", f"inputs {rule}; got {path}")
+    else:
+        source = KINDS[file.suffix](file)
+    return source if tokenizer is None else TokenizedSource(source, Path(tokenizer), text_column, max_length)

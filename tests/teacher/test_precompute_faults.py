@@ -1,0 +1,351 @@
+"""What goes wrong while a cache is made: other jobs on resume, NaN, small windows, readers beside writers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cache.makers import contents
+from numpy.typing import NDArray
+from teacher.attention_graphs import bare_attention, encoder_layer, token_teacher
+from typer.testing import CliRunner
+
+from shd_ref.cache import CacheReader, CacheWriter, Receipt, sample_key, verify_cache
+from shd_ref.errors import ShdError
+from shd_ref.teacher.buckets import group_samples, group_shards
+from shd_ref.teacher.commands import app
+from shd_ref.teacher.precompute import PrecomputeJob, precompute
+from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_SAMPLES = 60
+OPTIONS = PrecomputeOptions(num_student_heads=2)
+RUN = RunOptions(batch_size=4, samples_per_shard=5)
+
+
+def make_tokens(seed: int = 0) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
+    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
+    onnx.save(token_teacher(), path)
+    return path
+
+
+def without_seal(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if name != "SEALED.json"}
+
+
+@pytest.mark.parametrize("run", [RUN, RunOptions(batch_tokens=30, samples_per_shard=2)])
+def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: RunOptions) -> None:
+    """Whatever is missing, the batches are those of an undisturbed run, so even rounding is the same."""
+    inputs = make_tokens()
+    precompute(teacher, inputs, tmp_path / "whole", OPTIONS, run)
+    job = PrecomputeJob(teacher, inputs, OPTIONS, run)
+    for number, lost in enumerate(([3], [0, 2, 9], [1, 4, 5, 6, 7])):
+        folder = tmp_path / f"resumed-{number}"
+        job.write_shards(CacheWriter(folder, job.manifest))
+        for shard in lost:
+            (folder / f"receipts/{shard:06d}.json").unlink()
+        summary = precompute(teacher, inputs, folder, OPTIONS, run)
+        assert summary.resumed == NUM_SAMPLES - len(lost) * (run.samples_per_shard or 0)
+        assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:
+    job = PrecomputeJob(teacher, make_tokens(), OPTIONS, RUN)
+    writer = CacheWriter(tmp_path, job.manifest)
+    seen: list[tuple[int, int, int]] = []
+    assert job.write_shards(writer, [1, 5], lambda *counts: seen.append(counts)) == 0
+    assert writer.missing_shards() == [0, 2, 3, 4, *range(6, 12)]
+    assert [counts[1] for counts in seen] == [10] * len(seen)
+    assert seen[-1][0] == 10
+    assert job.write_shards(writer, range(6)) == 10
+    assert job.write_shards(writer) == 30
+    writer.seal()
+    assert verify_cache(tmp_path).ok
+
+
+def test_batches_hold_samples_of_similar_length() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 400)
+    batches = list(group_samples(range(100, 400), lengths, 16))
+    assert sorted(index for batch in batches for index in batch) == list(range(100, 400))
+    assert all(len(batch) <= 16 for batch in batches)
+    padded = sum(len(batch) * lengths[list(batch)].max() for batch in batches)
+    assert padded < 1.05 * lengths[100:].sum()
+    longest = [int(lengths[list(batch)].max()) for batch in batches]
+    assert longest == sorted(longest, reverse=True)
+    assert batches == list(group_samples(reversed(range(100, 400)), lengths, 16))
+    by_tokens = list(group_samples(range(400), lengths, 16, batch_tokens=150))
+    assert all(len(batch) == 1 or len(batch) * lengths[batch[0]] <= 150 for batch in by_tokens)
+    assert max(len(batch) for batch in by_tokens) > 16
+    equal = list(group_samples(range(400), lengths, 16, equal=True))
+    assert all(len(set(lengths[list(batch)].tolist())) == 1 for batch in equal)
+    assert sorted(index for batch in equal for index in batch) == list(range(400))
+
+
+def test_windows_of_shards_hold_a_few_batches() -> None:
+    assert list(group_shards(range(7), samples_per_shard=100, samples_per_batch=16, max_shards=50)) == [
+        range(i, i + 1) for i in range(7)
+    ]
+    assert [len(w) for w in group_shards(range(40), 5, samples_per_batch=4, max_shards=50)] == [4] * 10
+    assert [len(w) for w in group_shards(range(40), 1, samples_per_batch=16, max_shards=10)] == [10] * 4
+    assert [len(w) for w in group_shards(range(3), 1, samples_per_batch=16, max_shards=0)] == [1] * 3
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_tokens": 25}, {"batch_size": 60}])
+def test_batching_changes_results_by_rounding_only(teacher: Path, tmp_path: Path, changes: dict[str, int]) -> None:
+    inputs = make_tokens()
+    options = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(teacher, inputs, tmp_path / "one", options, RUN)
+    precompute(teacher, inputs, tmp_path / "two", options, RunOptions(**{"samples_per_shard": 5, **changes}))
+    one, two = CacheReader(tmp_path / "one"), CacheReader(tmp_path / "two")
+    assert one.manifest == two.manifest
+    for key in one:
+        np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=1e-6)
+        np.testing.assert_allclose(one.read(key).alphas, two.read(key).alphas, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["sqrt8-abs", "u4"])
+def test_small_codecs_are_coded_on_the_host(teacher: Path, tmp_path: Path, codec: str) -> None:
+    inputs = make_tokens()
+    pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
+    options = PrecomputeOptions(num_student_heads=2, codec=codec, compression="zstd", temperature=2.0)
+    summary = precompute(teacher, inputs, tmp_path / "small", options, RUN)
+    precompute(teacher, inputs, tmp_path / "exact", PrecomputeOptions(2, temperature=2.0, codec="float32"), RUN)
+    assert summary.codec_error.kl_max < {"u4": 10 / 206, "sqrt8-abs": 10 / 255**2}[codec]
+    assert summary.stored_bytes < summary.float32_bytes / (3.9 if codec == "sqrt8-abs" else 7)
+    small, exact = CacheReader(tmp_path / "small"), CacheReader(tmp_path / "exact")
+    for key in exact:
+        np.testing.assert_allclose(small.decode(small.read(key), 0), exact.decode(exact.read(key), 0), atol=0.06)
+    assert recheck_records(tmp_path / "small", teacher, inputs).records == 8
+
+
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "heads": ({"num_student_heads": 3}, {}, "num_student_heads: 2 -> 3"),
+    "plan": ({"plan": (((0, 2), (1, 3)),)}, {}, "plan: "),
+    "temperature": ({"temperature": 2.0}, {}, "temperature: 1.0 -> 2.0"),
+    "codec": ({"codec": "bf16"}, {}, "codec: "),
+    "compression": ({"compression": "zstd"}, {}, "compression: 'none' -> 'zstd'"),
+    "strategy": ({"strategy": "constant"}, {}, "strategy: "),
+    "seed of the shard plan": ({}, {"seed": 3}, "shards.seed: 0 -> 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun")
+    job = PrecomputeJob(teacher, make_tokens(), OPTIONS, RUN)
+    job.write_shards(CacheWriter(folder, job.manifest), [0, 1])
+    return folder
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_job_does_not_resume(teacher: Path, begun: Path, name: str) -> None:
+    options, run, message = CHANGED[name]
+    before = contents(begun)
+    with pytest.raises(ShdError, match=message) as caught:
+        precompute(
+            teacher,
+            make_tokens(),
+            begun,
+            PrecomputeOptions(**{"num_student_heads": 2, **options}),
+            RunOptions(**{"batch_size": 4, "samples_per_shard": 5, **run}),
+        )
+    assert caught.value.code == "cache-mismatch"
+    assert contents(begun) == before
+
+
+def test_another_teacher_does_not_resume(begun: Path, tmp_path: Path) -> None:
+    model = token_teacher()
+    model.producer_name = "another"
+    onnx.save(model, tmp_path / "teacher.onnx")
+    with pytest.raises(ShdError, match=r"teacher\.sha256: ") as caught:
+        precompute(tmp_path / "teacher.onnx", make_tokens(), begun, OPTIONS, RUN)
+    assert caught.value.code == "cache-mismatch"
+
+
+@pytest.mark.parametrize("change", ["one token", "order", "one sample less"])
+def test_changed_inputs_do_not_resume(teacher: Path, begun: Path, change: str) -> None:
+    inputs = make_tokens()
+    if change == "one token":
+        inputs["input_ids"][17, 1] += 1
+    elif change == "order":
+        inputs = {name: array[::-1] for name, array in inputs.items()}
+    else:
+        inputs = {name: array[:-1] for name, array in inputs.items()}
+    with pytest.raises(ShdError, match=r"dataset\.fingerprint: ") as caught:
+        precompute(teacher, inputs, begun, OPTIONS, RUN)
+    assert caught.value.code == "cache-mismatch"
+
+
+def run_shd(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
+
+
+def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    for name, shift in (("mine", 0), ("other", 1)):
+        words = {word: number + shift for number, word in enumerate(["[UNK]", "the", "cat", "sat"])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    texts = ["the cat sat", "the dog sat on the cat", "cat", "sat the"] * 5
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    command = ["precompute", teacher, "--inputs", tmp_path / "data.jsonl", "--student-heads", 2]
+    command += ["--out", tmp_path / "cache", "--batch-tokens", 12, "--tokenizer"]
+    made = run_shd(*command, tmp_path / "mine")
+    assert made.exit_code == 0, made.output
+    assert f"--tokenizer {tmp_path / 'mine'}" in made.output
+    key = sample_key({"input_ids": np.array([1, 2, 3]), "attention_mask": np.ones(3, dtype=np.int64)})
+    assert CacheReader(tmp_path / "cache").read(key).length == 3
+    verify = ["verify", tmp_path / "cache", "--teacher", teacher, "--inputs", tmp_path / "data.jsonl", "--tokenizer"]
+    assert "8 records" in run_shd(*verify, tmp_path / "mine").output
+    again = run_shd(*command, tmp_path / "mine")
+    assert "20 (20 were there)" in again.output
+    for refused in (run_shd(*command, tmp_path / "other"), run_shd(*verify, tmp_path / "other")):
+        assert refused.exit_code == 1
+        assert "cache-mismatch" in refused.output
+
+
+def broken_maps(num_samples: int = 9) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((num_samples, 6), dtype=np.int64)}
+    arrays["mask"][4, 4:] = 0
+    for layer in range(2):
+        logits = rng.normal(size=(num_samples, 4, 6, 6)).astype(np.float32)
+        logits[4, :, :, 4:] = -1e9
+        arrays[f"logits_{layer}"] = logits
+        arrays[f"values_{layer}"] = rng.normal(size=(num_samples, 4, 6, 4)).astype(np.float32)
+    return arrays
+
+
+def test_the_head_that_gives_nan_is_named(tmp_path: Path) -> None:
+    onnx.save(bare_attention(4, num_layers=2), tmp_path / "teacher.onnx")
+    arrays = broken_maps()
+    arrays["values_1"][7, 2, 3, 0] = np.inf
+    key = sample_key({name: array[7] for name, array in arrays.items()})
+    run = RunOptions(mask="mask", batch_size=3, samples_per_shard=2)
+    with pytest.raises(ShdError, match=rf"sample 7 \(key {key}\): .* at layer 1 \(softmax_1\), head 2: ") as caught:
+        precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", OPTIONS, run)
+    assert caught.value.code == "not-finite"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_skipped_samples_are_named_in_receipts_and_the_rest_is_right(tmp_path: Path, first: bool) -> None:
+    """Also where the first batch holds one, on which graph and reference are compared."""
+    onnx.save(bare_attention(4, num_layers=2), tmp_path / "teacher.onnx")
+    arrays = broken_maps()
+    bad = (0, 7) if first else (4, 7)
+    for index in bad:
+        arrays["values_1"][index, 2, 1, 0] = np.nan
+    run = RunOptions(mask="mask", batch_size=3, samples_per_shard=2)
+    options = PrecomputeOptions(num_student_heads=2, on_error="skip")
+    summary = precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, run)
+    assert (summary.samples, summary.skipped) == (7, 2)
+    assert verify_cache(tmp_path / "cache").ok
+    reader = CacheReader(tmp_path / "cache")
+    assert all("layer 1 (softmax_1), head 2" in reason for reason in reader.skipped.values())
+    good = broken_maps()
+    precompute(tmp_path / "teacher.onnx", good, tmp_path / "good", OPTIONS, run)
+    sound = CacheReader(tmp_path / "good")
+    named = {s.index for n in range(5) for s in Receipt.read(reader.folder, n, reader.manifest).skipped}
+    assert named == set(bad)
+    for key in reader:
+        record = reader.read(key)
+        np.testing.assert_array_equal(reader.decode(record, 1), sound.decode(sound.read(key), 1))
+    again = precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, run)
+    assert again.resumed == 9
+    assert recheck_records(tmp_path / "cache", tmp_path / "teacher.onnx", arrays, num_records=20).records == 7
+
+
+def test_inputs_that_the_teacher_cannot_run_on_are_named(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_tokens()
+    inputs["input_ids"][31, 0] = 50  # beyond the vocabulary
+    with pytest.raises(ShdError, match=r"samples \[.*31.* failed: ") as caught:
+        precompute(teacher, inputs, tmp_path, OPTIONS, RUN)
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_nan_in_every_sample_is_an_error_even_where_it_may_be_skipped(tmp_path: Path) -> None:
+    onnx.save(encoder_layer(num_heads=4, mask="where"), tmp_path / "teacher.onnx")
+    inputs = {"x": np.full((5, 3, 12), np.nan, np.float32), "mask": np.ones((5, 3), np.int64)}
+    options = PrecomputeOptions(num_student_heads=2, on_error="skip")
+    with pytest.raises(ShdError, match="on every sample") as caught:
+        precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", options, RunOptions(mask="mask"))
+    assert caught.value.code == "not-finite"
+
+
+def test_seeds_travel_from_the_inputs_to_the_reader(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_tokens() | {"augmentation": np.arange(NUM_SAMPLES) * 7}
+    options = PrecomputeOptions(num_student_heads=2, seed_column="augmentation")
+    precompute(teacher, inputs, tmp_path / "cache", options, RUN)
+    reader = CacheReader(tmp_path / "cache")
+    assert reader.manifest.inputs.seed == "augmentation"
+    records = [reader.read(key) for key in reader]
+    assert all(record.seed == record.index * 7 for record in records)
+    assert recheck_records(tmp_path / "cache", teacher, make_tokens()).records == 8
+    for wrong in (-np.arange(NUM_SAMPLES), np.arange(NUM_SAMPLES) / 2):
+        with pytest.raises(ShdError, match="augmentation must be an integer from 0"):
+            precompute(teacher, inputs | {"augmentation": wrong}, tmp_path / "other", options, RUN)
+    with pytest.raises(ShdError, match="must hold the seed column"):
+        precompute(teacher, make_tokens(), tmp_path / "other", options, RUN)
+
+
+def test_three_runs_at_once_make_one_cache(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_tokens()
+    np.savez(tmp_path / "data.npz", **inputs)
+    code = "from shd_ref.cli import main; main()"
+    command = [sys.executable, "-c", code, "precompute", str(teacher), "--inputs", str(tmp_path / "data.npz")]
+    command += ["--student-heads", "2", "--out", str(tmp_path / "raced"), "--batch-size", "4"]
+    command += ["--samples-per-shard", "5"]
+    runs = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
+    for one in runs:
+        _, messages = one.communicate(timeout=120)
+        assert one.returncode == 0, messages
+    precompute(teacher, inputs, tmp_path / "alone", OPTIONS, RUN)
+    assert contents(tmp_path / "raced") == contents(tmp_path / "alone")
+
+
+def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_tokens()
+    job = PrecomputeJob(teacher, inputs, OPTIONS, RunOptions(batch_size=4, samples_per_shard=1))
+    writer = CacheWriter(tmp_path, job.manifest)
+    seen: list[int] = []
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                reader = CacheReader(tmp_path, allow_partial=True)
+                for key in reader:
+                    maps = reader.decode(reader.read(key), 0)
+                    np.testing.assert_allclose(maps.sum(axis=-1), 1, atol=1e-5)
+                seen.append(len(reader))
+        except BaseException as error:  # shown by the main thread
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    job.write_shards(writer)
+    stop.set()
+    thread.join()
+    assert not failures
+    assert seen == sorted(seen)
+    assert seen
+    writer.seal()
+    assert len(CacheReader(tmp_path)) == NUM_SAMPLES

@@ -1,0 +1,326 @@
+"""Model inputs from every kind of file: the same rows, read row by row, refused in words that help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.inputs import InputSpec, ModelInputs
+from shd_ref.teacher.sources import IndexedSource, Row, Source, open_source
+
+NUM_SAMPLES = 700  # more than two blocks of every reader
+SPECS = (
+    InputSpec("attention_mask", "int64", ("batch", "length")),
+    InputSpec("input_ids", "int64", ("batch", "length")),
+    InputSpec("pixels", "float32", ("batch", 2, 3)),
+)
+COLUMNS = ("attention_mask", "input_ids", "pixels")
+
+
+def length_of(index: int) -> int:
+    return 1 + index * 7 % 11
+
+
+def ragged_rows() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "input_ids": rng.integers(1, 50, length_of(index)).tolist(),
+            "pixels": rng.integers(0, 8, (2, 3)).astype(float).tolist(),
+            "label": index,
+        }
+        for index in range(NUM_SAMPLES)
+    ]
+
+
+def padded_arrays(rows: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+    ids, mask = np.zeros((2, len(rows), 12), dtype=np.int64)
+    for index, row in enumerate(rows):
+        ids[index, : len(row["input_ids"])] = row["input_ids"]
+        mask[index, : len(row["input_ids"])] = 1
+    pixels = np.array([row["pixels"] for row in rows], dtype=np.float32)
+    return {"input_ids": ids, "attention_mask": mask, "pixels": pixels, "label": np.arange(len(rows))}
+
+
+def save_parquet(rows: list[dict[str, Any]], path: Path) -> Path:
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra 'inputs'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=100)
+    return path
+
+
+def save_parquet_folder(rows: list[dict[str, Any]], path: Path) -> Path:
+    (path / "data").mkdir(parents=True)
+    for number, start in enumerate(range(0, len(rows), 300)):
+        save_parquet(rows[start : start + 300], path / "data" / f"train-{number:05d}.parquet")
+    return path
+
+
+def save_arrow(rows: list[dict[str, Any]], path: Path) -> Path:
+    pa = pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
+    pytest.importorskip("pyarrow.ipc")
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=64)
+    return path
+
+
+def save_dataset(rows: list[dict[str, Any]], path: Path) -> Path:
+    datasets = pytest.importorskip("datasets", reason="what datasets saves needs datasets to save it")
+    datasets.Dataset.from_list(rows).save_to_disk(str(path), num_shards=3)
+    return path
+
+
+def save_json_lines(rows: list[dict[str, Any]], path: Path) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return path
+
+
+def save_safetensors(rows: list[dict[str, Any]], path: Path) -> Path:
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors needs the extra 'inputs'")
+    library.save_file(padded_arrays(rows), path)
+    return path
+
+
+def save_npz(rows: list[dict[str, Any]], path: Path) -> Path:
+    np.savez(path, **padded_arrays(rows))
+    return path
+
+
+def save_fortran_npz(rows: list[dict[str, Any]], path: Path) -> Path:
+    np.savez(path, **{name: np.asfortranarray(array) for name, array in padded_arrays(rows).items()})
+    return path
+
+
+def save_compressed_npz(rows: list[dict[str, Any]], path: Path) -> Path:
+    np.savez_compressed(path, **padded_arrays(rows))
+    return path
+
+
+SAVERS: dict[str, tuple[Callable[[list[dict[str, Any]], Path], Path], bool]] = {
+    "data.npz": (save_npz, True),
+    "fortran.npz": (save_fortran_npz, True),
+    "compressed.npz": (save_compressed_npz, False),
+    "data.safetensors": (save_safetensors, True),
+    "data.parquet": (save_parquet, False),
+    "parquet": (save_parquet_folder, False),
+    "data.arrow": (save_arrow, True),
+    "dataset": (save_dataset, True),
+    "data.jsonl": (save_json_lines, False),
+}
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_every_kind_gives_the_same_samples(tmp_path: Path, name: str) -> None:
+    rows = ragged_rows()
+    save, indexed = SAVERS[name]
+    source = open_source(save(rows, tmp_path / name))
+    assert isinstance(source, IndexedSource) == indexed
+    assert len(source) == NUM_SAMPLES
+    seen: list[tuple[int, int]] = []
+    inputs = ModelInputs(source, SPECS, on_read=lambda *counts: seen.append(counts))
+    expected = ModelInputs(padded_arrays(rows), SPECS)
+    assert seen[-1] == (NUM_SAMPLES, NUM_SAMPLES)
+    assert inputs.ignored == expected.ignored == ("label",)
+    np.testing.assert_array_equal(inputs.keys, expected.keys)
+    assert inputs.lengths.tolist() == [length_of(index) for index in range(NUM_SAMPLES)]
+    for index in (0, 5, NUM_SAMPLES - 1, 3):
+        sample = inputs.sample(index)
+        assert sorted(sample) == list(COLUMNS)
+        assert sample["attention_mask"].tolist() == [1] * length_of(index)
+        assert sample["input_ids"].tolist() == rows[index]["input_ids"]
+        assert sample["pixels"].tolist() == rows[index]["pixels"]
+    for one, two in zip(inputs.batches(range(40), 6), expected.batches(range(40), 6), strict=True):
+        assert one.indices == two.indices
+        for column in COLUMNS:
+            np.testing.assert_array_equal(one.arrays[column], two.arrays[column])
+            assert one.arrays[column].dtype == two.arrays[column].dtype
+
+
+def test_text_becomes_what_the_tokenizer_makes_of_it(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    words = {word: number for number, word in enumerate(["[UNK]", "the", "cat", "sat"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_padding(length=9)  # whatever its file says, nothing is padded here
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ["the cat sat", "the dog", *["cat"] * 600]
+    save_json_lines([{"body": text, "pixels": [[1, 2, 3], [4, 5, 6.5]]} for text in texts], tmp_path / "data.jsonl")
+    source = open_source(tmp_path / "data.jsonl", tokenizer=tmp_path, text_column="body")
+    inputs = ModelInputs(source, SPECS)
+    assert len(inputs) == 602
+    assert inputs.sample(0)["input_ids"].tolist() == [1, 2, 3]
+    assert inputs.sample(1)["input_ids"].tolist() == [1, 0]
+    assert inputs.sample(601)["input_ids"].tolist() == [2]
+    assert inputs.sample(1)["pixels"].tolist() == [[1, 2, 3], [4, 5, 6.5]]
+    cut = open_source(
+        tmp_path / "data.jsonl", tokenizer=tmp_path / "tokenizer.json", text_column="body", max_length=2
+    )
+    assert ModelInputs(cut, SPECS).lengths.tolist()[:3] == [2, 2, 1]
+    for wrong, message in (
+        ({"text_column": "text"}, "text column must be one of body, pixels"),
+        ({"text_column": "pixels"}, "row 0: pixels must be text"),
+    ):
+        with pytest.raises(ShdError, match=message):
+            ModelInputs(open_source(tmp_path / "data.jsonl", tokenizer=tmp_path, **wrong), SPECS)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ShdError, match=r"must be a readable tokenizer\.json") as caught:
+        open_source(tmp_path / "data.jsonl", tokenizer=tmp_path, text_column="body")
+    assert caught.value.code == "inputs-invalid"
+    save_json_lines([{"input_ids": "the cat", "pixels": [[0.5] * 3] * 2}], tmp_path / "text.jsonl")
+    with pytest.raises(ShdError, match="got text: give a tokenizer"):
+        ModelInputs(open_source(tmp_path / "text.jsonl"), SPECS)
+
+
+def test_masks_are_made_only_where_nothing_is_padded(tmp_path: Path) -> None:
+    arrays = padded_arrays(ragged_rows())
+    del arrays["attention_mask"]
+    with pytest.raises(ShdError, match="missing attention_mask"):
+        ModelInputs(arrays, SPECS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input_ids": [1, 2], "pixels": [[1, 2, 3], [4, 5]]}', "row 1: pixels must be numbers"),
+        ('{"input_ids": [1, null], "pixels": [[1.5, 2, 3], [4, 5, 6]]}', "row 1: input_ids must be numbers"),
+        ('{"input_ids": [1, 2]}', "row 1: must hold pixels"),
+        ('{"input_ids": [1.5], "pixels": [[1.5, 2, 3], [4, 5, 6]]}', "row 1: input_ids must be int64; got float64"),
+        ('{"input_ids": 1, "pixels": [[1.5, 2, 3], [4, 5, 6]]}', r"row 1: input_ids must have 1 axes; got \(\)"),
+        ('{"input_ids": [], "pixels": [[1.5, 2, 3], [4, 5, 6]]}', "row 1"),
+        ("[1, 2]", "line 2 must be a JSON object"),
+        ("{", "line 2 must be JSON"),
+    ],
+)
+def test_json_lines_that_do_not_fit_are_named(tmp_path: Path, line: str, message: str) -> None:
+    good = '{"input_ids": [1], "pixels": [[1.5, 2, 3], [4, 5, 6]]}'
+    (tmp_path / "data.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(ShdError, match=message) as caught:
+        ModelInputs(open_source(tmp_path / "data.jsonl"), SPECS)
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_arrow_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    good = {"input_ids": [1], "pixels": [[1.0] * 3] * 2}
+    for change, message in (
+        ({"input_ids": None}, "row 1: columns must hold"),
+        ({"input_ids": [None]}, "row 1: columns must hold"),
+        ({"pixels": [[1.0] * 3, [1.0]]}, "row 1: columns must hold"),
+    ):
+        save_parquet([good, good | change], tmp_path / "data.parquet")
+        with pytest.raises(ShdError, match=message):
+            ModelInputs(open_source(tmp_path / "data.parquet"), SPECS)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("objects.npz", lambda path: np.savez(path, x=np.array([{"a": 1}], dtype=object))),
+        ("text.npz", lambda path: path.write_text("not an archive")),
+        ("uneven.npz", lambda path: np.savez(path, x=np.zeros(3), y=np.zeros(4))),
+        ("empty.npz", lambda path: np.savez(path, x=np.zeros((0, 3)))),
+        ("absent.npz", lambda path: None),
+        ("text.safetensors", lambda path: path.write_text("not one")),
+        ("text.parquet", lambda path: path.write_text("not one")),
+        ("text.arrow", lambda path: path.write_text("not one")),
+        ("empty.jsonl", lambda path: path.write_text("\n")),
+        ("data.csv", lambda path: path.write_text("a,b\n")),
+        ("folder", lambda path: path.mkdir()),
+    ],
+)
+def test_files_that_are_not_what_they_should_be_are_named(
+    tmp_path: Path, name: str, make: Callable[[Path], Any]
+) -> None:
+    if name.endswith(("parquet", "arrow", "safetensors")):
+        pytest.importorskip("pyarrow" if "arr" in name or "parquet" in name else "safetensors")
+    make(tmp_path / name)
+    with pytest.raises(ShdError, match=name) as caught:
+        open_source(tmp_path / name)
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_a_data_set_with_splits_asks_which(tmp_path: Path) -> None:
+    save_dataset(ragged_rows()[:4], tmp_path / "all" / "train")
+    with pytest.raises(ShdError, match="hold the splits train: name one"):
+        open_source(tmp_path / "all")
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "..", "", 5])
+def test_a_data_set_never_leads_out_of_its_folder(tmp_path: Path, name: Any) -> None:
+    pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ShdError, match="must name files of its own folder") as caught:
+        open_source(tmp_path)
+    assert caught.value.code == "path-unsafe"
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    for name in ("data.parquet", "data.arrow", "data.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(ShdError, match=r"squeezing-heads\[inputs\]") as caught:
+            open_source(tmp_path / name)
+        assert caught.value.code == "dependency-missing"
+
+
+def test_what_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    arrays = padded_arrays(ragged_rows())
+    np.savez(tmp_path / "data.npz", **arrays)
+    inputs = ModelInputs(open_source(tmp_path / "data.npz"), SPECS)
+    arrays["input_ids"][3, 0] += 1
+    np.savez(tmp_path / "data.npz", **arrays)  # the same file, as another program would write it
+    assert inputs.batch([2]).indices == (2,)
+    with pytest.raises(ShdError, match="row 3: it changed while it was read") as caught:
+        inputs.batch([3])
+    assert caught.value.code == "inputs-invalid"
+
+
+class Counted(Source):
+    """Rows made on demand, so a data set of any size costs nothing but what the reader keeps."""
+
+    name = "counted"
+    columns = ("input_ids",)
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.length = count, length
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, columns: Any) -> Any:
+        return ({"input_ids": np.full(self.length, index)} for index in range(self.count))
+
+
+def test_a_source_that_lies_about_its_size_is_refused() -> None:
+    class Short(Counted):
+        def rows(self, columns: Any) -> Any:
+            return iter([Row(input_ids=np.ones(3, np.int64))] * (self.count + self.length))
+
+    for more, message in ((1, "it grew"), (-1, "it ends after 4")):
+        with pytest.raises(ShdError, match=message):
+            ModelInputs(Short(5, more), (InputSpec("input_ids", "int64", ("batch", "length")),))
+
+
+def test_memory_stays_flat_however_long_the_data() -> None:
+    import tracemalloc
+
+    specs = (SPECS[0], SPECS[1])
+    peaks = []
+    for count in (500, 5000):
+        tracemalloc.start()
+        inputs = ModelInputs(Counted(count, length=1000), specs)  # 16 kB a sample
+        batch = inputs.batch([count - 1])
+        peaks.append(tracemalloc.get_traced_memory()[1] - 32 * count)  # keys, lengths and places in the spool
+        tracemalloc.stop()
+        assert batch.arrays["input_ids"][0, 0] == count - 1
+    assert peaks[1] < 1.3 * peaks[0] + 2**16
