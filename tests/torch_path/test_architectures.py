@@ -1,0 +1,66 @@
+"""Sixteen architectures: exported, understood and squeezed, each as the model itself and the reference have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch_path.architectures import ARCHITECTURES, ENCODERS_INSIDE, HEADS, make_inputs, make_model
+
+from shd_torch import export_teacher, load_hf_model
+
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+pytest.importorskip("transformers", reason="these teachers come from transformers")
+pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
+
+from shd_ref.teacher.compare import compare_with_reference
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.squeeze import squeeze_graph
+
+GROUPED = ("llama", "mistral", "qwen3", "gemma2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_exported_found_and_squeezed(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    if name not in (*ENCODERS_INSIDE, "dit"):
+        model.save_pretrained(tmp_path / "folder")
+        model = load_hf_model(tmp_path / "folder").eval()
+    export_teacher(model, make_inputs(name), tmp_path / "teacher.onnx")
+    teacher = load_teacher(tmp_path / "teacher.onnx")
+    names = [value.name for value in teacher.graph.input]
+    inputs = {key: value for key, value in make_inputs(name, batch=3, length=7, seed=1).items() if key in names}
+    feeds = {key: value.numpy() for key, value in inputs.items()}
+
+    # The graph is the model, at another batch and length than the exporter saw.
+    output = run_session(open_session(teacher.SerializeToString(), num_threads=1), feeds)
+    with torch.no_grad():
+        given = model(**make_inputs(name, batch=3, length=7, seed=1))
+    expected = given if isinstance(given, torch.Tensor) else next(iter(given.values()))
+    np.testing.assert_allclose(next(iter(output.values())), expected.numpy(), atol=2e-5, rtol=1e-4)
+
+    sites = find_sites(teacher)
+    assert len(sites) == (2 if name == "gemma2" else 1)
+    for site in sites:
+        assert site.supported, site.reason
+        kv_heads = 2 if name in GROUPED else HEADS
+        assert (site.num_heads, site.num_kv_heads, site.d_k, site.d_v) == (HEADS, kv_heads, 8, 8)
+        assert site.d_model == 32
+        assert site.cross is False
+
+    mask = feeds.get("attention_mask")
+    squeezed = squeeze_graph(
+        teacher,
+        tuple(enumerate(sites)),
+        num_student_heads=2,
+        row_mask_input=None if mask is None else "attention_mask",
+        check_outputs=True,
+    )
+    outputs = run_session(open_session(squeezed.model.SerializeToString(), num_threads=1), feeds)
+    # Raises above the published tolerances, also where rows do not sum to one.
+    compare_with_reference(squeezed, outputs, query_mask=None if mask is None else mask.astype(bool))
