@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
@@ -14,7 +13,7 @@ from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.attention import temper
 from shd_torch.checks import check_finite, check_real, compute_dtype
-from shd_torch.fused import attend, expand_heads, vjp
+from shd_torch.fused import attend, attend_both_ways, expand_heads
 from shd_torch.masks import AttentionMask
 from shd_torch.mixing import check_convex
 from shd_torch.supervision import ALL, Supervision
@@ -133,7 +132,6 @@ class Factored(Supervision):
         groups = self.groups or (tuple(range(self.queries.shape[1])),) * self.num_heads
         return tuple((head, member) for head, group in enumerate(groups) for member in group)
 
-    @torch.no_grad()
     def teacher_probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
         """A tile of the teacher's own maps ``(B, H_t, R, K)``, without sinks.
 
@@ -158,7 +156,6 @@ class Factored(Supervision):
             logits = logits + tile
         return (logits if temperature == 1.0 else temper(logits, logits, temperature)).softmax(-1)
 
-    @torch.no_grad()
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
         """A tile of A~; see ``Supervision``."""
         members = self.teacher_probs(rows, keys, temperature=temperature)
@@ -182,7 +179,6 @@ class Factored(Supervision):
     def check_temperature(self, temperature: float) -> None:
         """Every temperature is right."""
 
-    @torch.no_grad()
     def mass(self) -> Tensor:
         """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
         return self._sum_pairs(self.pair_weights).expand(self.shape[:3])
@@ -225,43 +221,45 @@ class Factored(Supervision):
         """Keys outside of which these rows have no mass, from causality and window."""
         return self.mask.key_range(rows, self.shape[3])
 
-    @torch.no_grad()
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
         """``A~ v`` by fused attention; see ``Supervision``."""
         if self.softcap is not None:
             return super().apply_to(vectors, temperature=temperature)
-        attend_to, values = self._member_attention(vectors.to(compute_dtype(vectors)), temperature)
-        return self._sum_pairs(self.pair_weights.to(values.dtype)[..., None] * attend_to(values))
+        values = expand_heads(vectors.detach().to(compute_dtype(vectors)), self.num_heads)[:, self._pair_heads[0]]
+        members = self._members(values.dtype)
+        product = attend(*members, values, self._pair_mask, self.logit_scale, temperature)
+        return self._sum_pairs(self.pair_weights.to(values.dtype)[..., None] * product)
 
-    @torch.no_grad()
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``A~ v`` and ``A~^T y`` by fused attention in the dtype of the vectors; see ``Supervision``."""
         if self.softcap is not None:
             return super().products(vectors, weighted, temperature=temperature)
-        attend_to, values = self._member_attention(vectors, temperature)
+        students = self._pair_heads[0]
         wide = compute_dtype(vectors)
         weights = self.pair_weights.to(wide)[..., None]
-        product, pull = vjp(attend_to, values)
-        transposed = pull((weights * weighted[:, self._pair_heads[0]]).to(values.dtype))
+        product, transposed = attend_both_ways(
+            *self._members(vectors.dtype),
+            vectors.detach()[:, students],
+            (weights * weighted.detach()[:, students]).to(vectors.dtype),
+            self._pair_mask,
+            self.logit_scale,
+            temperature,
+        )
         return self._sum_pairs(weights * product), self._sum_pairs(transposed.to(wide))
 
-    def _member_attention(self, vectors: Tensor, temperature: float) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """The attention of every pair's teacher head, and the vectors that its student head gives it as values."""
-        dtype = vectors.dtype
-        students, teachers = self._pair_heads
-        held = self.keys.detach()
+    def _members(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Queries and keys of every pair's teacher head, ``(B, pairs, L or S, d)``."""
+        teachers, held = self._pair_heads[1], self.keys.detach()
         if dtype.itemsize < 4:
             # A shift of all keys changes no map, and smaller numbers are rounded by less.
             held = held.float() - held.float().mean(2, keepdim=True)
-        held = expand_heads(held.to(dtype), self.queries.shape[1])[:, teachers]
-        queries, mask = self.queries.detach().to(dtype)[:, teachers], self.mask.narrow(heads=teachers)
+        held = expand_heads(held.to(dtype), self.queries.shape[1])
+        return self.queries.detach().to(dtype)[:, teachers], held[:, teachers]
 
-        def attend_to(values: Tensor) -> Tensor:
-            return attend(queries, held, values, mask, self.logit_scale, temperature)
+    @property
+    def _pair_mask(self) -> AttentionMask:
+        return self.mask.narrow(heads=self._pair_heads[1])
 
-        return attend_to, expand_heads(vectors, self.num_heads)[:, students]
-
-    @torch.no_grad()
     def entropies(self, *, temperature: float = 1.0) -> Tensor:
         """``- sum_j A~_j log A~_j`` of each row; the stored ones at T = 1."""
         if self.entropy is not None and temperature == 1.0:

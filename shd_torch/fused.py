@@ -6,7 +6,7 @@ call gives to its values. Only PyTorch's public functions take part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,35 @@ def attend(
         return torch.cat(parts, dim=2)[..., :width]
 
 
+def attend_both_ways(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weighted: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """``A v`` and ``A^T y``, see ``attend``; rows that may attend to no key must have a y of 0.
+
+    Args:
+        queries: ``(B, H, L, d)``.
+        keys: ``(B, H, S, d)``.
+        values: v ``(B, H, S, d_v)``.
+        weighted: y ``(B, H, L, d_v)``, of the same dtype.
+        mask: who may attend; fits ``(B, H, L, S)``.
+        scale: of the products.
+        temperature: T_a > 0.
+
+    Returns:
+        ``(B, H, L, d_v)`` and ``(B, H, S, d_v)``.
+    """
+    function = partial(attend, queries, keys, mask=mask, scale=scale, temperature=temperature)
+    # torch.func and not torch.autograd: it can be compiled whole in the middle of a forward pass.
+    product, pull, *_ = torch.func.vjp(function, values)
+    return product, pull(weighted)[0]
+
+
 def expand_heads(keys: Tensor, num_heads: int) -> Tensor:
     """Keys ``(B, H_kv, S, d)`` as ``(B, H, S, d)``: query head h reads key head ``h // (H / H_kv)``."""
     return keys.repeat_interleave(num_heads // keys.shape[1], dim=1) if keys.shape[1] != num_heads else keys
@@ -68,12 +97,3 @@ def sum_heads(gradient: Tensor, num_kv_heads: int) -> Tensor:
     if heads == num_kv_heads:
         return gradient
     return gradient.reshape(batch, num_kv_heads, heads // num_kv_heads, length, width).sum(2)
-
-
-def vjp(function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A function's result, and what takes a gradient of the result to one of the values.
-
-    ``torch.func`` and not ``torch.autograd``, because it can be compiled whole in the middle of a forward pass.
-    """
-    result, pull, *_ = torch.func.vjp(function, values)
-    return result, lambda gradient: pull(gradient)[0]

@@ -119,7 +119,6 @@ class Supervision(ABC):
             for start in range(0, num_rows, height):
                 yield part, samples, slice(start, min(start + height, num_rows))
 
-    @torch.no_grad()
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
         """``A~ v``, without gradient.
 
@@ -131,7 +130,7 @@ class Supervision(ABC):
             ``(B, H_s, L, d)``, float64 or float32.
         """
         dtype = compute_dtype(vectors)
-        vectors = expand_heads(vectors, self.num_heads).to(dtype)
+        vectors = expand_heads(vectors.detach(), self.num_heads).to(dtype)
         result = vectors.new_empty((*self.shape[:3], vectors.shape[3]))
         for part, samples, rows in self.tiles():
             keys = part.key_range(rows)
@@ -139,7 +138,6 @@ class Supervision(ABC):
             result[samples, :, rows] = probs @ vectors[samples, :, keys]
         return result
 
-    @torch.no_grad()
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``A~ v`` and ``A~^T y``, the two products that a gradient needs, without gradient.
 
@@ -152,7 +150,7 @@ class Supervision(ABC):
             ``(B, H_s, L, d)`` and ``(B, H_s, S, d)``, float64 or float32.
         """
         dtype = compute_dtype(vectors)
-        vectors, weighted = vectors.to(dtype), weighted.to(dtype)
+        vectors, weighted = vectors.detach().to(dtype), weighted.detach().to(dtype)
         forward = vectors.new_empty((*self.shape[:3], vectors.shape[3]))
         transposed = torch.zeros_like(vectors)
         for part, samples, rows in self.tiles():
@@ -162,7 +160,6 @@ class Supervision(ABC):
             transposed[samples, :, keys] += probs.mT @ weighted[samples, :, rows]
         return forward, transposed
 
-    @torch.no_grad()
     def entropies(self, *, temperature: float = 1.0) -> Tensor:
         """``- sum_j A~_j log A~_j`` of each row ``(B, H_s, L)``, in nats; 0 for a row without mass."""
         result = torch.empty(self.shape[:3], dtype=self.dtype, device=self.device)

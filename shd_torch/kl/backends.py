@@ -53,11 +53,8 @@ def choose_backend(request: KlRequest, name: str) -> BackendChoice:
     """
     if name != "auto" and name not in BACKENDS:
         raise ShdError("argument-value", f"backend must be one of auto, {', '.join(BACKENDS)}; got {name!r}")
-    refused = {
-        each: reason
-        for each, backend in BACKENDS.items()
-        if (reason := backend.unsupported_reason(request)) is not None
-    }
+    reasons = {each: backend.unsupported_reason(request) for each, backend in BACKENDS.items()}
+    refused = {each: reason for each, reason in reasons.items() if reason is not None}
     if name == "auto":
         chosen, reason = _choose(request, refused)
         return BackendChoice(chosen, reason, refused)

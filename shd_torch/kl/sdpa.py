@@ -11,9 +11,8 @@ mean first: ``rho Y - U`` stays the same, since both sides have one mass, and ro
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from shd_torch.fused import attend, expand_heads, sum_heads, vjp
+from shd_torch.fused import attend_both_ways, expand_heads, sum_heads
 from shd_torch.kl.dense import weighted_kl
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
@@ -55,11 +54,9 @@ def run(request: KlRequest) -> KlResult:
     taught = request.queries.to(wide) * counted
     mass = request.mass[..., None]
 
-    def attend_to(values: Tensor) -> Tensor:
-        return attend(queries, keys, values, request.mask, request.scale, request.temperature)
-
-    own, pull = vjp(attend_to, keys)
-    own_transposed = pull((mass * taught).to(dtype))
+    own, own_transposed = attend_both_ways(
+        queries, keys, keys, (mass * taught).to(dtype), request.mask, request.scale, request.temperature
+    )
     merged, transposed = request.supervision.products(keys, taught, temperature=request.temperature)
     factor = request.scale / request.temperature
     dq = factor * number * counted * (mass * own.to(wide) - merged.to(wide))
