@@ -13,7 +13,7 @@ from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.attention import temper
 from shd_torch.checks import check_finite, check_real, compute_dtype
-from shd_torch.fused import attend, attend_both_ways, expand_heads
+from shd_torch.fused import MapFactors, attend, attend_both_ways, expand_heads
 from shd_torch.masks import AttentionMask
 from shd_torch.mixing import check_convex
 from shd_torch.supervision import ALL, Supervision
@@ -226,8 +226,7 @@ class Factored(Supervision):
         if self.softcap is not None:
             return super().apply_to(vectors, temperature=temperature)
         values = expand_heads(vectors.detach().to(compute_dtype(vectors)), self.num_heads)[:, self._pair_heads[0]]
-        members = self._members(values.dtype)
-        product = attend(*members, values, self._pair_mask, self.logit_scale, temperature)
+        product = attend(self._members(values.dtype, temperature), values)
         return self._sum_pairs(self.pair_weights.to(values.dtype)[..., None] * product)
 
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -238,27 +237,21 @@ class Factored(Supervision):
         wide = compute_dtype(vectors)
         weights = self.pair_weights.to(wide)[..., None]
         product, transposed = attend_both_ways(
-            *self._members(vectors.dtype),
+            self._members(vectors.dtype, temperature),
             vectors.detach()[:, students],
             (weights * weighted.detach()[:, students]).to(vectors.dtype),
-            self._pair_mask,
-            self.logit_scale,
-            temperature,
         )
         return self._sum_pairs(weights * product), self._sum_pairs(transposed.to(wide))
 
-    def _members(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Queries and keys of every pair's teacher head, ``(B, pairs, L or S, d)``."""
+    def _members(self, dtype: torch.dtype, temperature: float) -> MapFactors:
+        """The teacher's map of every pair."""
         teachers, held = self._pair_heads[1], self.keys.detach()
         if dtype.itemsize < 4:
             # A shift of all keys changes no map, and smaller numbers are rounded by less.
             held = held.float() - held.float().mean(2, keepdim=True)
-        held = expand_heads(held.to(dtype), self.queries.shape[1])
-        return self.queries.detach().to(dtype)[:, teachers], held[:, teachers]
-
-    @property
-    def _pair_mask(self) -> AttentionMask:
-        return self.mask.narrow(heads=self._pair_heads[1])
+        held = expand_heads(held.to(dtype), self.queries.shape[1])[:, teachers]
+        queries = self.queries.detach().to(dtype)[:, teachers]
+        return MapFactors(queries, held, self.mask.narrow(heads=teachers), self.logit_scale, temperature)
 
     def entropies(self, *, temperature: float = 1.0) -> Tensor:
         """``- sum_j A~_j log A~_j`` of each row; the stored ones at T = 1."""

@@ -25,6 +25,8 @@ def run(request: KlRequest) -> KlResult:
     """Value and gradients of one layer, tile by tile."""
     dtype = request.dtype
     value = torch.zeros((), dtype=dtype, device=request.weights.device)
+    if not request.wants_gradient:
+        return KlResult(weighted_kl(request))
     dq = torch.zeros(request.queries.shape, dtype=dtype, device=value.device)
     dk = torch.zeros(request.keys.shape, dtype=dtype, device=value.device)
     bias = request.mask.attn_mask
@@ -38,8 +40,6 @@ def run(request: KlRequest) -> KlResult:
         weights = request.weights[samples, :, rows]
         if request.wants_value:
             value += _weighted_kl(teacher, log_q, weights)
-        if not request.wants_gradient and dbias is None:
-            continue
         mass = request.mass[samples, :, rows]
         dz = log_q.exp_().mul_((weights * mass)[..., None]).addcmul_(teacher, weights[..., None], value=-1.0)
         if request.temperature != 1.0:

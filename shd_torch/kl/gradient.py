@@ -12,8 +12,8 @@ class KlResult(NamedTuple):
     """What a backend returns for one layer; gradients of the weighted sum."""
 
     value: Tensor | None  # (), None where it was not asked for
-    dq: Tensor  # (B, H_s, L, d)
-    dk: Tensor  # (B, H_kv, S, d)
+    dq: Tensor | None = None  # (B, H_s, L, d)
+    dk: Tensor | None = None  # (B, H_kv, S, d)
     dbias: Tensor | None = None  # shaped as the added mask
 
 
@@ -43,6 +43,9 @@ def attach(result: KlResult, q: Tensor, k: Tensor, bias: Tensor | None) -> Tenso
 
     Without a value it is ``sum q dq``: not the divergence, but 0 with it, and with the same gradient.
     """
+    if result.dq is None:
+        assert result.value is not None  # a request wants one or the other
+        return result.value
     value = (q.detach().to(result.dq.dtype) * result.dq).sum() if result.value is None else result.value
     attached: Tensor = AttachGradient.apply(value, q, k, bias, result.dq, result.dk, result.dbias)  # type: ignore[no-untyped-call]
     return attached

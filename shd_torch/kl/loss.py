@@ -89,8 +89,8 @@ def attention_kl(
         reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
         support: as in ``shd_loss``; ``"intersect"`` by ``dense`` alone.
         value: ``"exact"``, or ``"surrogate"``: the gradient is exact but the number is ``sum q dq``, which is no
-            divergence. ``dense`` gives the value almost for nothing; ``sdpa`` needs a pass over tiles for it,
-            about as long as the step itself.
+            divergence (where no gradient is wanted the value is always exact). ``dense`` gives the value almost for
+            nothing; ``sdpa`` needs a pass over tiles for it, about as long as the step itself.
         backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention) or ``"auto"``; see
             ``explain_backend``.
         product_dtype: of the fused calls; default float32, and float16 for half-precision students on accelerators.

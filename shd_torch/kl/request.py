@@ -31,7 +31,7 @@ class KlRequest:
         mass: ``(B, H_s, L)``, what the supervision's rows sum to.
         support: ``"error"``, or ``"intersect"``.
         wants_value: whether the divergence itself is asked for.
-        wants_gradient: whether the gradients of queries and keys are.
+        wants_gradient: whether the gradients of queries and keys are; at least one of the two is.
         wants_bias_gradient: whether the gradient of an added mask is.
         product_dtype: of fused attention calls; None leaves it to the backend.
     """
@@ -160,6 +160,9 @@ def make_request(
     if check:
         supervision.check(loss_mask, layer)
     wants_bias_gradient = torch.is_grad_enabled() and mask.attn_mask is not None and mask.attn_mask.requires_grad
+    wants_gradient = wants_bias_gradient or (
+        torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
+    )
     mask = mask.fit(shape, device)
     dtype = torch.promote_types(compute_dtype(queries, keys), supervision.dtype)
     mass = supervision.mass().to(dtype)
@@ -175,8 +178,8 @@ def make_request(
         weights=counted.to(dtype),
         mass=mass,
         support=support,
-        wants_value=wants_value,
-        wants_gradient=torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
+        wants_value=wants_value or not wants_gradient,
+        wants_gradient=wants_gradient,
         wants_bias_gradient=wants_bias_gradient,
         product_dtype=product_dtype,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from shd_torch.fused import attend_both_ways, expand_heads, sum_heads
+from shd_torch.fused import MapFactors, attend_both_ways, expand_heads, sum_heads
 from shd_torch.kl.dense import weighted_kl
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
@@ -43,6 +43,9 @@ def default_product_dtype(request: KlRequest) -> torch.dtype:
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
     """Value and gradients of one layer from products with the student's keys and queries."""
+    value = weighted_kl(request) if request.wants_value else None
+    if not request.wants_gradient:
+        return KlResult(value)
     dtype, heads = request.product_dtype or default_product_dtype(request), request.shape[1]
     wide = request.dtype
     keys = request.keys.to(wide)
@@ -54,12 +57,10 @@ def run(request: KlRequest) -> KlResult:
     taught = request.queries.to(wide) * counted
     mass = request.mass[..., None]
 
-    own, own_transposed = attend_both_ways(
-        queries, keys, keys, (mass * taught).to(dtype), request.mask, request.scale, request.temperature
-    )
+    maps = MapFactors(queries, keys, request.mask, request.scale, request.temperature)
+    own, own_transposed = attend_both_ways(maps, keys, (mass * taught).to(dtype))
     merged, transposed = request.supervision.products(keys, taught, temperature=request.temperature)
     factor = request.scale / request.temperature
     dq = factor * number * counted * (mass * own.to(wide) - merged.to(wide))
     dk = factor * number * (own_transposed.to(wide) - transposed.to(wide))
-    value = weighted_kl(request) if request.wants_value else None
     return KlResult(value, dq, sum_heads(dk, request.keys.shape[1]))
