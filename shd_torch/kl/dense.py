@@ -24,7 +24,7 @@ def unsupported_reason(request: KlRequest) -> str | None:
 def run(request: KlRequest) -> KlResult:
     """Value and gradients of one layer, tile by tile."""
     dtype = request.dtype
-    value = torch.zeros((), dtype=dtype, device=request.weights.device)
+    value = request.mass_term
     if not request.wants_gradient:
         return KlResult(weighted_kl(request))
     dq = torch.zeros(request.queries.shape, dtype=dtype, device=value.device)
@@ -60,7 +60,7 @@ def run(request: KlRequest) -> KlResult:
 
 def weighted_kl(request: KlRequest) -> Tensor:
     """The value alone, for backends that find the gradients without maps."""
-    value = torch.zeros((), dtype=request.dtype, device=request.weights.device)
+    value = request.mass_term
     for part, samples, rows in request.supervision.tiles():
         keys = request.key_range(rows)
         teacher = request.teacher_probs(part, samples, rows, keys)

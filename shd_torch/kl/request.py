@@ -71,6 +71,13 @@ class KlRequest:
             return student  # the teacher says nothing of its keys; its mass is where the student's is (LOSS-6)
         return slice(min(student.start, teacher.start), max(student.stop, teacher.stop))
 
+    @property
+    def mass_term(self) -> Tensor:
+        """What the value owes to rows with less mass than one: ``- sum w rho log rho`` (LOSS-11)."""
+        if self.supervision.row_sums == "one":
+            return self.weights.new_zeros(())
+        return -(self.weights * torch.xlogy(self.mass, self.mass)).sum()
+
     def log_probs(self, samples: slice, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
         """A tile of the student's ``log Q``, and the derivative of its soft cap if it has one.
 
