@@ -14,7 +14,8 @@ from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.alpha import solve_alpha
 from shd_torch.attention import soften, softmax, value_outputs
-from shd_torch.capture import Captured, capture_attention, record_attention
+from shd_torch.attention_call import AttentionCall
+from shd_torch.capture import AttentionCapture, Captured, capture_attention, record_attention, record_query_key
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
 from shd_torch.factored import Factored
@@ -30,6 +31,8 @@ from shd_torch.tokens import AlignedMaps, align_tokens
 __all__ = [
     "ERROR_CODES",
     "AlignedMaps",
+    "AttentionCall",
+    "AttentionCapture",
     "Captured",
     "CodedSupervision",
     "Dense",
@@ -57,6 +60,7 @@ __all__ = [
     "mix_heads",
     "plan_groups",
     "record_attention",
+    "record_query_key",
     "shd_loss",
     "shd_loss_gradient",
     "shd_loss_gradient_qk",
