@@ -14,31 +14,42 @@ from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.alpha import solve_alpha
 from shd_torch.attention import soften, softmax, value_outputs
-from shd_torch.capture import Captured, capture_attention, record_attention
+from shd_torch.attention_call import AttentionCall
+from shd_torch.capture import AttentionCapture, Captured, capture_attention, record_attention, record_query_key
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
+from shd_torch.factored import Factored
 from shd_torch.gradients import shd_loss_gradient, shd_loss_gradient_qk
 from shd_torch.gram import gram_tensor, merge_gram, solve_alpha_from_gram
+from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_torch.supervision import Dense, Supervision
 from shd_torch.support import IntersectedMaps, intersect_support
 from shd_torch.tokens import AlignedMaps, align_tokens
 
 __all__ = [
     "ERROR_CODES",
     "AlignedMaps",
+    "AttentionCall",
+    "AttentionCapture",
     "Captured",
     "CodedSupervision",
+    "Dense",
     "ExportReport",
+    "Factored",
     "IntersectedMaps",
     "MergePlan",
     "ShdError",
     "SqueezeResult",
     "SupervisedDataset",
+    "Supervision",
     "align_tokens",
+    "attention_kl",
     "capture_attention",
     "check_cache",
     "compose_mixing",
+    "explain_backend",
     "export_teacher",
     "gram_tensor",
     "intersect_support",
@@ -49,6 +60,7 @@ __all__ = [
     "mix_heads",
     "plan_groups",
     "record_attention",
+    "record_query_key",
     "shd_loss",
     "shd_loss_gradient",
     "shd_loss_gradient_qk",

@@ -42,15 +42,19 @@ class Adapter:
             NotImplementedError: the binding has no such operation.
             ShdError: the inputs are refused.
         """
-        function = getattr(shd_torch, operation, None) if operation in shd_torch.__all__ else None
-        if function is None:
-            raise NotImplementedError(f"shd_torch has no {operation}")
         # A gram tensor is float64 whatever the dtype of the maps (GRAM-5): one that was answered is not narrowed.
         arguments = {
             name: self._as_tensors(value, _dtype_of(value) if name == "gram" else dtype)
             for name, value in inputs.items()
         }
-        return _as_arrays(function(**arguments))
+        return _as_arrays(self.call(operation, **arguments))
+
+    def call(self, operation: str, **arguments: Any) -> Any:
+        """The function of that name, on tensors."""
+        function = getattr(shd_torch, operation, None) if operation in shd_torch.__all__ else None
+        if function is None:
+            raise NotImplementedError(f"shd_torch has no {operation}")
+        return function(**arguments)
 
     def _as_tensors(self, value: Any, dtype: str) -> Any:
         """Arrays as tensors, also in a list of layers or rounds; floats in the dtype asked for."""

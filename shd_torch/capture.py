@@ -1,36 +1,39 @@
-"""Capture: a student's attention logits, with gradient, while its own forward pass stays bit for bit the same.
+"""Capture: a student's queries and keys, with gradient, while its own forward pass stays bit for bit the same.
 
-Nothing is re-implemented, so nothing can drift: the model runs its own code, and the logits are read where they
-pass. There are four such places:
+Nothing is re-implemented, so nothing can drift: the model runs its own code, and the arguments of its attention are
+noted where they pass. No logits are computed unless somebody asks for them. There are four such places:
 
-- ``torch.nn.functional.scaled_dot_product_attention``, through which most models go (Hugging Face's "sdpa"
-  included). The fused kernel never forms logits, so they are computed beside it from its own arguments.
-- Hugging Face's "eager" attention: the modelling file's ``eager_attention_forward``, whose softmax is watched.
+- Hugging Face's table of attention functions: "sdpa", "eager", "flash_attention_*", "flex_attention", and others.
+- ``torch.nn.functional.scaled_dot_product_attention``, through which most other models go.
 - ``torch.nn.MultiheadAttention``, with and without weights, without its inference-only fast path.
-- ``record_attention``, a line that any other module may hold.
+- ``record_query_key`` and ``record_attention``, a line that any other module may hold.
+
+Activation checkpointing: with ``use_reentrant=False`` the first run of a layer builds the graph, so what is noted
+there carries the gradient, and the second, hidden run is not recorded. With ``use_reentrant=True`` the first run has
+no graph at all and PyTorch keeps the second one to itself: that is refused.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_torch.attention import softmax
-from shd_torch.checks import compute_dtype
+from shd_torch.attention_call import AttentionCall, LogitsCall, check_heads
+from shd_torch.hf_attention import read_hf_call
+from shd_torch.taps import RawCall, add_call, is_recording, record
+
+Call: TypeAlias = AttentionCall | LogitsCall
 
 _REMEDY = (
     "use a model that calls torch.nn.functional.scaled_dot_product_attention (by that name), set "
-    "attn_implementation to 'sdpa' or 'eager', or call shd_torch.record_attention(self, attn_logits) in its attention"
+    "attn_implementation to 'sdpa', or call shd_torch.record_query_key (or record_attention) in its attention; "
+    "a student with 'eager' attention must not be compiled before it is captured"
 )
 
 
@@ -39,12 +42,12 @@ class Captured:
 
     def __init__(self, layers: tuple[int, ...] | None) -> None:
         self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[int, Call] = {}
         self.num_calls = 0
 
     @property
-    def logits(self) -> list[Tensor]:
-        """Attention logits ``(B, H_s, L, S)``, one tensor a layer; -inf where attending is not allowed.
+    def attention(self) -> list[Call]:
+        """One call a layer, in the order that ``layers`` gave: ``AttentionCall``, or ``LogitsCall``.
 
         Raises:
             ShdError: ``capture-failed`` where no forward pass has finished since the start or ``clear``.
@@ -56,76 +59,169 @@ class Captured:
         return [self._kept[i] for i in (range(self.num_calls) if self._layers is None else self._layers)]
 
     @property
-    def probs(self) -> list[Tensor]:
-        """Attention maps ``(B, H_s, L, S)``, before dropout; rows that may not attend at all are zero."""
-        return [softmax(logits, check=False) for logits in self.logits]
+    def calls(self) -> list[AttentionCall]:
+        """Queries, keys and masks, one ``AttentionCall`` a layer: what ``attention_kl`` asks for.
+
+        Raises:
+            ShdError: ``capture-failed`` where no forward pass has finished, or a module gave its logits alone.
+        """
+        calls = []
+        for index, call in enumerate(self.attention):
+            if isinstance(call, LogitsCall):
+                raise ShdError(
+                    "capture-failed",
+                    f"layer {index} must show its queries and keys; it showed its logits alone: call "
+                    "shd_torch.record_query_key instead of record_attention, or use captured.logits",
+                )
+            calls.append(call)
+        return calls
+
+    @property
+    def logits(self) -> Sequence[Tensor]:
+        """Attention logits ``(B, H_s, L, S)``, one tensor a layer, each computed when it is read.
+
+        -inf where attending is not allowed. Each read computes anew: keep what is used twice.
+        """
+        return _Lazy(self.attention, lambda call: call.compute_logits())
+
+    @property
+    def probs(self) -> Sequence[Tensor]:
+        """Attention maps ``(B, H_s, L, S)``, before dropout, each computed when it is read.
+
+        Rows that may not attend at all are zero.
+        """
+        return _Lazy(self.attention, lambda call: softmax(call.compute_logits(), check=False))
 
     def clear(self) -> None:
         """Forget what was recorded, and with it the student's graph."""
         self._kept.clear()
         self.num_calls = 0
 
-    def add(self, compute_logits: Callable[[], Tensor]) -> None:
-        """Count one attention call; compute and keep its logits if its layer was asked for."""
-        if self._layers is None or self.num_calls in self._layers:
-            self._kept[self.num_calls] = compute_logits()
-        self.num_calls += 1
+    def take(self, raws: Sequence[RawCall], grad_enabled: bool) -> None:
+        """Keep the calls of the layers that were asked for."""
+        self.num_calls = len(raws)
+        for index in range(len(raws)) if self._layers is None else self._layers:
+            raw = raws[index]
+            if grad_enabled and not raw.grad_enabled:
+                raise ShdError(
+                    "capture-failed",
+                    f"attention call {index} must run with gradient, as the student does; it ran without: reentrant "
+                    "activation checkpointing hides the run that has one, so checkpoint with use_reentrant=False "
+                    "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False}); for a frozen layer, "
+                    "leave its number out of layers",
+                )
+            self._kept[index] = _read_call(raw)
 
 
-_recording: ContextVar[Captured | None] = ContextVar("shd_torch_recording", default=None)
+class AttentionCapture:
+    """Records a student between ``start`` and ``stop``, or inside a ``with`` block; see ``capture_attention``."""
+
+    def __init__(
+        self, student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
+    ) -> None:
+        self._expected, kept = _read_layers(layers)
+        self._kept = kept
+        self._student = student
+        self._keep_values = keep_values
+        self._undo: Callable[[], None] | None = None
+        self.captured = Captured(kept)
+
+    def start(self) -> Captured:
+        """Record every forward pass from now on; the result fills itself.
+
+        Raises:
+            ShdError: ``capture-failed`` if it was started before and not stopped.
+        """
+        if self._undo is not None:
+            raise ShdError("capture-failed", "a capture must be stopped before it starts again; it is running")
+        self._undo = self._wrap()
+        return self.captured
+
+    def stop(self) -> None:
+        """Leave the student as it was; what was recorded last stays readable. Stopping twice is no error."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def __enter__(self) -> Captured:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _wrap(self) -> Callable[[], None]:
+        student = self._student
+        # A module compiled in place goes through this attribute and never looks at its forward.
+        name = "_compiled_call_impl" if getattr(student, "_compiled_call_impl", None) is not None else "forward"
+        original, is_own = getattr(student, name), name in vars(student)
+        running = True
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(original, args, kwargs) if running else original(*args, **kwargs)
+
+        # This frame is never compiled, those below it are: a student captured inside a compiled module works too.
+        wrapped = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]  # as torch has it
+        setattr(student, name, wrapped)  # this instance only, and taken back below
+
+        def undo() -> None:
+            nonlocal running
+            running = False
+            if vars(student).get(name) is not wrapped:
+                return  # wrapped again by somebody else, whose wrapper stays; ours now only passes on
+            if is_own:
+                setattr(student, name, original)
+            else:
+                delattr(student, name)
+
+        return undo
+
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.captured.clear()
+        grad_enabled = torch.is_grad_enabled()
+        with record(values=self._keep_values) as recording:
+            result = original(*args, **kwargs)
+        _check_count(len(recording.calls), self._expected, self._kept, type(self._student).__name__)
+        try:
+            torch.compiler.disable(self.captured.take)(recording.calls, grad_enabled)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.captured.clear()  # half a pass is no pass
+            raise
+        return result
 
 
-@contextmanager
-def capture_attention(student: nn.Module, layers: int | Sequence[int] | None = None) -> Iterator[Captured]:
-    """Record the attention logits of every forward pass of ``student`` inside the ``with`` block.
+def capture_attention(
+    student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
+) -> AttentionCapture:
+    """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
     The last forward pass wins. Outputs are bit-identical to those without capture. Attention calls are
     numbered in the order they run, which is layer order; calls whose tensors do not have the four axes
-    ``(B, H, L, d)`` are not counted.
+    ``(B, H, L, d)`` are not counted. A student may be compiled, before or after, and wrapped in any way: capture the
+    module that is called, or one inside it.
 
     Args:
         student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
         layers: how many attention calls a forward pass must make, or the zero-based numbers of those to keep (the
             student's side of ``layer_map``); default all, whatever their number.
+        keep_values: also keep each call's values and output, as a teacher's are needed.
 
-    Yields:
-        The ``Captured`` attention, readable inside and after the block.
+    Returns:
+        The capture: a context manager that yields the ``Captured`` attention, readable inside and after the block;
+        or an object with ``start``, which returns it, and ``stop``.
 
     Raises:
         ShdError: ``argument-value`` for a bad ``layers``; from the student's forward pass, ``capture-failed`` where
-            nothing was recorded, a layer is missing, or activation checkpointing would run it twice.
+            nothing was recorded, a layer is missing, or reentrant activation checkpointing hides its graph.
     """
-    expected, kept = _read_layers(layers)
-    captured = Captured(kept)
-    original, is_own = student.forward, "forward" in vars(student)
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        _refuse_checkpointing(student)
-        captured.clear()
-        try:
-            with _taps(captured):
-                result = original(*args, **kwargs)
-            _check_count(captured.num_calls, expected, kept, type(student).__name__)
-        except BaseException:
-            captured.clear()  # half a pass is no pass
-            raise
-        return result
-
-    student.forward = forward  # this instance only, and taken back below
-    try:
-        yield captured
-    finally:
-        if is_own:
-            student.forward = original
-        else:
-            del student.forward
+    return AttentionCapture(student, layers, keep_values=keep_values)
 
 
 def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
     """Hand a module's attention logits to the capture in progress, if any.
 
-    For modules that compute attention in their own way: one line before the softmax.
+    For modules that compute attention in their own way: one line before the softmax. Where queries and keys are at
+    hand, ``record_query_key`` is the better line: ``attention_kl`` needs no logits.
 
     Args:
         module: the caller, named in errors.
@@ -137,15 +233,109 @@ def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
     Raises:
         ShdError: ``capture-failed`` where a capture is in progress and the logits do not have four axes.
     """
-    captured = _recording.get()
-    if captured is not None:
+    if is_recording():
         if attn_logits.ndim != 4:
             raise ShdError(
                 "capture-failed",
                 f"attn_logits of {type(module).__name__} must be (B, H, L, S); got {tuple(attn_logits.shape)}",
             )
-        captured.add(lambda: _mark_masked(attn_logits))
+        add_call(RawCall("logits", None, None, logits=attn_logits))
     return attn_logits
+
+
+def record_query_key(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    value: Tensor | None = None,
+    output: Tensor | None = None,
+) -> None:
+    """Hand a module's queries and keys to the capture in progress, if any.
+
+    Args:
+        module: the caller, named in errors.
+        query: ``(B, H, L, d_k)`` as it is multiplied: rotated and normalised.
+        key: ``(B, H_kv, S, d_k)``, likewise.
+        attn_mask: boolean, True = may attend, or added to the scaled logits; broadcastable to ``(B, H, L, S)``.
+        is_causal: row i attends to keys 0..i.
+        scale: of the products; None for ``1 / sqrt(d_k)``.
+        softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before the mask.
+        value: ``(B, H_kv, S, d_v)``; a teacher's are needed, a student's are not.
+        output: what the maps make of the values, ``(B, H, L, d_v)``; likewise.
+
+    Raises:
+        ShdError: ``capture-failed`` where a capture is in progress and the shapes do not fit.
+    """
+    if is_recording():
+        check_heads(query, key, type(module).__name__)
+        add_call(
+            RawCall(
+                "fused",
+                query,
+                key,
+                attn_mask,
+                is_causal=is_causal,
+                scale=scale,
+                softcap=softcap,
+                value=value,
+                output=output,
+                module=module,
+            )
+        )
+
+
+class _Lazy(Sequence[Tensor]):
+    """One tensor a layer, each computed when it is read."""
+
+    def __init__(self, calls: list[Call], compute: Callable[[Call], Tensor]) -> None:
+        self._calls = calls
+        self._compute = compute
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self._compute, self._calls)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return _Lazy(self._calls[index], self._compute)
+        return self._compute(self._calls[index])
+
+
+def _read_call(raw: RawCall) -> Call:
+    if raw.logits is not None:
+        return LogitsCall(raw.logits)
+    if raw.kind == "hugging-face":
+        return read_hf_call(raw)
+    assert raw.query is not None
+    assert raw.key is not None
+    check_heads(raw.query, raw.key, type(raw.module).__name__ if raw.module is not None else "a fused call")
+    mask = raw.attn_mask
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    return AttentionCall(
+        raw.query,
+        raw.key,
+        mask,
+        is_causal=bool(raw.is_causal),
+        scale=raw.scale,
+        softcap=raw.softcap,
+        value=raw.value,
+        output=raw.output,
+        module=raw.module,
+    )
 
 
 def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...] | None]:
@@ -177,164 +367,3 @@ def _check_count(calls: int, expected: int | None, kept: tuple[int, ...] | None,
             f"layers must lie in 0..{calls - 1}, as a forward pass of {name} makes {calls} attention calls; "
             f"got {list(kept)}",
         )
-
-
-def _refuse_checkpointing(student: nn.Module) -> None:
-    # The second, hidden run of a checkpointed layer must save exactly what the first one saved; a capture adds to it.
-    if student.training and any(getattr(module, "gradient_checkpointing", False) for module in student.modules()):
-        raise ShdError(
-            "capture-failed",
-            "the student must not use activation checkpointing (also called gradient checkpointing) while its "
-            "attention is captured: turn it off",
-        )
-
-
-@contextmanager
-def _taps(captured: Captured) -> Iterator[None]:
-    """Everything that listens, in place for the length of one forward pass of the student."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        token = _recording.set(captured)
-        stack.callback(_recording.reset, token)
-        stack.enter_context(_replaced("scaled_dot_product_attention", _tap_sdpa))
-        stack.enter_context(_replaced("multi_head_attention_forward", _tap_multi_head))
-        # The inference-only fast path of nn.MultiheadAttention calls neither.
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
-        if "transformers" in sys.modules:
-            stack.enter_context(_eager_tap())
-        yield
-
-
-@contextmanager
-def _replaced(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """``torch.nn.functional.<name>`` replaced by what ``make`` builds around it."""
-    original = getattr(F, name)
-    setattr(F, name, functools.wraps(original)(make(original)))
-    try:
-        yield
-    finally:
-        setattr(F, name, original)
-
-
-def _tap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        # Another thread may pass here while this one records.
-        captured = _recording.get()
-        if captured is not None and query.ndim == 4:
-            captured.add(lambda: _sdpa_logits(query, key, attn_mask, is_causal, scale))
-        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-    return attend
-
-
-def _sdpa_logits(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    """The logits inside ``scaled_dot_product_attention``; like its kernels, never accumulated in half precision."""
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if key.shape[-3] != query.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)  # grouped queries
-    with torch.autocast(query.device.type, enabled=False):
-        dtype = compute_dtype(query, key)
-        logits = (query.to(dtype) * scale) @ key.to(dtype).mT
-    if is_causal:
-        causal = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-        logits = logits.masked_fill(~causal, -torch.inf)
-    if attn_mask is None:
-        return logits
-    if attn_mask.dtype == torch.bool:
-        return logits.masked_fill(~attn_mask, -torch.inf)
-    return _mark_masked(logits + attn_mask, attn_mask.dtype)
-
-
-def _mark_masked(logits: Tensor, mask_dtype: torch.dtype | None = None) -> Tensor:
-    """-inf where an additive mask spoke.
-
-    Such masks hold -inf or the most negative number of their dtype. Half of that is out of reach for a scaled
-    product of activations, and not for the sum of one and the mask.
-    """
-    return logits.masked_fill(logits <= torch.finfo(mask_dtype or logits.dtype).min / 2, -torch.inf)
-
-
-def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        captured = _recording.get()
-        if captured is None:
-            return original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
-        # Asked for weights it calls softmax on (B * H, L, S); else scaled_dot_product_attention, tapped by itself.
-        seen: list[Tensor] = []
-        with _replaced("softmax", functools.partial(_watch_softmax, seen)):
-            result = original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
-        if seen:
-            captured.add(lambda: _mark_masked(seen[0].reshape(-1, num_heads, *seen[0].shape[1:])))
-        return result
-
-    return attend
-
-
-def _watch_softmax(seen: list[Tensor], original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def softmax_and_remember(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(input)
-        return original(input, *args, **kwargs)
-
-    return softmax_and_remember
-
-
-@contextmanager
-def _eager_tap() -> Iterator[None]:
-    """Hugging Face's "eager" attention, watched.
-
-    A modelling file asks ``AttentionInterface`` for its implementation and falls back on its own function where
-    "eager" is not registered. Registering it for the length of a pass changes no configuration, and so no mask.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("eager", _watch_eager)
-    try:
-        yield
-    finally:
-        AttentionInterface._global_mapping.pop("eager", None)  # the interface has no public way back
-
-
-def _watch_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The modelling file's own function, with its softmax watched."""
-    eager = _own_eager(module)
-    captured = _recording.get()
-    if captured is None:
-        return eager(module, *args, **kwargs)
-    seen: list[Tensor] = []
-    with _replaced("softmax", functools.partial(_watch_softmax, seen)):
-        result = eager(module, *args, **kwargs)
-    weights = result[1]
-    if len(seen) != 1 or weights is None or seen[0].shape != weights.shape:
-        raise ShdError(
-            "capture-failed",
-            f"attention of {type(module).__name__} must be one softmax over its keys; got "
-            f"{[tuple(logits.shape) for logits in seen]} (attention sinks are not supported)",
-        )
-    captured.add(lambda: _mark_masked(seen[0]))
-    return result
-
-
-def _own_eager(module: nn.Module) -> Callable[..., Any]:
-    for base in type(module).__mro__:
-        eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if callable(eager):
-            return eager  # type: ignore[no-any-return]  # callable() leaves it without a type
-    raise ShdError(
-        "capture-failed",
-        f"the file that defines {type(module).__name__} must define eager_attention_forward; it does not: set "
-        "attn_implementation to 'sdpa'",
-    )

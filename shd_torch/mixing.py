@@ -178,7 +178,7 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     dtype = compute_dtype(teacher_probs, mixing)
     weights = mixing.to(dtype)
     if check:
-        _check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
+        check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
     return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
 
 
@@ -187,7 +187,8 @@ def _mix(probs: Tensor, mixing: Tensor) -> Tensor:
     return torch.einsum(terms, mixing, probs)
 
 
-def _check_convex(weights: Tensor, tolerance: float) -> None:
+def check_convex(weights: Tensor, tolerance: float) -> None:
+    """Mixing weights must be convex over the teacher's heads (MIX-3); waits for the device."""
     sums = weights.sum(dim=2)
     if ((weights < 0).any() | ((sums - 1).abs() > tolerance).any()).item():
         raise ShdError(

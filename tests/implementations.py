@@ -143,6 +143,10 @@ def _torch(device: str) -> AbstractContextManager[Any]:
     return nullcontext(importlib.import_module("shd_torch.adapter").Adapter(device))
 
 
+def _kl(backend: str) -> AbstractContextManager[Any]:
+    return nullcontext(importlib.import_module("shd_torch.kl.adapter").KlAdapter(backend))
+
+
 def _onnx(backend: str) -> AbstractContextManager[Any]:
     return nullcontext(importlib.import_module("shd_ref.teacher.adapter").OnnxAdapter(backend))
 
@@ -152,6 +156,8 @@ JUDGED = (
     Judged("shd_ref", lambda: nullcontext(ReferenceWithOracles()), absent=_without("scipy", "networkx")),
     Judged("shd_torch-cpu", lambda: _torch("cpu"), lacks=SEARCHING, absent=_without("torch")),
     Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING, absent=_without_cuda),
+    Judged("attention_kl-dense", lambda: _kl("dense"), partial=True, absent=_without("torch")),
+    Judged("attention_kl-sdpa", lambda: _kl("sdpa"), partial=True, absent=_without("torch")),
     Judged(
         "onnx-onnxruntime",
         lambda: _onnx("onnxruntime"),

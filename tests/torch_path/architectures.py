@@ -50,7 +50,15 @@ _HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
         "GPT2Model",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": HEADS, "bos_token_id": 1, "eos_token_id": 2},
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": HEADS,
+            "scale_attn_by_inverse_layer_idx": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXModel", {**_TEXT, "bos_token_id": 1, "eos_token_id": 2}),
     "llama": ("LlamaConfig", "LlamaModel", {**_DECODER, "num_hidden_layers": 1}),
@@ -60,7 +68,7 @@ _HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
         "Gemma2Model",
-        {**_DECODER, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        {**_DECODER, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 0.5},
     ),
     "t5": (
         "T5Config",
@@ -77,11 +85,13 @@ _HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 ENCODERS_INSIDE = ("bart", "whisper")  # of these the encoder alone is the teacher
-ARCHITECTURES = (*_HUGGING_FACE, "dit")
+HUGGING_FACE = tuple(_HUGGING_FACE)
+ARCHITECTURES = (*HUGGING_FACE, "dit")
+GROUPED = ("llama", "mistral", "qwen3", "gemma2")  # fewer key/value heads than heads
 
 
-def make_model(name: str) -> Any:
-    """The architecture with random weights, in eval mode."""
+def make_model(name: str, attn_implementation: str | None = None) -> Any:
+    """The architecture with random weights, in eval mode; ``None`` is what its library chooses."""
     torch.manual_seed(0)
     if name == "dit":
         return DiffusionTransformer().eval()
@@ -89,6 +99,8 @@ def make_model(name: str) -> Any:
 
     config, model, arguments = _HUGGING_FACE[name]
     made = getattr(transformers, model)(getattr(transformers, config)(**arguments))
+    if attn_implementation is not None:
+        made.set_attn_implementation(attn_implementation)
     return (made.get_encoder() if name in ENCODERS_INSIDE else made).eval()
 
 

@@ -283,14 +283,6 @@ def test_bad_layers(layers: Any) -> None:
     assert caught.value.code == "argument-value"
 
 
-def test_checkpointing_is_refused() -> None:
-    model = hf_model("bert").train()
-    model.encoder.gradient_checkpointing = True
-    with capture_attention(model), pytest.raises(ShdError, match="activation checkpointing") as caught:
-        model(**hf_inputs("bert"))
-    assert caught.value.code == "capture-failed"
-
-
 def test_attention_sinks_are_refused() -> None:
     config = transformers.GptOssConfig(
         vocab_size=50,

@@ -1,0 +1,78 @@
+"""Which backend computes a layer: the table of them, and the reasons for a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shd_ref.errors import ShdError
+from shd_torch.kl import dense, sdpa
+from shd_torch.kl.gradient import KlResult
+from shd_torch.kl.request import KlRequest
+
+FUSED_LENGTH = 512
+"""Keys from which on fused attention is preferred on an accelerator."""
+
+
+class Backend(NamedTuple):
+    """A way to compute one layer.
+
+    Attributes:
+        unsupported_reason: why it cannot serve a request, in words; None where it can.
+        run: value and gradients of a request that it can serve.
+    """
+
+    unsupported_reason: Callable[[KlRequest], str | None]
+    run: Callable[[KlRequest], KlResult]
+
+
+class BackendChoice(NamedTuple):
+    """What ``explain_backend`` returns for one layer."""
+
+    name: str
+    reason: str
+    refused: dict[str, str]  # why not, for every backend that cannot serve the request
+
+
+BACKENDS: dict[str, Backend] = {
+    "dense": Backend(dense.unsupported_reason, dense.run),
+    "sdpa": Backend(sdpa.unsupported_reason, sdpa.run),
+}
+"""Backends by name; one that is added here can be asked for at once."""
+
+
+def choose_backend(request: KlRequest, name: str) -> BackendChoice:
+    """The backend for one layer.
+
+    Args:
+        request: the layer.
+        name: of a backend, or ``"auto"``.
+
+    Raises:
+        ShdError: ``argument-value`` for an unknown backend, or one that cannot serve the request.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise ShdError("argument-value", f"backend must be one of auto, {', '.join(BACKENDS)}; got {name!r}")
+    reasons = {each: backend.unsupported_reason(request) for each, backend in BACKENDS.items()}
+    refused = {each: reason for each, reason in reasons.items() if reason is not None}
+    if name == "auto":
+        chosen, reason = _choose(request, refused)
+        return BackendChoice(chosen, reason, refused)
+    if name in refused:
+        raise ShdError(
+            "argument-value", f"backend must be one that can serve this call; got {name!r}: {refused[name]}"
+        )
+    return BackendChoice(name, "it was asked for", refused)
+
+
+def _choose(request: KlRequest, refused: dict[str, str]) -> tuple[str, str]:
+    device, num_keys = request.weights.device.type, request.shape[3]
+    if device == "cpu":
+        return "dense", "on a processor tiles in its cache are as fast as fused attention, and give the value as well"
+    if num_keys < FUSED_LENGTH:
+        return "dense", f"{num_keys} keys are fewer than {FUSED_LENGTH}: tiles are as fast"
+    if "triton" in BACKENDS and "triton" not in refused:
+        return "triton", "its kernels subtract before they round, and read nothing twice"
+    if "sdpa" in refused:
+        return "dense", f"fused attention cannot serve this call: {refused['sdpa']}"
+    return "sdpa", f"{num_keys} keys are {FUSED_LENGTH} or more on {device}"

@@ -1,0 +1,258 @@
+"""One layer of the loss as every backend reads it: checked, on one device, with the weight of each row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.attention import temper
+from shd_torch.checks import check_mask, check_real, compute_dtype
+from shd_torch.masks import AttentionMask
+from shd_torch.supervision import Supervision
+
+
+@dataclass(frozen=True, eq=False)
+class KlRequest:
+    """One layer's work.
+
+    Attributes:
+        queries: the student's ``(B, H_s, L, d)``, detached; zero in rows that do not count.
+        keys: ``(B, H_kv, S, d)``, detached.
+        supervision: on the same device.
+        mask: who may attend in the student; fits ``(B, H_s, L, S)``.
+        scale: of the products.
+        softcap: logits are ``softcap * tanh(products / softcap)``, if given.
+        temperature: T_a of both maps.
+        weights: ``(B, H_s, L)``, beta over the number of counted rows (and of maps); 0 where a row does not count.
+        mass: ``(B, H_s, L)``, what the supervision's rows sum to.
+        support: ``"error"``, or ``"intersect"``.
+        wants_value: whether the divergence itself is asked for.
+        wants_gradient: whether the gradients of queries and keys are; at least one of the two is.
+        wants_bias_gradient: whether the gradient of an added mask is.
+        product_dtype: of fused attention calls; None leaves it to the backend.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    supervision: Supervision
+    mask: AttentionMask
+    scale: float
+    softcap: float | None
+    temperature: float
+    weights: Tensor
+    mass: Tensor
+    support: str
+    wants_value: bool
+    wants_gradient: bool
+    wants_bias_gradient: bool
+    product_dtype: torch.dtype | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What sums are accumulated in: float64 if an argument is, else float32."""
+        return self.weights.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H_s, L, S)``."""
+        return self.supervision.shape
+
+    def key_range(self, rows: slice) -> slice:
+        """The keys that student or teacher may attend to in these rows."""
+        every = slice(0, self.shape[3])
+        student, teacher = self.mask.key_range(rows, self.shape[3]), self.supervision.key_range(rows)
+        if self.support == "intersect":
+            return every  # what is dropped must be seen
+        if teacher == every:
+            return student  # the teacher says nothing of its keys; its mass is where the student's is (LOSS-6)
+        return slice(min(student.start, teacher.start), max(student.stop, teacher.stop))
+
+    @property
+    def mass_term(self) -> Tensor:
+        """What the value owes to rows with less mass than one: ``- sum w rho log rho`` (LOSS-11)."""
+        if self.supervision.row_sums == "one":
+            return self.weights.new_zeros(())
+        return -(self.weights * torch.xlogy(self.mass, self.mass)).sum()
+
+    def log_probs(self, samples: slice, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+        """A tile of the student's ``log Q``, and the derivative of its soft cap if it has one.
+
+        -inf where the student may not attend; anything finite in a row without keys.
+        """
+        part = self.mask.narrow(samples)
+        queries = self.queries[samples, :, rows].to(self.dtype) * self.scale
+        held = self.keys[samples, :, keys].to(self.dtype)
+        batch, heads, height, width = queries.shape
+        logits = (queries.reshape(batch, held.shape[1], -1, width) @ held.mT).reshape(batch, heads, height, -1)
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(logits / self.softcap)
+            logits, slope = self.softcap * bent, 1.0 - bent.square()
+        tile = part.tile(rows, keys, self.dtype, logits.device)
+        if tile is not None:
+            logits = logits + tile
+        if self.temperature != 1.0:
+            logits = temper(logits, logits, self.temperature)
+        return logits.log_softmax(-1), slope
+
+    def teacher_probs(self, part: Supervision, samples: slice, rows: slice, keys: slice) -> Tensor:
+        """A tile of the supervision; with ``support="intersect"`` without what the student may not attend to."""
+        probs = part.probs(rows, keys, temperature=self.temperature).to(self.dtype)
+        if self.support != "intersect":
+            return probs
+        allowed = self.mask.narrow(samples).allowed(rows, keys, probs.device)
+        if allowed is None:
+            return probs
+        kept = probs.masked_fill(~allowed, 0.0)
+        rest = kept.sum(-1, keepdim=True)
+        mass = self.mass[samples, :, rows, None]
+        # Divided first: the quotient of two tiny numbers is not tiny, and its reciprocal would overflow.
+        return torch.where(probs.sum(-1, keepdim=True) == rest, kept, kept / rest.masked_fill(rest == 0, 1.0) * mass)
+
+
+def make_request(
+    queries: Tensor,
+    keys: Tensor,
+    supervision: Supervision,
+    *,
+    mask: AttentionMask,
+    scale: float | None,
+    softcap: float | None,
+    loss_mask: Tensor | None,
+    temperature: float,
+    beta: float,
+    support: str,
+    wants_value: bool,
+    product_dtype: torch.dtype | None,
+    check: bool,
+    layer: int,
+) -> tuple[KlRequest, Tensor]:
+    """Check one layer's arguments and find the weight of each of its rows.
+
+    Returns:
+        The request, and ``()`` that is infinite where a counted row of the student may attend to nothing, else 0.
+
+    Raises:
+        ShdError: as ``attention_kl``.
+    """
+    for name, tensor in (("student_q", queries), ("student_k", keys)):
+        check_real(tensor, name, check=check, ndim=4, layer=layer)
+    batch, heads, rows, width = queries.shape
+    given = tuple(keys.shape)
+    if given[0] != batch or given[3] != width or given[1] == 0 or heads % given[1]:
+        raise ShdError(
+            "argument-shape",
+            f"student_k must be (B, H_kv, S, d) with B={batch}, d={width} and H_kv a divisor of {heads} in layer "
+            f"{layer}; got {given}",
+            "GRAD-5",
+        )
+    shape = (batch, heads, rows, given[2])
+    if supervision.shape != shape:
+        raise ShdError(
+            "argument-shape",
+            f"supervision must be (B, H_s, L, S) = {shape}, as student_q and student_k are, in layer {layer}; got "
+            f"{supervision.shape}",
+            "LOSS-3",
+        )
+    device = queries.device
+    supervision.check_temperature(temperature)
+    supervision = supervision if supervision.device == device else supervision.to(device)
+    if loss_mask is not None:
+        check_mask(loss_mask, "loss_mask", (batch, rows))
+        loss_mask = loss_mask.to(device)
+    if check:
+        supervision.check(loss_mask, layer)
+    wants_bias_gradient = torch.is_grad_enabled() and mask.attn_mask is not None and mask.attn_mask.requires_grad
+    wants_gradient = wants_bias_gradient or (
+        torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
+    )
+    mask = mask.fit(shape, device)
+    dtype = torch.promote_types(compute_dtype(queries, keys), supervision.dtype)
+    mass = supervision.mass().to(dtype)
+    counted = mass != 0 if loss_mask is None else (mass != 0) & loss_mask[:, None, :]
+    request = KlRequest(
+        queries=queries.detach(),
+        keys=keys.detach(),
+        supervision=supervision,
+        mask=mask,
+        scale=1.0 / math.sqrt(width) if scale is None else scale,
+        softcap=softcap,
+        temperature=temperature,
+        weights=counted.to(dtype),
+        mass=mass,
+        support=support,
+        wants_value=wants_value or not wants_gradient,
+        wants_gradient=wants_gradient,
+        wants_bias_gradient=wants_bias_gradient,
+        product_dtype=product_dtype,
+    )
+    if support == "intersect":
+        counted = counted & _keeps_mass(request)
+    elif check:
+        check_support(request, layer)
+    return _weigh(request, counted, beta)
+
+
+def _weigh(request: KlRequest, counted: Tensor, beta: float) -> tuple[KlRequest, Tensor]:
+    """The request with its rows weighed, its queries cleared where they do not count, and the penalty."""
+    _, _, rows, keys = request.shape
+    number = counted.sum((0, 2)).clamp(min=1).to(request.dtype)
+    live = request.mask.live_rows(rows, keys, counted.device)
+    penalty = torch.zeros((), dtype=request.dtype, device=counted.device)
+    if live is not None:
+        lost = counted & ~live
+        penalty = penalty.masked_fill(lost.any(), math.inf)
+        counted = counted & ~lost
+    weights = counted * (beta / number)[:, None]
+    # Whatever stands in a row that does not count (NaN included) must not reach a sum.
+    queries = request.queries.masked_fill(~counted[..., None], 0.0)
+    mass = request.mass.masked_fill(~counted, 0.0)
+    return replace(request, queries=queries, weights=weights, mass=mass), penalty
+
+
+def _keeps_mass(request: KlRequest) -> Tensor:
+    """Rows ``(B, H_s, L)`` of which something is left where the student may attend (LOSS-15)."""
+    kept = torch.zeros(request.shape[:3], dtype=torch.bool, device=request.mass.device)
+    for part, samples, rows in request.supervision.tiles():
+        probs = request.teacher_probs(part, samples, rows, slice(0, request.shape[3]))
+        kept[samples, :, rows] = (probs != 0).any(-1)
+    return kept
+
+
+def check_support(request: KlRequest, layer: int) -> None:
+    """No counted row of the supervision may have mass where the student may not attend (LOSS-6).
+
+    Waits for the device, unless both descriptions alone show that nothing can be wrong.
+    """
+    if not _may_differ(request):
+        return
+    everywhere = slice(0, request.shape[3])
+    for part, samples, rows in request.supervision.tiles():
+        allowed = request.mask.narrow(samples).allowed(rows, everywhere, request.weights.device)
+        if allowed is None:
+            continue
+        wrong = part.has_mass(rows, everywhere) & ~allowed & (request.weights[samples, :, rows, None] != 0)
+        if wrong.any():
+            b, h, i, j = (int(index) for index in wrong.nonzero()[0])
+            raise ShdError(
+                "support-mismatch",
+                f"supervision must be 0 where the student may not attend; it has mass at layer {layer}, sample "
+                f"{b + samples.start}, head {h}, row {i + rows.start}, key {j}: teacher and student must share one "
+                "mask, or support='intersect' drops that mass",
+                "LOSS-6",
+            )
+
+
+def _may_differ(request: KlRequest) -> bool:
+    student, teacher = request.mask, getattr(request.supervision, "mask", None)
+    if student.is_structural and not student.is_causal and student.window is None:
+        return False
+    if not isinstance(teacher, AttentionMask) or not student.is_structural:
+        return True
+    return (student.is_causal and not teacher.is_causal) or (
+        student.window is not None and (teacher.window is None or teacher.window > student.window)
+    )

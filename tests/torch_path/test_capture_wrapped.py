@@ -1,0 +1,283 @@
+"""Capture of students as they are trained: checkpointed, compiled, in half precision, adapted, accumulated."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_path.models import PlainViT, hf_inputs, hf_model
+
+from shd_torch import Captured, ShdError, attention_kl, capture_attention, record_attention, record_query_key
+
+
+def kl_of(captured: Captured) -> Tensor:
+    terms = [
+        attention_kl(call.query, call.key, call.compute_logits().detach().mul(2).softmax(-1), **call.mask_keywords)
+        for call in captured.calls
+    ]
+    return torch.stack(terms).sum()
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(student: nn.Module, inputs: dict[str, Any] | Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
+    """The gradients of output and attention loss together."""
+    torch.manual_seed(1)
+    with capture_attention(student, 2) as captured:
+        output = student(inputs) if isinstance(inputs, Tensor) else student(**inputs)[0]
+    return gradients(module or student, output.float().square().mean() + kl_of(captured))
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert first.keys() == second.keys()
+    for name, gradient in first.items():
+        torch.testing.assert_close(gradient, second[name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_hugging_face_checkpointing_keeps_the_gradients(name: str, attn_implementation: str) -> None:
+    pytest.importorskip("transformers", reason="a Hugging Face student")
+    changes = {"attention_probs_dropout_prob": 0.2} if name == "bert" else {"attention_dropout": 0.2}
+    model, inputs = hf_model(name, attn_implementation, **changes).train(), hf_inputs(name)
+    plain = step(model, inputs)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert_same(plain, step(model, inputs))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: PlainViT, use_reentrant: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.use_reentrant = use_reentrant
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.model.patches(images).flatten(2).transpose(1, 2) + self.model.positions
+        for block in self.model.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
+        logits: Tensor = self.model.head(hidden.mean(1))
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the validation pass
+def test_plain_checkpointing_keeps_the_gradients_and_reentrant_is_refused() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    assert_same(step(model, images), step(Checkpointed(model, use_reentrant=False), images, model))
+    with pytest.raises(ShdError, match=r"use_reentrant=False") as caught:
+        step(Checkpointed(model, use_reentrant=True), images, model)
+    assert caught.value.code == "capture-failed"
+    # A validation pass has no gradient anywhere, so nothing is hidden.
+    reentrant = Checkpointed(model, use_reentrant=True)
+    with torch.no_grad(), capture_attention(reentrant, 2) as captured:
+        reentrant(images)
+    assert len(captured.calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+@pytest.mark.parametrize("way", ["outside", "in place", "captured inside", "layers", "compiled later"])
+def test_compiled_students(way: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    plain = step(model, images)
+    compiled = copy.deepcopy(model)
+    student: Any = compiled
+    if way in ("outside", "captured inside", "compiled later"):
+        student = torch.compile(compiled, backend="aot_eager" if way == "outside" else "eager")
+    elif way == "in place":
+        compiled.compile(backend="eager")
+    else:
+        for block in compiled.blocks:
+            block.compile(backend="eager", fullgraph=True)
+    if way != "compiled later":
+        with torch.no_grad():
+            expected = student(images)
+        student(images)  # a graph without a capture, which must not be used for one
+    else:
+        expected = model(images)
+    captured_module = compiled if way == "captured inside" else student
+    for _ in range(3):
+        with capture_attention(captured_module, 2) as captured:
+            output = student(images)
+        assert torch.equal(output, expected)
+        loss = output.square().mean() + kl_of(captured)
+        assert_same(plain, gradients(compiled, loss))
+    captured.clear()
+    assert torch.equal(student(images), expected)
+    assert captured.num_calls == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_hugging_face_student_works_or_says_why() -> None:
+    pytest.importorskip("transformers", reason="a Hugging Face student")
+    torch._dynamo.reset()
+    for attn_implementation in ("sdpa", "eager"):
+        model, inputs = hf_model("llama", attn_implementation), hf_inputs("llama")
+        compiled = torch.compile(model, backend="eager")
+        if attn_implementation == "sdpa":
+            compiled(**inputs)
+        with capture_attention(compiled, 2) as captured:
+            compiled(**inputs)
+        assert all(call.query.requires_grad for call in captured.calls)
+        assert captured.calls[0].key.shape[1] == 2
+    torch._dynamo.reset()
+    compiled = torch.compile(hf_model("llama", "eager"), backend="eager")
+    compiled(**inputs)
+    with capture_attention(compiled), pytest.raises(ShdError, match="must not be compiled before"):
+        compiled(**inputs)
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(images)
+        with capture_attention(model, 2) as captured:
+            assert torch.equal(model(images), plain)
+        assert captured.calls[0].query.dtype == torch.bfloat16
+        assert captured.logits[0].dtype == torch.float32
+        loss = plain.square().mean() + kl_of(captured)
+    assert_same(step(model, images), gradients(model, loss), 3e-2)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_learn_from_attention(checkpointed: bool) -> None:
+    peft = pytest.importorskip("peft", reason="adapters")
+    model = hf_model("llama")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)  # peft's own
+        adapted = peft.get_peft_model(model, config).train()
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    inputs = hf_inputs("llama")
+    plain = adapted(**inputs).logits
+    with capture_attention(adapted, 2) as captured:
+        assert torch.equal(adapted(**inputs).logits, plain)
+    found = gradients(adapted, kl_of(captured))
+    assert set(found) == {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert all(gradient.abs().sum() > 0 for gradient in found.values())
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(4, 3, 16, 16)
+    with capture_attention(model, 2) as captured:
+        model(images)
+    whole = gradients(model, kl_of(captured))
+    model.zero_grad()
+    capture = capture_attention(model, 2)
+    captured = capture.start()
+    for half in images.split(2):
+        model(half)
+        (kl_of(captured) / 2).backward()
+    capture.stop()
+    assert_same(whole, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def test_start_and_stop() -> None:
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    capture = capture_attention(model)
+    captured = capture.start()
+    with pytest.raises(ShdError, match="must be stopped") as caught:
+        capture.start()
+    assert caught.value.code == "capture-failed"
+    model(images)
+    wrapped = model.forward
+    model.forward = lambda images: wrapped(images)  # somebody else, later
+    capture.stop()
+    capture.stop()
+    first = captured.calls[0].query
+    model(images)
+    assert captured.calls[0].query is first  # our wrapper only passes on
+    del model.forward
+
+
+def test_a_capture_inside_a_captured_pass_is_seen_by_both() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = PlainViT(), PlainViT(num_layers=3)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.one(images) + self.two(images)
+
+    torch.manual_seed(0)
+    pair, images = Pair(), torch.randn(2, 3, 16, 16)
+    with capture_attention(pair, 5) as both, capture_attention(pair.two, 3) as inner:
+        pair(images)
+    assert [call.query is other.query for call, other in zip(both.calls[2:], inner.calls, strict=True)] == [True] * 3
+
+
+def test_nothing_is_computed_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No map and no logits: the largest tensor a captured pass makes is what the pass itself makes."""
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                sizes.append(result.numel())
+            return result
+
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    with Watch():
+        model(images)
+    plain, sizes[:] = list(sizes), []
+    with capture_attention(model, 2), Watch():
+        model(images)
+    assert sizes == plain
+
+
+class OwnAttention(nn.Module):
+    """Attention in its own way, with the one line that makes it visible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        record_query_key(self, query, key, scale=0.3, softcap=2.0)
+        return (2.0 * torch.tanh(0.3 * query @ key.mT / 2.0)).softmax(-1) @ value
+
+
+def test_record_query_key() -> None:
+    torch.manual_seed(0)
+    model, hidden = OwnAttention(), torch.randn(2, 5, 16)
+    plain = model(hidden)
+    with capture_attention(model, 1) as captured:
+        assert torch.equal(model(hidden), plain)
+    value = model.qkv(hidden).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)[2]
+    torch.testing.assert_close(captured.probs[0] @ value, plain)
+    assert captured.calls[0].mask_keywords["softcap"] == 2.0
+    model.forward = lambda hidden: record_query_key(model, hidden, hidden)
+    with capture_attention(model, 1), pytest.raises(ShdError, match="of OwnAttention must be") as caught:
+        model(hidden)
+    assert caught.value.code == "capture-failed"
+
+
+def test_logits_alone_are_no_queries() -> None:
+    class LogitsOnly(nn.Module):
+        def forward(self, logits: Tensor) -> Tensor:
+            return F.softmax(record_attention(self, logits), -1)
+
+    model = LogitsOnly()
+    with capture_attention(model, 1) as captured:
+        model(torch.zeros(1, 2, 3, 3))
+    assert captured.logits[0].shape == (1, 2, 3, 3)
+    with pytest.raises(ShdError, match="record_query_key instead"):
+        _ = captured.calls
