@@ -159,16 +159,21 @@ def factored_tile(
 
 
 @triton.jit
-def coded_tile(supervision, batch, head, rows, keys, TRIANGULAR: tl.constexpr):
+def coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR: tl.constexpr):
     """Entries of the stored map in units of a code squared, before the row is made to sum to one."""
     num_rows = tl.load(supervision.num_rows + batch)
     num_keys = tl.load(supervision.num_keys + batch)
-    start = tl.load(supervision.starts + batch * supervision.num_heads + head)
-    row = rows.to(tl.int64)
-    offsets = row * (row + 1) // 2 if TRIANGULAR else row * num_keys
+    base = supervision.codes + tl.load(supervision.starts + batch * supervision.num_heads + head)
+    # 64 bits for where the block begins, 32 within it.
+    first = tl.zeros([], tl.int64) + start
+    if TRIANGULAR:
+        base += first * (first + 1) // 2
+        offsets = (rows - start) * (rows + start + 1) // 2
+    else:
+        base += first * num_keys
+        offsets = (rows - start) * num_keys
     held = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
     if TRIANGULAR:
-        held = held & ((keys)[None, :] <= (rows)[:, None])
-    pointers = supervision.codes + start + (offsets)[:, None] + (keys)[None, :]
-    codes = tl.load(pointers, mask=held, other=0).to(tl.float32)
+        held = held & (keys[None, :] <= rows[:, None])
+    codes = tl.load(base + (offsets[:, None] + keys[None, :]), mask=held, other=0).to(tl.float32)
     return tl.where(codes == 1.0, CODE_1, codes * codes)

@@ -84,7 +84,7 @@ def mass_pass(
     outside = tl.zeros([ROWS], tl.float32)
     for key_start in range(0, mask.num_keys, KEYS):
         keys = key_start + tl.arange(0, KEYS)
-        entries = coded_tile(supervision, batch, head, rows, keys, TRIANGULAR)
+        entries = coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR)
         allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
         total += tl.sum(entries, 1)
         outside += tl.sum(tl.where(allowed, 0.0, entries), 1)
@@ -119,6 +119,7 @@ def difference_tile(
     held,
     batch,
     head,
+    start,
     rows,
     keys,
     lse,
@@ -141,7 +142,7 @@ def difference_tile(
     logits = logits_tile(queries, held, student.scale, PRECISION)
     log_probs = tl.where(allowed, logits - (lse - tl.log2(mass * gain))[:, None], float("-inf"))
     if CODED:
-        taught = coded_tile(supervision, batch, head, rows, keys, TRIANGULAR)
+        taught = coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR)
         taught = taught * (factor * gain)[:, None]
     else:
         taught = factored_tile(
@@ -214,6 +215,7 @@ def rows_pass(
             held,
             batch,
             head,
+            start,
             rows,
             keys,
             lse,
@@ -244,8 +246,7 @@ def rows_pass(
     pointers = dq + (line + rows)[:, None] * WIDTH + columns[None, :]
     tl.store(pointers, gradient, mask=exist[:, None] & (columns < WIDTH)[None, :])
     if kl is not None:
-        # The exponent held rho as well: sum A~ (log A~ - log(rho Q)) lacks rho log rho.
-        divergence = (divergence / HEADROOM + mass * tl.log2(tl.where(mass > 0.0, mass, 1.0))) / LOG2_E
+        divergence = divergence / (HEADROOM * LOG2_E)
         if CODED:
             masses = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
             divergence = tl.where(masses != masses, float("inf"), divergence)
@@ -274,22 +275,23 @@ def keys_pass(
     KEYS: tl.constexpr,
 ):
     """dk ``(B, H_kv, S, d)``, summed in one order over the rows and over the query heads that read a key head."""
-    start = tl.program_id(0) * KEYS
+    key_start = tl.program_id(0) * KEYS
     num_kv_heads = student.num_heads // student.group_size
     batch, kv_head = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
-    keys = start + tl.arange(0, KEYS)
+    keys = key_start + tl.arange(0, KEYS)
     exist = keys < mask.num_keys
     first_head = kv_head * student.group_size
     held = load_heads(key_base(student, batch, first_head), student.key_strides[2], keys, exist, WIDTH, PADDED)
     columns = tl.arange(0, PADDED)
     largest = tl.load(peak)
     gradient = tl.zeros([KEYS, PADDED], tl.float32)
-    first, end = row_range(mask, start, ROWS, KEYS, CAUSAL)
+    first, end = row_range(mask, key_start, ROWS, KEYS, CAUSAL)
     num_blocks = tl.cdiv(tl.maximum(end - first, 0), ROWS)
     # One loop over heads and blocks of rows, not two: only an innermost loop is overlapped with its loads.
     for step in range(num_blocks * student.group_size):
         head = first_head + step // num_blocks
-        rows = first + step % num_blocks * ROWS + tl.arange(0, ROWS)
+        start = first + step % num_blocks * ROWS
+        rows = start + tl.arange(0, ROWS)
         weight, lse, mass, entry_factor = load_rows(
             student, supervision, weights, mask.num_rows, batch, head, rows, CODED
         )
@@ -304,6 +306,7 @@ def keys_pass(
             held,
             batch,
             head,
+            start,
             rows,
             keys,
             lse,
