@@ -100,7 +100,7 @@ def kl_coded(
         weights,
         is_causal=is_causal,
         is_triangular=is_triangular,
-        members=0,
+        group_sizes=set(),
         scale=scale,
         temperature=temperature,
         deterministic=deterministic,

@@ -11,7 +11,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_finite, check_temperature
 from shd_torch.kernels.arguments import check_heads, check_lse, check_weights, make_mask
-from shd_torch.kernels.launch import UNROLLED_MEMBERS, compute_lse, make_heads, require_support, run_passes
+from shd_torch.kernels.launch import compute_lse, make_heads, require_support, run_passes
 from shd_torch.kernels.operands import Factored, RowsKl
 
 
@@ -39,15 +39,17 @@ def kl_factored(
     """KL of merged teacher maps and student maps, row by row, and its gradients; no map is ever in memory.
 
     ``A~_h = sum_t C[h,t] softmax(teacher_scale q_t k_t^T / T)`` and ``dz = g (rho A_student - A~) / T`` (GRAD-1,
-    GRAD-4, GRAD-5), with rho the row's sum of mixing weights. Teacher and student share one mask, so A~ has no mass
-    where the student may not attend. A row that may attend to nothing gives exactly 0.
+    GRAD-4, GRAD-5), with rho the row's sum of mixing weights. The divergence is that of LOSS-11: zero where
+    ``A~ = rho A_student``. Teacher and student share one mask, so A~ has no mass where the student may not attend.
+    A row that may attend to nothing gives exactly 0.
 
     Args:
         student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256.
         student_k: ``(B, H_kv, S, d)`` of the same dtype; query head h reads key head ``h // (H_s / H_kv)``.
         teacher_q: ``(B, H_t, L, d_t)``; its dtype may differ from the student's.
         teacher_k: ``(B, H_tkv, S, d_t)``, grouped likewise.
-        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with one weight a row.
+        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with one weight a row; for a teacher with attention
+            sinks times the mass of its rows.
         row_weights: g ``(B, H_s, L)`` float32, at least 0; 0 where a row does not count.
         scale: of the student's logits, before the division by T.
         teacher_scale: of the teacher's.
@@ -122,8 +124,6 @@ def kl_factored(
         masses=torch.einsum("bhtl,ht->bhl", mixing, merged).contiguous(),
         num_rows=num_rows,
     )
-    sizes = {len(group) for group in merging}
-    largest = max(sizes)
     return run_passes(
         student,
         supervision,
@@ -131,7 +131,7 @@ def kl_factored(
         weights,
         is_causal=is_causal,
         is_triangular=False,
-        members=largest if len(sizes) == 1 and largest <= UNROLLED_MEMBERS else 0,
+        group_sizes={len(group) for group in merging},
         scale=scale,
         temperature=temperature,
         deterministic=deterministic,

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_torch.kernels.operands import Coded, Factored, Heads, Mask, RowsKl
-from shd_torch.kernels.tiles import MASS_TILE, MAX_WIDTH, Tile, choose_tile, pad_width
+from shd_torch.kernels.tiles import MASS_TILE, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
-UNROLLED_MEMBERS = 4
-"""Groups of one size up to this are unrolled in the program; others are looped over."""
 
 _LOG2_E = 1 / math.log(2)
 
@@ -101,7 +99,7 @@ def compute_lse(heads: Heads, mask: Mask, is_causal: bool) -> Tensor:
 
     batch, num_heads, num_rows, width = heads.queries.shape
     padded = pad_width(width)
-    tile = choose_tile("lse", padded, heads.queries.element_size())
+    tile = choose_tile("lse", _row_bytes(heads), 0, _capability(heads.queries))
     lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=heads.queries.device)
     with _on_device(lse):
         passes.lse_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
@@ -141,7 +139,7 @@ def run_passes(
     *,
     is_causal: bool,
     is_triangular: bool,
-    members: int,
+    group_sizes: set[int],
     scale: float,
     temperature: float,
     deterministic: bool,
@@ -152,19 +150,20 @@ def run_passes(
 
     batch, num_heads, num_rows, width = student.queries.shape
     num_kv_heads, num_keys = student.keys.shape[1:3]
-    teacher = supervision.teacher.queries if isinstance(supervision, Factored) else student.queries
-    padded, teacher_padded = pad_width(width), pad_width(teacher.shape[-1])
-    widest = max(padded, teacher_padded)
-    item_size = max(student.queries.element_size(), teacher.element_size())
+    teacher = supervision.teacher if isinstance(supervision, Factored) else student
+    teacher_width = teacher.queries.shape[-1]
+    row_bytes = max(_row_bytes(student), _row_bytes(teacher))
+    members = count_unrolled(group_sizes, row_bytes) if isinstance(supervision, Factored) else 0
+    capability = _capability(student.queries)
     options: dict[str, Any] = {
         "CODED": isinstance(supervision, Coded),
         "MEMBERS": members,
         "TRIANGULAR": is_triangular,
         "CAUSAL": is_causal,
         "WIDTH": width,
-        "PADDED": padded,
-        "TEACHER_WIDTH": teacher.shape[-1],
-        "TEACHER_PADDED": teacher_padded,
+        "PADDED": pad_width(width),
+        "TEACHER_WIDTH": teacher_width,
+        "TEACHER_PADDED": pad_width(teacher_width),
         "PRECISION": dot_precision(),
     }
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": student.queries.device}
@@ -173,13 +172,13 @@ def run_passes(
     dk = make_dk(batch, num_kv_heads, num_keys, width, **fresh)
     kl = torch.empty(batch, num_heads, num_rows, **fresh) if want_value else None
     shared = (student, supervision, mask, row_weights, row_weights.abs().amax(), scale / temperature)
-    tile = choose_tile("rows", widest, item_size)
+    tile = choose_tile("rows", row_bytes, members, capability)
     with _on_device(dq):
         passes.rows_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
             dq, None if deterministic else dk, kl, *shared, **options, **_program_options(tile)
         )
         if deterministic:
-            tile = choose_tile("keys", widest, item_size)
+            tile = choose_tile("keys", row_bytes, members, capability)
             passes.keys_pass[(_count_tiles(num_keys, tile.keys), batch * num_kv_heads)](
                 dk, *shared, **options, **_program_options(tile)
             )
@@ -187,8 +186,8 @@ def run_passes(
 
 
 def dot_precision() -> str:
-    """How float32 is multiplied: exactly, or as ``torch.set_float32_matmul_precision`` allows."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How float32 is multiplied: in three TF32 products, close to exact, unless PyTorch was told that one will do."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _program_options(tile: Tile) -> dict[str, Any]:
@@ -196,6 +195,14 @@ def _program_options(tile: Tile) -> dict[str, Any]:
     if not is_interpreted():
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     return options
+
+
+def _row_bytes(heads: Heads) -> int:
+    return pad_width(heads.queries.shape[-1]) * heads.queries.element_size()
+
+
+def _capability(tensor: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else MIN_CAPABILITY
 
 
 def _count_tiles(length: int, size: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_torch.kernels.launch import make_heads
+from shd_torch.kernels.launch import dot_precision, make_heads
 from shd_torch.kernels.operands import Coded, Factored, Heads, Mask
 from shd_torch.kernels.tiles import Tile, choose_tile, pad_width
 
@@ -82,7 +82,7 @@ def measure(variant: Variant, capability: int, tile: Tile | None = None) -> Reso
     Args:
         variant: what to compile.
         capability: of the device, 80 for 8.0.
-        tile: in place of the one that ``choose_tile`` gives.
+        tile: in place of the one that a launch would use.
 
     Returns:
         What the assembler says the program takes.
@@ -94,8 +94,7 @@ def measure(variant: Variant, capability: int, tile: Tile | None = None) -> Reso
     from shd_torch.kernels import passes
 
     kernel = getattr(passes, f"{variant.program}_pass")
-    if tile is None:
-        tile = choose_tile(variant.program, pad_width(variant.width), variant.dtype.itemsize)
+    tile = tile or choose_variant_tile(variant, capability)
     arguments = _example_arguments(variant) | {"ROWS": tile.rows, "KEYS": tile.keys}
     parts = _Specialised({}, {})
     signature = {}
@@ -107,6 +106,12 @@ def measure(variant: Variant, capability: int, tile: Tile | None = None) -> Reso
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _read_usage(compiled.asm["cubin"])
     return Resources(usage["REG"], usage["STACK"], compiled.metadata.shared)
+
+
+def choose_variant_tile(variant: Variant, capability: int) -> Tile:
+    """The tile that a launch would use."""
+    row_bytes = pad_width(variant.width) * variant.dtype.itemsize
+    return choose_tile(variant.program, row_bytes, variant.members or 0, divmod(capability, 10))
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ def _example_arguments(variant: Variant) -> dict[str, Any]:
         "PADDED": padded,
         "TEACHER_WIDTH": variant.width,
         "TEACHER_PADDED": padded,
-        "PRECISION": "ieee",
+        "PRECISION": dot_precision(),
     }
 
 
