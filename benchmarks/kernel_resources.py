@@ -36,9 +36,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     arguments = parser.parse_args()
     report: list[dict[str, Any]] = []
-    print(
-        f"{'program':36}{'sm':>4}{'rows':>6}{'keys':>6}{'warps':>7}{'stages':>8}{'regs':>6}{'spill B':>9}{'smem KiB':>10}"
-    )
+    heads = ("sm", 4), ("rows", 6), ("keys", 6), ("warps", 7), ("stages", 8), ("regs", 6), ("spill B", 9), ("KiB", 8)
+    print(f"{'program':36}" + "".join(f"{name:>{size}}" for name, size in heads))
     for width in arguments.width:
         for variant in variants(width, getattr(torch, arguments.dtype)):
             for capability in arguments.capability:
@@ -46,7 +45,7 @@ def main() -> None:
                 report.append({"program": variant.name, "capability": capability} | tile._asdict() | asdict(taken))
                 print(
                     f"{variant.name:36}{capability:4}{tile.rows:6}{tile.keys:6}{tile.num_warps:7}{tile.num_stages:8}"
-                    f"{taken.registers:6}{taken.spilled_bytes:9}{taken.shared_bytes / 1024:10.1f}",
+                    f"{taken.registers:6}{taken.spilled_bytes:9}{taken.shared_bytes / 1024:8.1f}",
                     flush=True,
                 )
     RESULT.write_text(
