@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor
 from shd_ref.cache import packed_size
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_finite, check_option, check_temperature
+from shd_torch.dataset import CodedSupervision
 from shd_torch.kernels.arguments import check_heads, check_lse, check_weights, make_mask
 from shd_torch.kernels.launch import compute_lse, compute_masses, make_heads, require_support, run_passes
 from shd_torch.kernels.operands import Coded, RowsKl
+
+CODECS: tuple[str, ...] = ("sqrt8-row", "sqrt8-abs")
+"""What the kernels decode: the two give the same rows from the same codes (CACHE-27, CACHE-35)."""
 
 _SUPPORTS = ("full", "causal")
 
@@ -34,6 +39,27 @@ class PackedCodes(NamedTuple):
     support: str
 
 
+def packed_layers(supervision: CodedSupervision) -> tuple[PackedCodes, ...]:
+    """The layers of a batch as it comes from a cache; nothing is copied.
+
+    Raises:
+        ShdError: ``argument-value`` for a codec that the kernels do not decode.
+    """
+    check_option("supervision.codec", supervision.codec, CODECS, "CACHE-30")
+    sizes = [
+        packed_size(supervision.codec, supervision.support, supervision.num_student_heads, length)
+        for length in supervision.lengths
+    ]
+    starts = [*accumulate(sizes * len(supervision.layers), initial=0)]
+    count = len(sizes)
+    return tuple(
+        PackedCodes(
+            supervision.buffer, starts[layer * count : (layer + 1) * count], supervision.lengths, supervision.support
+        )
+        for layer in range(len(supervision.layers))
+    )
+
+
 @torch.no_grad()
 def kl_coded(
     student_q: Tensor,
@@ -52,9 +78,10 @@ def kl_coded(
 ) -> RowsKl:
     """KL of stored maps and student maps, row by row, and its gradients; neither map is ever decoded in memory.
 
-    The codes are those of ``sqrt8-row`` (CACHE-34, CACHE-35): code 0 is exactly zero, and a row is made to sum to one
-    by what its codes sum to. A row of zeros does not count. A row with a code on a key that the student may not
-    attend to has an infinite divergence (LOSS-6) and gives no gradient: check the support once, at set-up.
+    The codes are those of ``sqrt8-row`` or ``sqrt8-abs`` (CACHE-27, CACHE-34, CACHE-35): code 0 is exactly zero, and
+    a row is made to sum to one by what its codes sum to. A row of zeros does not count. A row with a code on a key
+    that the student may not attend to has an infinite divergence (LOSS-6) and gives no gradient: check the support
+    once, at set-up.
 
     Args:
         student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256.

@@ -202,7 +202,8 @@ def _row_bytes(heads: Heads) -> int:
 
 
 def _capability(tensor: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else MIN_CAPABILITY
+    # The interpreter takes its time by the tile: large ones are fast.
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
 
 
 def _count_tiles(length: int, size: int) -> int:

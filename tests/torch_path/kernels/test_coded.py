@@ -12,7 +12,8 @@ from torch_path.kernels.conftest import Kernel
 from torch_path.kernels.interpreter import call_kernel
 
 from shd_ref.cache import decode, encode, pack
-from shd_torch.kernels import PackedCodes
+from shd_torch import CodedSupervision, ShdError
+from shd_torch.kernels import PackedCodes, packed_layers
 
 CASES = [
     Case("causal, L=63, d=40, grouped queries", 63, width=40, kv_heads=1, is_causal=True),
@@ -48,24 +49,33 @@ def test_value_and_gradients_agree(kernel: Kernel, case: Case, deterministic: bo
 
 @pytest.mark.parametrize("support", ["full", "causal"])
 def test_the_bytes_of_a_cache_are_read_as_they_lie(kernel: Kernel, support: str) -> None:
-    """Samples of their own lengths, one after the other, at any byte; the padding around them is no supervision."""
+    """Two layers, samples of their own lengths, one after the other; the padding around them is no supervision."""
     case = Case("packed", 40, is_causal=support == "causal", batch=3)
-    lengths, first = (40, 1, 23), 7
+    lengths = (40, 1, 23)
     codes = encode("sqrt8-row", case.supervision)
-    blobs, starts, position = [np.full(first, 255, np.uint8)], [], first
-    for sample, length in enumerate(lengths):
-        blobs.append(pack(codes[sample, :, :length, :length], support))
-        starts.append(position)
-        position += blobs[-1].size
-        codes[sample, :, length:] = 0
-        codes[sample, :, :, length:] = 0
-    packed = PackedCodes(np.concatenate([*blobs, np.full(9, 255, np.uint8)]), starts, lengths, support)  # type: ignore[arg-type]
+    blobs = [pack(codes[sample, :, :n, :n], support) for sample, n in enumerate(lengths)]
+    other = [np.full_like(blob, 255) for blob in blobs]
+    buffer = torch.from_numpy(np.concatenate([*other, *blobs]))
+    batch = CodedSupervision(buffer, lengths, (0, 5), 2, "sqrt8-row", support)
+    layer = packed_layers(batch)[1]
+    assert (layer.starts[0], layer.starts[1]) == (buffer.numel() // 2, buffer.numel() // 2 + blobs[0].size)
     weights = np.random.default_rng(0).random((3, 2, 40)).astype(np.float32)
+    given = layer._replace(buffer=buffer.numpy())  # type: ignore[arg-type]  # the helper makes tensors of arrays
+    straight = kernel("kl_coded", **case.student_arguments, codes=given, row_weights=weights)
+    for sample, n in enumerate(lengths):
+        codes[sample, :, n:] = 0
+        codes[sample, :, :, n:] = 0
     plain = kernel("kl_coded", **case.student_arguments, codes=codes, row_weights=weights)
-    straight = kernel("kl_coded", **case.student_arguments, codes=packed, row_weights=weights)
+    np.testing.assert_allclose(decode("sqrt8-row", codes), batch.decode()[1].numpy(), atol=1e-6)
     for name in ("kl", "dq", "dk"):
         assert np.abs(plain[name]).max() > 0
         np.testing.assert_array_equal(straight[name], plain[name], err_msg=name)
+
+
+def test_other_codecs_are_refused() -> None:
+    batch = CodedSupervision(torch.zeros(8, dtype=torch.uint8), (2,), (0,), 1, "u4", "full")
+    with pytest.raises(ShdError, match="sqrt8-row, sqrt8-abs; got 'u4'"):
+        packed_layers(batch)
 
 
 def test_code_one_and_code_zero(kernel: Kernel) -> None:
@@ -111,6 +121,6 @@ def test_mass_outside_of_the_mask_is_infinite_and_moves_nothing(kernel: Kernel) 
 def test_codes_that_do_not_fit_are_refused(interpreter: Any, codes: Any, code: str, part: str) -> None:
     case = Case("refused", 8)
     arguments = case.student_arguments | {"codes": codes, "row_weights": np.ones((1, 2, 8), np.float32)}
-    with pytest.raises(ValueError, match=part) as refused:
+    with pytest.raises(ShdError, match=part) as refused:
         interpreter.submit(call_kernel, "kl_coded", arguments).result()
-    assert refused.value.code == code  # type: ignore[attr-defined]
+    assert refused.value.code == code
