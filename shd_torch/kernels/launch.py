@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
 
 _LOG2_E = 1 / math.log(2)
+_TRUE = ("1", "true", "on", "yes", "y")  # as Triton reads it
 
 
 def unsupported_reason(*tensors: Tensor) -> str | None:
@@ -33,6 +35,8 @@ def unsupported_reason(*tensors: Tensor) -> str | None:
     Returns:
         A sentence that names the obstacle and the remedy, for an error or a log.
     """
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot trace the kernels: call them outside of what it compiles"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed: pip install 'squeezing-heads[triton]' (Linux only)"
     devices = {tensor.device for tensor in tensors}
@@ -59,6 +63,8 @@ def unsupported_reason(*tensors: Tensor) -> str | None:
 
 def is_interpreted() -> bool:
     """Whether Triton runs programs on the host: ``TRITON_INTERPRET`` was set when the kernels were first imported."""
+    if os.environ.get("TRITON_INTERPRET", "0").lower() not in _TRUE:
+        return False  # known without importing Triton
     import triton
 
     from shd_torch.kernels import passes
