@@ -1,0 +1,226 @@
+"""From checked tensors to launched programs, and the reasons why a call cannot be served here.
+
+Triton is imported when a kernel first runs, never with the package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.kernels.operands import Coded, Factored, Heads, Mask, RowsKl
+from shd_torch.kernels.tiles import MASS_TILE, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+MIN_CAPABILITY = (8, 0)
+
+_LOG2_E = 1 / math.log(2)
+_TRUE = ("1", "true", "on", "yes", "y")  # as Triton reads it
+
+
+def unsupported_reason(*tensors: Tensor) -> str | None:
+    """Why the kernels cannot work on these queries and keys; None where they can.
+
+    Args:
+        *tensors: queries and keys of student and teacher, heads on the last axis.
+
+    Returns:
+        A sentence that names the obstacle and the remedy, for an error or a log.
+    """
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot trace the kernels: call them outside of what it compiles"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed: pip install 'squeezing-heads[triton]' (Linux only)"
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        return f"queries and keys must be on one device; got {', '.join(sorted(map(str, devices)))}"
+    (device,) = devices
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            return f"queries and keys must be float16, bfloat16 or float32; got {tensor.dtype}"
+        if not 1 <= tensor.shape[-1] <= MAX_WIDTH:
+            return f"heads must have a size of 1 to {MAX_WIDTH}; got {tensor.shape[-1]}"
+    if is_interpreted():
+        # Triton's interpreter computes bfloat16 products wrongly, without a word.
+        if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
+            return "Triton's interpreter computes bfloat16 wrongly: use float16 or float32, or a CUDA device"
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the kernels need a CUDA device, or the environment variable TRITON_INTERPRET=1; got {device}"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        got = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return f"the kernels need a CUDA device of compute capability {'.'.join(map(str, MIN_CAPABILITY))}; got {got}"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs programs on the host: ``TRITON_INTERPRET`` was set when the kernels were first imported."""
+    if os.environ.get("TRITON_INTERPRET", "0").lower() not in _TRUE:
+        return False  # known without importing Triton
+    import triton
+
+    from shd_torch.kernels import passes
+
+    return not isinstance(passes.rows_pass, triton.JITFunction)
+
+
+def require_support(*tensors: Tensor) -> None:
+    """An error where ``unsupported_reason`` has one.
+
+    Raises:
+        ShdError: ``dependency-missing`` without Triton, else ``argument-value``.
+    """
+    reason = unsupported_reason(*tensors)
+    if reason is not None:
+        missing = importlib.util.find_spec("triton") is None
+        raise ShdError("dependency-missing" if missing else "argument-value", reason)
+
+
+def make_heads(queries: Tensor, keys: Tensor, scale: float, temperature: float) -> Heads:
+    """Queries and keys as the kernels read them, without a log-sum-exp; copied where heads are not contiguous."""
+    queries, keys = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (queries, keys))
+    return Heads(
+        queries=queries,
+        keys=keys,
+        query_strides=queries.stride()[:3],
+        key_strides=keys.stride()[:3],
+        lse=None,
+        num_heads=queries.shape[1],
+        group_size=queries.shape[1] // keys.shape[1],
+        scale=scale / temperature * _LOG2_E,
+    )
+
+
+def compute_lse(heads: Heads, mask: Mask, is_causal: bool) -> Tensor:
+    """The natural log-sum-exp of every row ``(B, H, L)``, float32; -inf where a row may attend to nothing."""
+    from shd_torch.kernels import passes
+
+    batch, num_heads, num_rows, width = heads.queries.shape
+    padded = pad_width(width)
+    tile = choose_tile("lse", _row_bytes(heads), 0, _capability(heads.queries))
+    lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=heads.queries.device)
+    with _on_device(lse):
+        passes.lse_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
+            lse,
+            heads,
+            mask,
+            CAUSAL=is_causal,
+            WIDTH=width,
+            PADDED=padded,
+            PRECISION=dot_precision(),
+            **_program_options(tile),
+        )
+    return lse
+
+
+def compute_masses(coded: Coded, mask: Mask, is_causal: bool, is_triangular: bool) -> None:
+    """Fill ``coded.masses``: what a row's entries sum to; NaN where one lies outside the student's mask."""
+    from shd_torch.kernels import passes
+
+    batch, num_heads, num_rows = coded.masses.shape
+    with _on_device(coded.masses):
+        passes.mass_pass[(_count_tiles(num_rows, MASS_TILE.rows), batch * num_heads)](
+            coded.masses,
+            coded,
+            mask,
+            CAUSAL=is_causal,
+            TRIANGULAR=is_triangular,
+            **_program_options(MASS_TILE),
+        )
+
+
+def run_passes(
+    student: Heads,
+    supervision: Factored | Coded,
+    mask: Mask,
+    row_weights: Tensor,
+    *,
+    is_causal: bool,
+    is_triangular: bool,
+    group_sizes: set[int],
+    scale: float,
+    temperature: float,
+    deterministic: bool,
+    want_value: bool,
+) -> RowsKl:
+    """Launch the gradient's programs: rows and keys one after the other, or both in one with atomic additions."""
+    from shd_torch.kernels import passes
+
+    batch, num_heads, num_rows, width = student.queries.shape
+    num_kv_heads, num_keys = student.keys.shape[1:3]
+    teacher = supervision.teacher if isinstance(supervision, Factored) else student
+    teacher_width = teacher.queries.shape[-1]
+    row_bytes = max(_row_bytes(student), _row_bytes(teacher))
+    members = count_unrolled(group_sizes, row_bytes) if isinstance(supervision, Factored) else 0
+    capability = _capability(student.queries)
+    options: dict[str, Any] = {
+        "CODED": isinstance(supervision, Coded),
+        "MEMBERS": members,
+        "TRIANGULAR": is_triangular,
+        "CAUSAL": is_causal,
+        "WIDTH": width,
+        "PADDED": pad_width(width),
+        "TEACHER_WIDTH": teacher_width,
+        "TEACHER_PADDED": pad_width(teacher_width),
+        "PRECISION": dot_precision(),
+    }
+    fresh: dict[str, Any] = {"dtype": torch.float32, "device": student.queries.device}
+    dq = torch.empty(batch, num_heads, num_rows, width, **fresh)
+    make_dk = torch.empty if deterministic else torch.zeros
+    dk = make_dk(batch, num_kv_heads, num_keys, width, **fresh)
+    kl = torch.empty(batch, num_heads, num_rows, **fresh) if want_value else None
+    shared = (student, supervision, mask, row_weights, row_weights.abs().amax(), scale / temperature)
+    tile = choose_tile("rows", row_bytes, members, capability)
+    with _on_device(dq):
+        passes.rows_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
+            dq, None if deterministic else dk, kl, *shared, **options, **_program_options(tile)
+        )
+        if deterministic:
+            tile = choose_tile("keys", row_bytes, members, capability)
+            passes.keys_pass[(_count_tiles(num_keys, tile.keys), batch * num_kv_heads)](
+                dk, *shared, **options, **_program_options(tile)
+            )
+    return RowsKl(kl, dq, dk)
+
+
+def dot_precision() -> str:
+    """How float32 is multiplied: in three TF32 products, close to exact, unless PyTorch was told that one will do."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _program_options(tile: Tile) -> dict[str, Any]:
+    options: dict[str, Any] = {"ROWS": tile.rows, "KEYS": tile.keys}
+    if not is_interpreted():
+        options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    return options
+
+
+def _row_bytes(heads: Heads) -> int:
+    return pad_width(heads.queries.shape[-1]) * heads.queries.element_size()
+
+
+def _capability(tensor: Tensor) -> tuple[int, int]:
+    # The interpreter takes its time by the tile: large ones are fast.
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
+
+
+def _count_tiles(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+@contextmanager
+def _on_device(tensor: Tensor) -> Iterator[None]:
+    # Triton launches on the current device, which need not be the tensors'.
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        yield

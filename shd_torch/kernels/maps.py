@@ -1,0 +1,179 @@
+"""Pieces of attention maps inside a Triton program: tiles of logits, of the supervision, and who may attend.
+
+A tile is ``[rows, keys]`` in every program: what a row brings is then a register or two of a thread, not sixteen.
+Logarithms have base 2, the base of the hardware's exponential.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# What the cache's code 1 decodes to before the row is made to sum to one; every other code is its square (CACHE-35).
+CODE_1 = tl.constexpr(0.75)
+
+
+@triton.jit
+def load_heads(base, stride, positions, exist, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Queries or keys of one head ``[positions, PADDED]``; zero where there is none."""
+    columns = tl.arange(0, PADDED)
+    wanted = exist[:, None]
+    if PADDED != WIDTH:
+        wanted = wanted & (columns < WIDTH)[None, :]
+    # 64 bits: a packed batch of long sequences outgrows 32.
+    return tl.load(base + positions.to(tl.int64)[:, None] * stride + columns[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def query_base(model, batch, head):
+    """Where the queries of a head start."""
+    return model.queries + batch.to(tl.int64) * model.query_strides[0] + head.to(tl.int64) * model.query_strides[1]
+
+
+@triton.jit
+def key_base(model, batch, head):
+    """Where the keys start that a query head reads."""
+    kv_head = head // model.group_size
+    return model.keys + batch.to(tl.int64) * model.key_strides[0] + kv_head.to(tl.int64) * model.key_strides[1]
+
+
+@triton.jit
+def load_key_mask(mask, batch, keys):
+    """Which keys exist and are no padding."""
+    keep = keys < mask.num_keys
+    if mask.key_mask is not None:
+        keep = keep & (tl.load(mask.key_mask + batch.to(tl.int64) * mask.num_keys + keys, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def may_attend(mask, rows, keys, attended, CAUSAL: tl.constexpr):
+    """The mask of a tile, True = may attend."""
+    row, key = (rows)[:, None], (keys)[None, :]
+    allowed = (rows < mask.num_rows)[:, None] & (attended)[None, :]
+    if CAUSAL:
+        allowed = allowed & (key <= row)
+    if mask.window is not None:
+        allowed = allowed & (row - key < mask.window)
+        if not CAUSAL:
+            allowed = allowed & (key - row < mask.window)
+    return allowed
+
+
+@triton.jit
+def key_range(mask, row_start, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The first key, on a tile's border, and the end of the keys that any row of a block may attend to."""
+    first = 0
+    end = mask.num_keys
+    if CAUSAL:
+        end = tl.minimum(end, row_start + ROWS)
+    if mask.window is not None:
+        first = tl.maximum(row_start - mask.window + 1, 0) // KEYS * KEYS
+        if not CAUSAL:
+            end = tl.minimum(end, row_start + ROWS + mask.window - 1)
+    return first, end
+
+
+@triton.jit
+def row_range(mask, key_start, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The first row, on a tile's border, and the end of the rows that may attend to any key of a block."""
+    first = 0
+    end = mask.num_rows
+    if CAUSAL:
+        first = key_start // ROWS * ROWS
+    if mask.window is not None:
+        end = tl.minimum(end, key_start + KEYS + mask.window - 1)
+        if not CAUSAL:
+            first = tl.maximum(key_start - mask.window + 1, 0) // ROWS * ROWS
+    return first, end
+
+
+@triton.jit
+def logits_tile(queries, keys, scale, PRECISION: tl.constexpr):
+    """Scaled logits, float32."""
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    return products * scale
+
+
+@triton.jit
+def load_mixing(supervision, batch, head, member, rows, exist):
+    """C[h, t, i]; the query axis has stride 0 where one weight serves all rows."""
+    strides = supervision.mixing_strides
+    base = supervision.mixing + batch.to(tl.int64) * strides[0] + head * strides[1] + member * strides[2]
+    return tl.load(base + rows * strides[3], mask=exist, other=0.0)
+
+
+@triton.jit
+def member_tile(
+    supervision,
+    batch,
+    head,
+    index,
+    rows,
+    keys,
+    gain,
+    num_keys,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One teacher head's map times its mixing weight and the row's gain."""
+    teacher = supervision.teacher
+    member = tl.load(supervision.members + head * supervision.max_members + index)
+    exist = rows < supervision.num_rows
+    queries = load_heads(query_base(teacher, batch, member), teacher.query_strides[2], rows, exist, WIDTH, PADDED)
+    held = load_heads(key_base(teacher, batch, member), teacher.key_strides[2], keys, keys < num_keys, WIDTH, PADDED)
+    line = (batch.to(tl.int64) * teacher.num_heads + member) * supervision.num_rows
+    lse = tl.load(teacher.lse + line + rows, mask=exist, other=0.0) * LOG2_E
+    shift = lse - tl.log2(load_mixing(supervision, batch, head, member, rows, exist) * gain)
+    return tl.exp2(logits_tile(queries, held, teacher.scale, PRECISION) - (shift)[:, None])
+
+
+@triton.jit
+def factored_tile(
+    supervision,
+    batch,
+    head,
+    rows,
+    keys,
+    gain,
+    num_keys,
+    MEMBERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The merged map from the teacher's queries and keys: only the heads merged into this one are computed."""
+    probs = tl.zeros([rows.shape[0], keys.shape[0]], tl.float32)
+    if MEMBERS > 0:
+        # Unrolled, the loop over tiles stays the innermost one, which the compiler overlaps with its loads.
+        for index in tl.static_range(MEMBERS):
+            probs += member_tile(
+                supervision, batch, head, index, rows, keys, gain, num_keys, WIDTH, PADDED, PRECISION
+            )
+    else:
+        for index in range(tl.load(supervision.counts + head)):
+            probs += member_tile(
+                supervision, batch, head, index, rows, keys, gain, num_keys, WIDTH, PADDED, PRECISION
+            )
+    return probs
+
+
+@triton.jit
+def coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR: tl.constexpr):
+    """Entries of the stored map in units of a code squared, before the row is made to sum to one."""
+    num_rows = tl.load(supervision.num_rows + batch)
+    num_keys = tl.load(supervision.num_keys + batch)
+    base = supervision.codes + tl.load(supervision.starts + batch * supervision.num_heads + head)
+    # 64 bits for where the block begins, 32 within it.
+    first = tl.zeros([], tl.int64) + start
+    if TRIANGULAR:
+        base += first * (first + 1) // 2
+        offsets = (rows - start) * (rows + start + 1) // 2
+    else:
+        base += first * num_keys
+        offsets = (rows - start) * num_keys
+    held = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
+    if TRIANGULAR:
+        held = held & (keys[None, :] <= rows[:, None])
+    codes = tl.load(base + (offsets[:, None] + keys[None, :]), mask=held, other=0).to(tl.float32)
+    return tl.where(codes == 1.0, CODE_1, codes * codes)

@@ -1,0 +1,328 @@
+"""The Triton programs: what a row sums to, then gradients by rows (queries) and by keys.
+
+Gradients need no backward pass: ``dz = g (rho A_student - A~)``, and both maps are rebuilt tile by tile from their
+queries, keys and log-sum-exp. The difference is taken in float32 *before* it is rounded for the matrix unit: rounding
+both maps first would leave mostly noise of a student that is already close.
+"""
+
+import triton
+import triton.language as tl
+
+from shd_torch.kernels.maps import (
+    LOG2_E,
+    coded_tile,
+    factored_tile,
+    key_base,
+    key_range,
+    load_heads,
+    load_key_mask,
+    logits_tile,
+    may_attend,
+    query_base,
+    row_range,
+)
+
+# Differences of probabilities times this stay normal numbers in float16 down to 1.5e-8, and below its maximum.
+HEADROOM = tl.constexpr(4096.0)
+
+
+@triton.jit
+def lse_pass(
+    lse,
+    model,
+    mask,
+    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Natural log-sum-exp of every row ``(B, H, L)``; -inf on rows that may attend to nothing."""
+    start = tl.program_id(0) * ROWS
+    batch, head = tl.program_id(1) // model.num_heads, tl.program_id(1) % model.num_heads
+    rows = start + tl.arange(0, ROWS)
+    exist = rows < mask.num_rows
+    queries = load_heads(query_base(model, batch, head), model.query_strides[2], rows, exist, WIDTH, PADDED)
+    base = key_base(model, batch, head)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    first, end = key_range(mask, start, ROWS, KEYS, CAUSAL)
+    for key_start in range(first, end, KEYS):
+        keys = key_start + tl.arange(0, KEYS)
+        held = load_heads(base, model.key_strides[2], keys, keys < mask.num_keys, WIDTH, PADDED)
+        logits = logits_tile(queries, held, model.scale, PRECISION)
+        allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
+        logits = tl.where(allowed, logits, float("-inf"))
+        raised = tl.maximum(peak, tl.max(logits, 1))
+        # A row without a key so far has no peak to subtract; any finite number serves.
+        shift = tl.where(raised == float("-inf"), 0.0, raised)
+        total = total * tl.exp2(peak - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        peak = raised
+    # log2(0) is -inf, where the peak is as well.
+    result = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf")) / LOG2_E
+    line = tl.program_id(1).to(tl.int64) * mask.num_rows
+    tl.store(lse + line + rows, result, mask=exist)
+
+
+@triton.jit
+def mass_pass(
+    masses,
+    supervision,
+    mask,
+    CAUSAL: tl.constexpr,
+    TRIANGULAR: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """What the stored entries of a row sum to ``(B, H_s, L)``; NaN where one lies outside the student's mask."""
+    start = tl.program_id(0) * ROWS
+    batch, head = tl.program_id(1) // supervision.num_heads, tl.program_id(1) % supervision.num_heads
+    rows = start + tl.arange(0, ROWS)
+    exist = rows < mask.num_rows
+    total = tl.zeros([ROWS], tl.float32)
+    outside = tl.zeros([ROWS], tl.float32)
+    for key_start in range(0, mask.num_keys, KEYS):
+        keys = key_start + tl.arange(0, KEYS)
+        entries = coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR)
+        allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
+        total += tl.sum(entries, 1)
+        outside += tl.sum(tl.where(allowed, 0.0, entries), 1)
+    result = tl.where(outside > 0.0, float("nan"), total)
+    tl.store(masses + tl.program_id(1).to(tl.int64) * mask.num_rows + rows, result, mask=exist)
+
+
+@triton.jit
+def load_rows(student, supervision, weights, num_rows, batch, head, rows, CODED: tl.constexpr):
+    """What each row brings: its weight g, its log-sum-exp, rho, and the factor of its stored entries."""
+    line = (batch.to(tl.int64) * student.num_heads + head) * num_rows
+    exist = rows < num_rows
+    weight = tl.load(weights + line + rows, mask=exist, other=0.0)
+    lse = tl.load(student.lse + line + rows, mask=exist, other=0.0) * LOG2_E
+    mass = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
+    if CODED:
+        # A row without supervision, or with some where the student may not attend (NaN), moves nothing.
+        held = mass > 0.0
+        factor = tl.where(held, 1.0 / tl.where(held, mass, 1.0), 0.0)
+        mass = tl.where(held, 1.0, 0.0)
+    else:
+        factor = mass
+    return weight, lse, mass, factor
+
+
+@triton.jit
+def difference_tile(
+    student,
+    supervision,
+    mask,
+    queries,
+    held,
+    batch,
+    head,
+    start,
+    rows,
+    keys,
+    lse,
+    mass,
+    factor,
+    gain,
+    CODED: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TRIANGULAR: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TEACHER_WIDTH: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``gain (rho A_student - A~)``, then ``gain A~`` and log2 of ``gain rho A_student``.
+
+    The factors of a row go into its exponent, which costs nothing an entry.
+    """
+    allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
+    logits = logits_tile(queries, held, student.scale, PRECISION)
+    log_probs = tl.where(allowed, logits - (lse - tl.log2(mass * gain))[:, None], float("-inf"))
+    if CODED:
+        taught = coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR)
+        taught = taught * (factor * gain)[:, None]
+    else:
+        taught = factored_tile(
+            supervision,
+            batch,
+            head,
+            rows,
+            keys,
+            gain,
+            mask.num_keys,
+            MEMBERS,
+            TEACHER_WIDTH,
+            TEACHER_PADDED,
+            PRECISION,
+        )
+        taught = tl.where(allowed, taught, 0.0)
+    return tl.exp2(log_probs) - taught, taught, log_probs
+
+
+@triton.jit
+def rows_pass(
+    dq,
+    dk,
+    kl,
+    student,
+    supervision,
+    mask,
+    weights,
+    peak,
+    factor,
+    CODED: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TRIANGULAR: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TEACHER_WIDTH: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """dq ``(B, H_s, L, d)`` and, if wanted, the divergence of each row; with ``dk`` also dk, by atomic additions."""
+    start = tl.program_id(0) * ROWS
+    batch, head = tl.program_id(1) // student.num_heads, tl.program_id(1) % student.num_heads
+    rows = start + tl.arange(0, ROWS)
+    exist = rows < mask.num_rows
+    weight, lse, mass, entry_factor = load_rows(
+        student, supervision, weights, mask.num_rows, batch, head, rows, CODED
+    )
+    queries = load_heads(query_base(student, batch, head), student.query_strides[2], rows, exist, WIDTH, PADDED)
+    base = key_base(student, batch, head)
+    columns = tl.arange(0, PADDED)
+    gain = tl.full([ROWS], HEADROOM, tl.float32)
+    largest = tl.load(peak)
+    share = weight / tl.where(largest > 0.0, largest, 1.0)
+    gradient = tl.zeros([ROWS, PADDED], tl.float32)
+    divergence = tl.zeros([ROWS], tl.float32)
+    first, end = key_range(mask, start, ROWS, KEYS, CAUSAL)
+    # A block without a row that counts (prompt tokens, padding) has nothing to compute.
+    end = tl.where(tl.max(tl.abs(weight), 0) > 0.0, end, first)
+    for key_start in range(first, end, KEYS):
+        keys = key_start + tl.arange(0, KEYS)
+        held = load_heads(base, student.key_strides[2], keys, keys < mask.num_keys, WIDTH, PADDED)
+        difference, taught, log_probs = difference_tile(
+            student,
+            supervision,
+            mask,
+            queries,
+            held,
+            batch,
+            head,
+            start,
+            rows,
+            keys,
+            lse,
+            mass,
+            entry_factor,
+            gain,
+            CODED,
+            MEMBERS,
+            TRIANGULAR,
+            CAUSAL,
+            TEACHER_WIDTH,
+            TEACHER_PADDED,
+            PRECISION,
+        )
+        gradient = tl.dot(difference.to(held.dtype), held, gradient, input_precision=PRECISION)
+        if kl is not None:
+            surprise = tl.log2(tl.where(taught > 0.0, taught, 1.0)) - log_probs
+            divergence += tl.sum(tl.where(taught > 0.0, taught * surprise, 0.0), 1)
+        if dk is not None:
+            weighted = (difference * share[:, None]).to(queries.dtype)
+            part = tl.dot(tl.trans(weighted), queries, input_precision=PRECISION) * (factor * largest / HEADROOM)
+            line = batch.to(tl.int64) * (student.num_heads // student.group_size) + head // student.group_size
+            pointers = dk + (line * mask.num_keys + keys)[:, None] * WIDTH + columns[None, :]
+            inside = (keys < mask.num_keys)[:, None] & (columns < WIDTH)[None, :]
+            tl.atomic_add(pointers, part, mask=inside, sem="relaxed")
+    line = tl.program_id(1).to(tl.int64) * mask.num_rows
+    gradient = gradient * (weight * (factor / HEADROOM))[:, None]
+    pointers = dq + (line + rows)[:, None] * WIDTH + columns[None, :]
+    tl.store(pointers, gradient, mask=exist[:, None] & (columns < WIDTH)[None, :])
+    if kl is not None:
+        divergence = divergence / (HEADROOM * LOG2_E)
+        if CODED:
+            masses = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
+            divergence = tl.where(masses != masses, float("inf"), divergence)
+        tl.store(kl + line + rows, tl.where(weight != 0.0, divergence, 0.0), mask=exist)
+
+
+@triton.jit
+def keys_pass(
+    dk,
+    student,
+    supervision,
+    mask,
+    weights,
+    peak,
+    factor,
+    CODED: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TRIANGULAR: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TEACHER_WIDTH: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """dk ``(B, H_kv, S, d)``, summed in one order over the rows and over the query heads that read a key head."""
+    key_start = tl.program_id(0) * KEYS
+    num_kv_heads = student.num_heads // student.group_size
+    batch, kv_head = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
+    keys = key_start + tl.arange(0, KEYS)
+    exist = keys < mask.num_keys
+    first_head = kv_head * student.group_size
+    held = load_heads(key_base(student, batch, first_head), student.key_strides[2], keys, exist, WIDTH, PADDED)
+    columns = tl.arange(0, PADDED)
+    largest = tl.load(peak)
+    gradient = tl.zeros([KEYS, PADDED], tl.float32)
+    first, end = row_range(mask, key_start, ROWS, KEYS, CAUSAL)
+    num_blocks = tl.cdiv(tl.maximum(end - first, 0), ROWS)
+    # One loop over heads and blocks of rows, not two: only an innermost loop is overlapped with its loads.
+    for step in range(num_blocks * student.group_size):
+        head = first_head + step // num_blocks
+        start = first + step % num_blocks * ROWS
+        rows = start + tl.arange(0, ROWS)
+        weight, lse, mass, entry_factor = load_rows(
+            student, supervision, weights, mask.num_rows, batch, head, rows, CODED
+        )
+        base = query_base(student, batch, head)
+        queries = load_heads(base, student.query_strides[2], rows, rows < mask.num_rows, WIDTH, PADDED)
+        share = weight / tl.where(largest > 0.0, largest, 1.0)
+        difference, _, _ = difference_tile(
+            student,
+            supervision,
+            mask,
+            queries,
+            held,
+            batch,
+            head,
+            start,
+            rows,
+            keys,
+            lse,
+            mass,
+            entry_factor,
+            share * HEADROOM,
+            CODED,
+            MEMBERS,
+            TRIANGULAR,
+            CAUSAL,
+            TEACHER_WIDTH,
+            TEACHER_PADDED,
+            PRECISION,
+        )
+        gradient = tl.dot(tl.trans(difference.to(queries.dtype)), queries, gradient, input_precision=PRECISION)
+    line = tl.program_id(1).to(tl.int64) * mask.num_keys
+    pointers = dk + (line + keys)[:, None] * WIDTH + columns[None, :]
+    gradient = gradient * (factor * largest / HEADROOM)
+    tl.store(pointers, gradient, mask=exist[:, None] & (columns < WIDTH)[None, :])

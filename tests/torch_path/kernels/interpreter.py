@@ -1,0 +1,62 @@
+"""A process in which Triton interprets its programs on the host.
+
+``TRITON_INTERPRET`` counts when a program is first imported, and for good: in the tests' own process it would reach
+every other test, and the programs could not be compiled there. This module imports nothing that imports Triton.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def start_interpreter() -> Iterator[ProcessPoolExecutor]:
+    """One process, started afresh, that serves calls in turn."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare) as pool:
+        yield pool
+
+
+def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """Call an entry point of ``shd_torch.kernels`` with arrays for tensors, and return arrays."""
+    import numpy as np
+    import torch
+    from torch_path.twins import to_tensor
+
+    from shd_torch import kernels
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(convert, value))
+        return to_tensor(value, device) if isinstance(value, np.ndarray) else value
+
+    given = {key: convert(value) for key, value in arguments.items()}
+    before = {key: value.clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
+    result = getattr(kernels, name)(**given)
+    changed = [key for key, value in before.items() if not torch.equal(value, given[key])]
+    arrays = {key: None if value is None else value.cpu().numpy() for key, value in result._asdict().items()}
+    return arrays | {"changed": changed}
+
+
+def call_reason(*dtypes: str) -> str | None:
+    """What keeps the kernels from serving these dtypes."""
+    import torch
+
+    from shd_torch.kernels import unsupported_reason
+
+    return unsupported_reason(*(torch.zeros(1, 1, 2, 4, dtype=getattr(torch, dtype)) for dtype in dtypes))
+
+
+def _prepare() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    # NumPy, which interprets, says so where a logarithm of zero is meant to be -inf.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    import torch
+
+    torch.set_num_threads(1)
