@@ -210,7 +210,7 @@ def precompute(
         if dry_run:
             print_forecast(forecast_cache(teacher, source, options, run))
             return
-        with _progress("samples") as (bar, task):
+        with show_progress("samples") as (bar, task):
             reading = bar.add_task("inputs read", total=None)
             summary = run_precompute(
                 teacher,
@@ -250,7 +250,7 @@ def verify(
     with reported_errors():
         if (teacher is None) != (inputs is None):
             raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
-        with _progress("shards") as (bar, task):
+        with show_progress("shards") as (bar, task):
             report = verify_cache(
                 cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
             )
@@ -295,7 +295,8 @@ def print_forecast(forecast: Any) -> None:
 
 
 @contextmanager
-def _progress(unit: str) -> Iterator[tuple[Progress, Any]]:
+def show_progress(unit: str) -> Iterator[tuple[Progress, Any]]:
+    """A bar on the error stream, and its task."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

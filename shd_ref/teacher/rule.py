@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +42,12 @@ class MergeRule:
 
     @property
     def name(self) -> str:
-        """The function's name: head counts, and d_v where alphas depend on it."""
-        return f"squeeze_{self.num_heads}_to_{len(self.groups)}" + (f"_dv{self.d_v}" if self.solves else "")
+        """The function's name: head counts, d_v where alphas depend on it, and the plan where layers may differ."""
+        num_student_heads = len(self.groups)
+        width = f"_dv{self.d_v}" if self.solves else ""
+        adjacent = self.rounds == merge_plan(self.num_heads, num_student_heads)
+        plan = "" if adjacent else f"_plan{hashlib.sha256(repr(self.rounds).encode()).hexdigest()[:12]}"
+        return f"squeeze_{self.num_heads}_to_{num_student_heads}{width}{plan}"
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -88,14 +93,14 @@ def list_rounds(rule: MergeRule) -> list[Round]:
     return rounds
 
 
-def make_rule(options: SqueezeOptions, num_heads: int, d_v: int) -> MergeRule:
-    """The merge of a layer with so many heads, so wide.
+def make_rule(options: SqueezeOptions, num_heads: int, d_v: int, rounds: MergePlan | None = None) -> MergeRule:
+    """The merge of a layer with so many heads, so wide, along its own rounds where given.
 
     Raises:
         ShdError: ``argument-value`` for ``simplex`` where a group has more than two heads; ``heads-exceed``,
             ``plan-invalid``.
     """
-    rounds = merge_plan(num_heads, options.num_student_heads, options.plan)
+    rounds = merge_plan(num_heads, options.num_student_heads, options.plan if rounds is None else rounds)
     strategy, alpha_rule = options.strategy, options.alpha_rule
     if strategy == "simplex":
         if any(len(group) > 2 for group in plan_groups(rounds, num_heads)):

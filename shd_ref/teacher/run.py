@@ -19,7 +19,7 @@ from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 
@@ -229,14 +229,4 @@ def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
 
 def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str, NDArray[Any]]:
     graph, session = graph_and_session
-    names = [output.name for output in graph.model.graph.output]
-    fed = {value.name for value in session.get_inputs()}
-    try:
-        values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
-    except Exception as error:  # onnxruntime's errors share no base class but Exception
-        raise ShdError(
-            "inputs-invalid",
-            f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
-            f"{len(batch.indices)} failed: {error}",
-        ) from error
-    return dict(zip(names, values, strict=True))
+    return run_batch(session, [output.name for output in graph.model.graph.output], batch)
