@@ -74,7 +74,7 @@ def replace_attention(
     replaced.CopyFrom(model)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
     mask = row_mask_of(body, model, row_mask_input)
-    functions: dict[str, onnx.FunctionProto] = {}
+    functions: dict[MergeRule, onnx.FunctionProto] = {}
     squeezed = []
     for number, site in enumerate(sites):
         body.prefix = f"{FUNCTION_DOMAIN}/{number}/"

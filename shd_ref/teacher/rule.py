@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ class SqueezeOptions:
 
 @dataclass(frozen=True)
 class MergeRule:
-    """All that the function of a merge depends on; within one graph, equal names mean equal functions."""
+    """All that the function of a merge depends on: equal rules share one function."""
 
     num_heads: int
     d_v: int
@@ -42,12 +41,8 @@ class MergeRule:
 
     @property
     def name(self) -> str:
-        """The function's name: head counts, d_v where alphas depend on it, and the plan where layers may differ."""
-        num_student_heads = len(self.groups)
-        width = f"_dv{self.d_v}" if self.solves else ""
-        adjacent = self.rounds == merge_plan(self.num_heads, num_student_heads)
-        plan = "" if adjacent else f"_plan{hashlib.sha256(repr(self.rounds).encode()).hexdigest()[:12]}"
-        return f"squeeze_{self.num_heads}_to_{num_student_heads}{width}{plan}"
+        """The function's name: head counts, and d_v where alphas depend on it."""
+        return f"squeeze_{self.num_heads}_to_{len(self.groups)}" + (f"_dv{self.d_v}" if self.solves else "")
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:

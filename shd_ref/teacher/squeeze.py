@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
@@ -112,7 +112,7 @@ def squeeze_graph(
         num_student_heads, plan, strategy, alpha_rule, alpha_per, check_temperature(temperature), codec
     )
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
-    functions: dict[str, onnx.FunctionProto] = {}
+    functions: dict[MergeRule, onnx.FunctionProto] = {}
     squeezed = []
     mask = row_mask_of(body, model, row_mask_input)
     for student_layer, site in layers:
@@ -127,7 +127,7 @@ def squeeze_graph(
 
 def _squeeze_layer(
     body: Body,
-    functions: dict[str, onnx.FunctionProto],
+    functions: dict[MergeRule, onnx.FunctionProto],
     rule: MergeRule,
     student_layer: int,
     site: AttentionSite,
@@ -163,7 +163,7 @@ def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
 
 def call_squeeze(
     body: Body,
-    functions: dict[str, onnx.FunctionProto],
+    functions: dict[MergeRule, onnx.FunctionProto],
     rule: MergeRule,
     site: AttentionSite,
     probs: str,
@@ -175,9 +175,13 @@ def call_squeeze(
     if rule.solves:
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         inputs += [values, row_mask or every_row(body, probs), *grams]
-    if rule.name not in functions:
-        functions[rule.name] = squeeze_function(rule, body.opset)
-    return body.call(functions[rule.name], inputs)
+    shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
+    if shared not in functions:
+        function = squeeze_function(shared, body.opset)
+        if any(function.name == other.name for other in functions.values()):  # layers with plans of their own
+            function.name += f"_{len(functions)}"
+        functions[shared] = function
+    return body.call(functions[shared], inputs)
 
 
 def _to_batch_heads(body: Body, site: AttentionSite, tensor: str) -> str:
