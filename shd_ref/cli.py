@@ -1,4 +1,4 @@
-"""The ``shd`` command: inspect a teacher, choose how to squeeze it, precompute, verify its cache."""
+"""The ``shd`` command: inspect a teacher, choose how to squeeze it, precompute, verify and report its cache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
     # Each module registers its command.
+    import shd_ref.report.command
     import shd_ref.teacher.fidelity_command
     import shd_ref.teacher.plan_command  # noqa: F401
     from shd_ref.teacher.commands import app

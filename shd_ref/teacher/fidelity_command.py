@@ -161,7 +161,7 @@ def _table(teacher: Path, report: FidelityReport) -> Table:
     for result in report.results:
         shown = [] if result.loss is None else [f"{result.loss:.4f}"]
         # The cosine distance of equal outputs is 0 up to rounding of either sign.
-        shown += [f"{max(result.cosine_distance, 0.0):.2g}"]
+        shown += [f"{max(result.cosine_distance, 0.0):.3g}"]
         shown += [f"{error:.3f}" for error in (result.output_error, result.attention_error)]
         setting = result.setting
         table.add_row(
