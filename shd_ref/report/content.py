@@ -216,7 +216,7 @@ def _by_row(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
 def _layer_content(
     manifest: Manifest, number: int, alphas: Sequence[NDArray[np.float32]], entropy: NDArray[np.float64]
 ) -> LayerContent:
-    layer, plan = manifest.layers[number], manifest.plan
+    layer, plan = manifest.layers[number], manifest.layer_plans[number]
     merges = []
     joined = np.concatenate(alphas, axis=-1)  # (n, values), n = 0 for strategies without alphas
     labels = list(merge_labels(plan, layer.num_teacher_heads)) if len(joined) else []

@@ -102,7 +102,7 @@ def read_evidence(
                     maps,
                     outputs,
                     manifest.num_student_heads,
-                    plan=manifest.plan,
+                    plan=manifest.layer_plans[number],
                     strategy=strategy,
                     query_mask=None if mask is None else mask[: len(maps)],
                     alpha_rule=manifest.alpha_rule if name == "cached" else "least_squares",

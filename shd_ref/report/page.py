@@ -14,7 +14,7 @@ import numpy as np
 from rich.filesize import decimal
 
 import shd_ref
-from shd_ref.cache import CacheReader
+from shd_ref.cache import CacheReader, Manifest
 from shd_ref.report.content import CacheContent, LayerContent
 from shd_ref.report.packages import jinja2
 from shd_ref.report.sections import (
@@ -131,6 +131,7 @@ def _job(content: CacheContent) -> list[tuple[str, str]]:
         ("teacher", f"{teacher.name}, SHA-256 {teacher.sha256}"),
         ("run by", f"{teacher.provider}, attention in {teacher.dtype}"),
         ("strategy", f"{manifest.strategy}, alpha rule {manifest.alpha_rule}, one weight a {manifest.alpha_per}"),
+        ("plans", _plans(manifest)),
         ("temperature", f"{manifest.temperature:g}"),
         ("codec", f"{manifest.codec}, compression {manifest.compression}"),
         (
@@ -149,6 +150,14 @@ def _job(content: CacheContent) -> list[tuple[str, str]]:
         ),
         ("cache id", manifest.id),
     ]
+
+
+def _plans(manifest: Manifest) -> str:
+    layers = "the same for every layer" if manifest.plans is None else "every layer has its own"
+    how = manifest.matching
+    if how is None:
+        return layers
+    return f"{layers}; matched by {how.by} on {count_of(how.samples, 'sample')}, seed {how.seed}"
 
 
 def _groups(layers: Sequence[LayerContent]) -> Table:

@@ -140,7 +140,7 @@ def maps_section(reader: CacheReader, evidence: Evidence | None) -> dict[str, An
     for student in shown:
         number = students.index(student)
         merged = reader.decode(record, student)
-        groups = plan_groups(manifest.plan, manifest.num_teacher_heads)[:_SHOWN_HEADS]
+        groups = plan_groups(manifest.layer_plans[number], manifest.num_teacher_heads)[:_SHOWN_HEADS]
         heads = [
             _head_pictures(record, number, head, group, merged[head], before.get(student))
             for head, group in enumerate(groups)

@@ -17,6 +17,7 @@ from shd_ref.teacher.lists import ListCommand
 from shd_ref.teacher.options import (
     BatchSize,
     BatchTokens,
+    CalibrationSamples,
     InputsPath,
     MaskOption,
     MaxLengthOption,
@@ -82,7 +83,7 @@ def fidelity(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many samples to run, chosen by the seed.", min=1)] = 128,
-    calibration_samples: Annotated[int, typer.Option(help="How many samples matched plans are made on.", min=1)] = 16,
+    calibration_samples: CalibrationSamples = 16,
     tokenizer: TokenizerOption = None,
     text_column: TextOption = "text",
     max_length: MaxLengthOption = None,

@@ -109,7 +109,7 @@ def rerun_teacher(
     options = PrecomputeOptions(
         num_student_heads=manifest.num_student_heads,
         layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in manifest.layers),
-        plan=manifest.plan,
+        plans=manifest.layer_plans,
         strategy=manifest.strategy,
         alpha_rule=manifest.alpha_rule,
         alpha_per=manifest.alpha_per,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from cache.makers import job, write_cache
+from cache.makers import OTHER_PLAN, PLAN, job, write_cache
 from numpy.typing import NDArray
 from teacher.attention_graphs import encoder_layer
 from typer.testing import CliRunner
@@ -23,7 +23,7 @@ pytest.importorskip("jinja2", reason="the report is a jinja2 template")
 
 import shd_ref.report.command  # noqa: F401  (registers the command)
 from shd_ref import ShdError, squeeze_heads
-from shd_ref.cache import CacheReader
+from shd_ref.cache import CacheReader, Matching
 from shd_ref.report.content import mean_entropy, merge_labels, read_content
 from shd_ref.report.evidence import read_evidence
 from shd_ref.report.figures import SERIES, map_picture
@@ -198,6 +198,17 @@ def test_entropy_and_labels_follow_their_definitions() -> None:
     np.testing.assert_allclose(mean_entropy(maps), [np.log(2) / 2])
     labels = list(merge_labels((((0, 2), (1, 3)), ((0, 1),)), 5))
     assert labels == ["0 + 2", "1 + 3", "0 2 + 1 3"]
+
+
+def test_layers_with_plans_of_their_own_name_their_own_heads(tmp_path: Path) -> None:
+    manifest = job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17))
+    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
+    content = read_content(reader)
+    assert [layer.groups for layer in content.layers] == [((0, 1), (2, 3)), ((1, 3, 2), (0,))]
+    labels = [[merge.label for merge in layer.merges] for layer in content.layers]
+    assert labels == [["0 + 1", "2 + 3"], ["1 + 3", "1 3 + 2"]]
+    page = check_page(render_page(reader, content, None))
+    assert "matched by residual on 2 samples, seed 17" in page.text
 
 
 def test_what_a_cache_says_is_escaped(tmp_path: Path) -> None:
