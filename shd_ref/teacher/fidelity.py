@@ -6,7 +6,7 @@ It needs no student and no training, so it tells how to merge before anything is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,6 +95,8 @@ class Fidelity:
             included.
         merge_error: the same without drift: against the unmerged maps of the squeezed teacher itself (MIX-8).
         loss: mean cross entropy on the targets; None without targets.
+        can_precompute: whether ``precompute`` offers this merge; not ``simplex`` for groups of more than two.
+        plans: the rounds of every site.
     """
 
     setting: Setting
@@ -103,6 +105,7 @@ class Fidelity:
     attention_error: float
     merge_error: float
     loss: float | None
+    can_precompute: bool
     plans: tuple[MergePlan, ...] = field(repr=False)
 
     @property
@@ -132,12 +135,12 @@ class FidelityReport:
     results: tuple[Fidelity, ...]
 
     def best(self) -> dict[int, Fidelity]:
-        """The best setting for every number of student heads, ascending."""
-        heads = sorted({result.setting.num_student_heads for result in self.results})
-        return {
-            count: next(result for result in self.results if result.setting.num_student_heads == count)
-            for count in heads
-        }
+        """The best setting that can be precomputed, by number of student heads, ascending."""
+        first: dict[int, Fidelity] = {}
+        for result in self.results:
+            if result.can_precompute:
+                first.setdefault(result.setting.num_student_heads, result)
+        return dict(sorted(first.items()))
 
 
 def measure_fidelity(
@@ -187,10 +190,7 @@ def measure_fidelity(
             if on_progress:
                 on_progress(done, total)
         found[merged] = losses
-    results = [
-        found[merged].summarise(setting, tuple(rule.rounds for rule in merged))
-        for setting, merged in zip(settings, rules, strict=True)
-    ]
+    results = [found[merged].summarise(setting, merged) for setting, merged in zip(settings, rules, strict=True)]
     return FidelityReport(
         output=test.output,
         sites=tuple(site.name for site in test.sites),
@@ -239,14 +239,17 @@ class _FidelityTest:
     def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
         """The merge of every site."""
         strategy, alpha_per = ALPHAS[setting.alpha]
+        pairwise = "shd" if strategy == "simplex" else strategy
         options = SqueezeOptions(
-            setting.num_student_heads, "progressive", strategy, "least_squares", alpha_per, 1.0, "float32"
+            setting.num_student_heads, "progressive", pairwise, "least_squares", alpha_per, 1.0, "float32"
         )
-        plans = self._plans_of(setting, alpha_per)
-        return tuple(
-            make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
-            for site, rounds in zip(self.sites, plans, strict=True)
-        )
+        rules = []
+        for site, rounds in zip(self.sites, self._plans_of(setting, alpha_per), strict=True):
+            rule = make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
+            # For two heads the simplex is the segment that the clipped alpha minimises over.
+            large = any(len(group) > 2 for group in rule.groups)
+            rules.append(replace(rule, strategy="simplex") if strategy == "simplex" and large else rule)
+        return tuple(rules)
 
     def compare(self, rules: tuple[MergeRule, ...]) -> Iterator[tuple[Results, Results, Batch]]:
         """Results of the squeezed teacher, of the teacher, and the batch that both ran."""
@@ -337,7 +340,7 @@ class _Losses:
         """None without targets."""
         return None if np.isnan(self._teacher_loss.value) else self._teacher_loss.value
 
-    def summarise(self, setting: Setting, plans: tuple[MergePlan, ...]) -> Fidelity:
+    def summarise(self, setting: Setting, rules: tuple[MergeRule, ...]) -> Fidelity:
         """The means."""
         return Fidelity(
             setting=setting,
@@ -346,7 +349,8 @@ class _Losses:
             attention_error=float(np.mean([error.value for error in self._attention])),
             merge_error=float(np.mean([error.value for error in self._merge])),
             loss=None if np.isnan(self._loss.value) else self._loss.value,
-            plans=plans,
+            can_precompute=all(rule.strategy != "simplex" for rule in rules),
+            plans=tuple(rule.rounds for rule in rules),
         )
 
 

@@ -140,7 +140,7 @@ def fidelity(
     for skipped in report.skipped:
         messages.print(f"left as it is: {skipped}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(teacher, report))
-    console.print("best for each number of student heads:")
+    console.print("best that can be precomputed, for each number of student heads:" if commands else "")
     for command in commands.values():
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
 

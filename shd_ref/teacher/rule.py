@@ -33,7 +33,7 @@ class MergeRule:
     num_heads: int
     d_v: int
     rounds: MergePlan
-    strategy: str  # pairwise: never simplex
+    strategy: str  # simplex only in the fidelity test, see ``make_rule``
     alpha_rule: str
     alpha_per: str
     temperature: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -176,12 +176,22 @@ def call_squeeze(
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         inputs += [values, row_mask or every_row(body, probs), *grams]
     shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
-    if shared not in functions:
-        function = squeeze_function(shared, body.opset)
+    return body.call(share_function(functions, shared, squeeze_function, body.opset), inputs)
+
+
+def share_function(
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    make: Callable[[MergeRule, int], onnx.FunctionProto],
+    opset: int,
+) -> onnx.FunctionProto:
+    """The function of a rule, made where it is new, under a name of its own."""
+    if rule not in functions:
+        function = make(rule, opset)
         if any(function.name == other.name for other in functions.values()):  # layers with plans of their own
             function.name += f"_{len(functions)}"
-        functions[shared] = function
-    return body.call(functions[shared], inputs)
+        functions[rule] = function
+    return functions[rule]
 
 
 def _to_batch_heads(body: Body, site: AttentionSite, tensor: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from teacher.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
 import shd_ref.teacher.fidelity_command  # noqa: F401  (registers the command)
-from shd_ref import ShdError, plan_groups, squeeze_heads
+from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
 from shd_ref.teacher.commands import app
 from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, Targets
 from shd_ref.teacher.fidelity import ALPHAS, FidelityOptions, measure_fidelity
@@ -98,6 +99,34 @@ def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, 
     np.testing.assert_allclose(got, wanted, atol=atol)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_simplex_reaches_the_optimum_of_the_reference(heads: int, seed: int) -> None:
+    """Groups of up to six: maps where the optimum is unique, and its value in any case."""
+    model = bare_attention(6, 5)
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, NDArray[Any]] = {"mask": np.array([[1] * 7, [1] * 5 + [0] * 2])}
+    arrays["logits_0"] = rng.normal(size=(2, 6, 7, 9)).astype(np.float32) * 2
+    if seed == 3:
+        arrays["logits_0"][1] = arrays["logits_0"][1, :1]  # equal heads: every weight is right
+    arrays["values_0"] = rng.normal(size=(2, 6, 9, 5)).astype(np.float32)
+    (site,) = find_sites(model)
+    plan = merge_plan(6, heads, "balanced")
+    options = SqueezeOptions(heads, plan, "shd", "least_squares", "map", 1.0, "float32")
+    rule = replace(make_rule(options, 6, 5), strategy="simplex")
+    graph = replace_attention(model, [site], [rule], output=model.graph.output[0].name, row_mask_input="mask")
+    (output,) = open_session(graph.model.SerializeToString()).run([graph.output], arrays)
+    (batch,) = ModelInputs(arrays, input_specs(model), None).batches(range(2), 2)
+    maps, outputs = AttentionReader(model, [site]).read(0, batch)
+    mask = arrays["mask"].astype(bool)
+    best = squeeze_heads(maps, outputs, heads, plan=plan, strategy="simplex", query_mask=mask)
+    own = (maps @ outputs).sum(axis=1)
+    for number in range(2):
+        rows = mask[number]
+        residual = np.linalg.norm((output - own)[number, rows]) / np.linalg.norm(own[number, rows])
+        assert residual == pytest.approx(best.residual[number], rel=1e-4, abs=1e-6)
+
+
 def test_nothing_else_of_the_teacher_changes() -> None:
     """Two sites whose maps are inputs: each is replaced by its own merge, and by no other."""
     model = bare_attention(4, num_layers=2)
@@ -144,6 +173,7 @@ def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
     costs = [result.cost for result in report.results]
     assert costs == sorted(costs)
     assert {result.setting.num_student_heads for result in report.results[:20]} == {4}  # nothing is lost
+    assert all(result.can_precompute for result in report.results)
     assert report.results[0].output_error == 0.0
     assert list(report.best()) == [2, 4]
     by_setting = {(r.setting.plan, r.setting.alpha): r for r in report.results if r.setting.num_student_heads == 2}
@@ -152,6 +182,16 @@ def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
     assert by_setting["adjacent", "simplex"].output_error == by_setting["adjacent", "map"].output_error
     assert by_setting["balanced", "row"].output_error == by_setting["adjacent", "row"].output_error
     assert by_setting["matched", "row"].merge_error <= by_setting["adjacent", "row"].merge_error + 1e-6
+
+
+def test_only_what_precompute_offers_is_recommended() -> None:
+    options = FidelityOptions((2, 1), plans=("adjacent",), alphas=("map", "simplex"))
+    report = measure_fidelity_of(encoder_layer(num_heads=4), make_arrays(12), options)
+    found = {(r.setting.num_student_heads, r.setting.alpha): r for r in report.results}
+    assert found[1, "simplex"].merge_error < found[1, "map"].merge_error
+    assert not found[1, "simplex"].can_precompute
+    assert report.best()[1] is found[1, "map"]
+    assert report.best()[2].can_precompute
 
 
 def test_padding_and_batching_do_not_matter() -> None:
