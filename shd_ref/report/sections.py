@@ -130,7 +130,8 @@ def maps_section(reader: CacheReader, evidence: Evidence | None) -> dict[str, An
         "picture is scaled to its largest entry and its root is drawn, so that small entries show. "
     )
     text += (
-        "Beside each merged map stand the teacher's maps it was made of, with their weights."
+        "Beside each merged map stand the teacher's maps it was made of"
+        + ("." if record.mixing is None else ", with their weights.")
         if before
         else "The teacher's maps are not in a cache: give --teacher and --inputs to see them beside the merged ones."
     )
