@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import CacheReader, Manifest, Receipt
 from shd_ref.cache.layout import committed_shards
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, merge_pool, plan_groups
+from shd_ref.plans import MergePlan, merge_plan, merge_pool, plan_groups
 
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _ROWS_PER_RECORD: Final = 64
@@ -121,7 +121,8 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         max_records: how many records' alphas are read, in stored order, which is a random one (CACHE-25).
 
     Raises:
-        ShdError: ``cache-corrupt`` and other codes of reading; ``cache-incomplete`` where nothing is committed.
+        ShdError: ``cache-corrupt`` and other codes of reading; ``cache-incomplete`` where nothing is committed;
+            ``plan-invalid`` for a plan that does not lead to the student's heads.
     """
     manifest, folder = reader.manifest, Path(reader.folder)
     receipts = [Receipt.read(folder, shard, manifest) for shard in committed_shards(folder)]
@@ -190,10 +191,12 @@ def choose_example(reader: CacheReader, known: Container[str] | None = None) -> 
 
 
 def mean_entropy(maps: NDArray[Any]) -> NDArray[np.float64]:
-    """Mean entropy in nats of the rows that have mass, for every head of maps ``(H, L, S)``."""
-    p = maps.astype(np.float64)
+    """Mean entropy in nats of the rows that have mass, as distributions, for every head of maps ``(H, L, S)``."""
+    p = np.clip(np.nan_to_num(maps.astype(np.float64), posinf=1.0), 0.0, 1.0)  # a file may hold anything
+    mass = p.sum(axis=-1, keepdims=True)
+    p /= np.where(mass > 0, mass, 1.0)
     by_row = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1)  # (H, L)
-    counted = p.sum(axis=-1) > 0
+    counted = mass[..., 0] > 0
     mean: NDArray[np.float64] = (by_row * counted).sum(axis=1) / np.maximum(counted.sum(axis=1), 1)
     return mean
 
@@ -216,7 +219,9 @@ def _by_row(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
 def _layer_content(
     manifest: Manifest, number: int, alphas: Sequence[NDArray[np.float32]], entropy: NDArray[np.float64]
 ) -> LayerContent:
-    layer, plan = manifest.layers[number], manifest.layer_plans[number]
+    layer = manifest.layers[number]
+    # A manifest's plan is checked for its range alone.
+    plan = merge_plan(layer.num_teacher_heads, manifest.num_student_heads, manifest.layer_plans[number])
     merges = []
     joined = np.concatenate(alphas, axis=-1)  # (n, values), n = 0 for strategies without alphas
     labels = list(merge_labels(plan, layer.num_teacher_heads)) if len(joined) else []

@@ -95,7 +95,7 @@ def read_evidence(
             (batch,) = work.inputs.batches([index_of[key]], 1)
             length = reader.read(key, layers=()).length
             mask = work.query_mask(batch)
-            maps, outputs = attention.read(number, batch)
+            maps, outputs, _ = attention.read(number, batch)
             kinds = {"cached": (manifest.strategy, manifest.alpha_per)} | STRATEGIES
             for name, (strategy, alpha_per) in kinds.items():
                 result = squeeze_heads(

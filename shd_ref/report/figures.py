@@ -105,9 +105,10 @@ def residual_figure(layers: Sequence[int], series: Mapping[str, Sequence[float]]
 
 def map_picture(probs: NDArray[Any]) -> str:
     """One map ``(n, n)`` as the data URI of a PNG, a pixel an entry; the root shows small entries too."""
-    top = float(probs.max(initial=0.0)) or 1.0
+    sound = np.clip(np.nan_to_num(probs.astype(np.float64), posinf=1.0), 0.0, 1.0)  # a file may hold anything
+    top = float(sound.max(initial=0.0)) or 1.0
     buffer = io.BytesIO()
-    image.imsave(buffer, np.sqrt(np.clip(probs / top, 0.0, 1.0)), cmap="viridis", vmin=0.0, vmax=1.0, format="png")
+    image.imsave(buffer, np.sqrt(sound / top), cmap="viridis", vmin=0.0, vmax=1.0, format="png")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

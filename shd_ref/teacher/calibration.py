@@ -26,6 +26,7 @@ def calibrate_plans(
     num_samples: int = CALIBRATION_SAMPLES,
     seed: int = 0,
     batch_size: int = 16,
+    on_error: str = "stop",
 ) -> tuple[MergePlan, ...]:
     """The matched plan of every site of the reader; the same call gives the same plans.
 
@@ -38,6 +39,7 @@ def calibrate_plans(
         num_samples: how many samples, at least 1; all where there are fewer.
         seed: of the choice, which is that of CACHE-25.
         batch_size: samples a teacher call.
+        on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
 
     Raises:
         ShdError: ``dependency-missing`` (networkx), and whatever ``matched_plan`` finds wrong with the maps.
@@ -47,8 +49,9 @@ def calibrate_plans(
     for number in range(len(reader.sites)):
         calibration = []
         for batch in inputs.batches(chosen, batch_size):
-            probs, outputs = reader.read(number, batch)
-            mask = None if inputs.mask is None else batch.arrays[inputs.mask][: len(probs)].astype(np.bool_)
-            calibration.append((probs, outputs, mask))
+            probs, outputs, places = reader.read(number, batch, on_error=on_error)
+            mask = None if inputs.mask is None else batch.arrays[inputs.mask][places].astype(np.bool_)
+            if len(places):
+                calibration.append((probs, outputs, mask))
         plans.append(matched_plan(calibration, num_student_heads, by, alpha_per=alpha_per))
     return tuple(plans)

@@ -47,15 +47,32 @@ class AttentionReader:
         graph = assemble_graph(model, body, ())
         self._session = open_session(graph.SerializeToString(), provider=provider, num_threads=num_threads)
 
-    def read(self, number: int, batch: Batch) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    def read(
+        self, number: int, batch: Batch, *, on_error: str = "stop"
+    ) -> tuple[NDArray[Any], NDArray[np.float64], NDArray[np.intp]]:
         """Maps ``(B, H, L, S)`` in the teacher's own dtype and X ``(B, H, S, D)`` of one site, by its number.
 
         One site a call: value outputs are many times larger than what they are made of.
+
+        Args:
+            number: of the site.
+            batch: the samples.
+            on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
+
+        Returns:
+            Maps, value outputs, and the places in the batch of the samples that they hold.
+
+        Raises:
+            ShdError: ``not-finite`` with ``"stop"``; ``inputs-invalid``.
         """
         site, count = self.sites[number], len(batch.indices)
         probs, values = (array[:count] for array in run_batch(self._session, self._names(number), batch).values())
+        places = np.arange(count)
+        if on_error == "skip":
+            sound = np.isfinite(probs).all(axis=(1, 2, 3)) & np.isfinite(values).all(axis=(1, 2, 3))
+            probs, values, places = probs[sound], values[sound], places[sound]
         # The own dtype decides how exactly rows must sum to one.
-        return probs.astype(site.dtype or "float32"), value_outputs(values, projection_of(site))
+        return probs.astype(site.dtype or "float32"), value_outputs(values, projection_of(site)), places
 
     @staticmethod
     def _names(number: int) -> tuple[str, str]:

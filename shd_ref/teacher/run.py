@@ -193,6 +193,7 @@ class TeacherRun:
             num_samples=self.options.calibration_samples,
             seed=self.run.seed,
             batch_size=self.run.batch_size,
+            on_error=self.options.on_error,
         )
 
     def _open(self, *, check_outputs: bool) -> tuple[SqueezedGraph, Any]:

@@ -156,7 +156,7 @@ def test_residuals_are_the_references(made: Path) -> None:
     found: dict[str, list[float]] = {"constant": [], "simplex per row": [], "cached": []}
     for index in range(NUM_SAMPLES):
         (batch,) = samples.batches([index], 1)
-        maps, outputs = attention.read(0, batch)
+        maps, outputs, _ = attention.read(0, batch)
         found["constant"].append(float(squeeze_heads(maps, outputs, 2, strategy="constant").residual[0]))
         found["cached"].append(float(squeeze_heads(maps, outputs, 2).residual[0]))
         best = squeeze_heads(maps, outputs, 2, strategy="simplex", alpha_per="row")
@@ -196,6 +196,8 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
 def test_entropy_and_labels_follow_their_definitions() -> None:
     maps = np.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])  # the last row has no mass
     np.testing.assert_allclose(mean_entropy(maps), [np.log(2) / 2])
+    forged = np.array([[[np.nan, -1.0, np.inf], [0.9, 0.9, 0.9]]])
+    np.testing.assert_allclose(mean_entropy(forged), [np.log(3) / 2])
     labels = list(merge_labels((((0, 2), (1, 3)), ((0, 1),)), 5))
     assert labels == ["0 + 2", "1 + 3", "0 2 + 1 3"]
 
@@ -209,6 +211,14 @@ def test_layers_with_plans_of_their_own_name_their_own_heads(tmp_path: Path) -> 
     assert labels == [["0 + 1", "2 + 3"], ["1 + 3", "1 3 + 2"]]
     page = check_page(render_page(reader, content, None))
     assert "matched by residual on 2 samples, seed 17" in page.text
+
+
+@pytest.mark.parametrize("plan", [(((0, 1),), ((3, 0),)), (((0, 1), (0, 2)),), (((0, 1),),)])
+def test_a_plan_that_leads_elsewhere_is_refused(tmp_path: Path, plan: Any) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=3, plan=plan)))
+    with pytest.raises(ShdError) as caught:
+        read_content(reader)
+    assert caught.value.code == "plan-invalid"
 
 
 def test_what_a_cache_says_is_escaped(tmp_path: Path) -> None:
@@ -277,6 +287,7 @@ def test_pictures_hold_a_pixel_an_entry() -> None:
     picture = map_picture(np.eye(3))
     assert picture.startswith("data:image/png;base64,iVBOR")
     assert map_picture(np.zeros((3, 3))).startswith("data:image/png;base64,")
+    assert map_picture(np.array([[np.nan, np.inf], [-np.inf, 0.5]])).startswith("data:image/png;base64,")
     assert len(set(SERIES)) == 7
 
 

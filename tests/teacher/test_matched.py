@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_layer(teacher: Path, layer: int, indices: list[int]) -> tuple[Any, Any]:
     model = onnx.load(teacher)
     (batch,) = ModelInputs(make_inputs(), input_specs(model), "mask").batches(indices, len(indices))
-    return AttentionReader(model, find_sites(model)).read(layer, batch)
+    return AttentionReader(model, find_sites(model)).read(layer, batch)[:2]
 
 
 @pytest.mark.parametrize("by", ["residual", "similarity"])
@@ -137,6 +138,20 @@ def test_resuming_with_another_plan_is_refused(
     with pytest.raises(ShdError, match=differs) as caught:
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**(options | change)), RUN)
     assert caught.value.code == "cache-mismatch"
+
+
+def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -> None:
+    arrays = make_inputs()
+    first, second = (int(index) for index in sample_order(SAMPLES, 7)[:2])
+    arrays["values_1"][first] = np.nan
+    options = PrecomputeOptions(2, plan="matched", calibration_samples=2, codec="float32", on_error="skip")
+    precompute(teacher, arrays, tmp_path / "cache", options, RUN)
+    reader = CacheReader(tmp_path / "cache")
+    assert len(reader) == SAMPLES - 1
+    assert reader.manifest.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
+    with pytest.raises(ShdError) as caught:
+        precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)
+    assert caught.value.code == "not-finite"
 
 
 def test_plans_must_fit_the_layers(teacher: Path, tmp_path: Path) -> None:
