@@ -1,4 +1,4 @@
-"""The ``shd`` command: inspect a teacher graph, precompute its supervision, verify a cache."""
+"""The ``shd`` command: inspect a teacher, choose how to squeeze it, precompute, verify and report its cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
-    import shd_ref.teacher.plan_command  # noqa: F401  (registers its command)
+    # Each module registers its command.
+    import shd_ref.report.command
+    import shd_ref.teacher.fidelity_command
+    import shd_ref.teacher.plan_command  # noqa: F401
     from shd_ref.teacher.commands import app
 
     app()

@@ -238,7 +238,7 @@ def check_cache(
     num_student_heads: int | None = None,
     num_student_layers: int | None = None,
     temperature: float | None = None,
-    plan: MergePlan | None = None,
+    plan: MergePlan | tuple[MergePlan, ...] | None = None,
     teacher_sha256: str | None = None,
 ) -> None:
     """Refuse a cache that was made for another student or by another teacher, before the first step.
@@ -248,7 +248,7 @@ def check_cache(
         num_student_heads: H_s of the student.
         num_student_layers: its number of layers; every layer of the cache must lie below it.
         temperature: the T_a that ``shd_loss`` will be called with.
-        plan: the merge plan, if the student relies on one.
+        plan: the merge plan, if the student relies on one; where layers have their own, all of them in order.
         teacher_sha256: of the teacher, where it is at hand.
 
     Raises:
@@ -258,7 +258,7 @@ def check_cache(
     wanted: list[tuple[str, object, object]] = [
         ("num_student_heads", num_student_heads, manifest.num_student_heads),
         ("temperature", None if temperature is None else float(temperature), manifest.temperature),
-        ("plan", plan, manifest.plan),
+        ("plan", plan, manifest.plan if manifest.plans is None else manifest.plans),
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
     for name, want, have in wanted:

@@ -18,7 +18,7 @@ from shd_ref.cache.codecs import (
 from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
-from shd_ref.cache.job import Dataset, LayerPair, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
 from shd_ref.cache.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.reader import CacheReader
@@ -42,6 +42,7 @@ __all__ = [
     "Dataset",
     "LayerPair",
     "Manifest",
+    "Matching",
     "NewRecord",
     "Problem",
     "Receipt",

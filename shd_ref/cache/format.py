@@ -7,12 +7,12 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from shd_ref.cache.codecs import CODECS
 from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
-from shd_ref.cache.job import Dataset, LayerPair, SampleInputs, ShardPlan, Teacher, require, sample_order
+from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher, require, sample_order
 from shd_ref.cache.layout import MAX_LAYERS, manifest_path
 from shd_ref.cache.packing import SUPPORTS
 from shd_ref.errors import ShdError
@@ -25,6 +25,8 @@ _CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
 ON_ERROR: Final = ("stop", "skip")
 ALPHA_PER: Final = ("map", "row")
 
+Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -35,7 +37,9 @@ class Manifest:
         created_by: name and version of the package.
         num_student_heads: H_s.
         layers: by ascending student layer.
-        plan: rounds of pairs of positions in the pool of heads.
+        plan: rounds of pairs of positions in the pool of heads; empty where ``plans`` has them.
+        plans: of each layer, where they differ (CACHE-17).
+        matching: how the plans were matched on the data, or None.
         strategy: name from the specification, as are alpha_rule and alpha_from; the cache only compares them.
         alpha_per: ``"map"`` or ``"row"``.
         temperature: the attention temperature that the stored maps are bound to, above 0.
@@ -53,7 +57,7 @@ class Manifest:
     teacher: Teacher
     num_student_heads: int
     layers: tuple[LayerPair, ...]
-    plan: tuple[tuple[tuple[int, int], ...], ...]
+    plan: Plan
     strategy: str
     alpha_rule: str
     alpha_per: str
@@ -66,6 +70,8 @@ class Manifest:
     alpha_from: str = "teacher"
     compression: str = optional("none")
     on_error: str = optional("stop")
+    plans: tuple[Plan, ...] | None = optional(None)
+    matching: Matching | None = optional(None)  # noqa: RUF009  (None, which nobody can change)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
@@ -76,8 +82,15 @@ class Manifest:
         require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
         limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
         require(1 <= wanted_heads <= limit, f"num_student_heads must be 1 to num_teacher_heads={limit}", wanted_heads)
-        positions = [position for one_round in self.plan for pair in one_round for position in pair]
-        require(all(0 <= p < limit for p in positions), f"plan positions must be below {limit}", self.plan)
+        for plan in (self.plan, *(self.plans or ())):
+            positions = [position for one_round in plan for pair in one_round for position in pair]
+            require(all(0 <= p < limit for p in positions), f"plan positions must be below {limit}", plan)
+        if self.plans is not None:
+            require(len(self.plans) == len(self.layers), f"plans must be {len(self.layers)}", len(self.plans))
+            require(not self.plan, "plan must be empty where layers have plans of their own", self.plan)
+            require(len(set(self.plans)) > 1, "plans must not all be equal: then plan holds them", self.plans)
+            pairs = {_count_pairs(plan) for plan in self.plans}
+            require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs))
         require(self.alpha_per in ALPHA_PER, f"alpha_per must be one of {ALPHA_PER}", self.alpha_per)
         require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
         require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
@@ -96,6 +109,7 @@ class Manifest:
     def format_version(self) -> str:
         """The lowest version that has all that this cache uses (CACHE-26)."""
         plain = (self.compression, self.on_error, self.inputs.seed) == ("none", "stop", None)
+        plain = plain and self.plans is None and self.matching is None
         return "1" if plain and self.codec in _CODECS_OF_VERSION_1 else "2"
 
     @property
@@ -110,8 +124,13 @@ class Manifest:
 
     @property
     def num_alphas(self) -> int:
-        """n: pairs in all rounds of the plan. A strategy without pairwise weights stores none (CACHE-47)."""
-        return sum(len(one_round) for one_round in self.plan)
+        """n: pairs in all rounds of a plan. A strategy without pairwise weights stores none (CACHE-47)."""
+        return _count_pairs(self.layer_plans[0])
+
+    @property
+    def layer_plans(self) -> tuple[Plan, ...]:
+        """The plan of every layer, in the order of ``layers`` (CACHE-17)."""
+        return (self.plan,) * len(self.layers) if self.plans is None else self.plans
 
     def to_bytes(self) -> bytes:
         """The manifest file."""
@@ -175,6 +194,10 @@ class Manifest:
         size = self.shards.samples_per_shard
         order = sample_order(self.dataset.num_samples, self.shards.seed)
         return [int(index) for index in order[shard * size : (shard + 1) * size]]
+
+
+def _count_pairs(plan: Plan) -> int:
+    return sum(len(one_round) for one_round in plan)
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, Any]:

@@ -63,6 +63,25 @@ class LayerPair:
 
 
 @dataclass(frozen=True)
+class Matching:
+    """How the plans were chosen on the data set itself (CACHE-18).
+
+    Attributes:
+        by: ``"residual"`` or ``"similarity"``; the cache only compares it.
+        samples: how many samples the pairs were chosen on.
+        seed: of the choice of these samples.
+    """
+
+    by: str
+    samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, "matching.samples must be at least 1", self.samples)
+        require(0 <= self.seed <= MAX_INTEGER, f"matching.seed must be 0 to {MAX_INTEGER}", self.seed)
+
+
+@dataclass(frozen=True)
 class SampleInputs:
     """What a sample key is made of: input names in order of the alphabet, and which is the mask, if any.
 

@@ -31,11 +31,14 @@ from shd_ref.teacher.options import (
     AlphaPerOption,
     BatchSize,
     BatchTokens,
+    CalibrationSamples,
     Codec,
     Compression,
     InputsPath,
     LayerPairs,
     MaskOption,
+    MatchedBy,
+    MatchedByOption,
     MaxLengthOption,
     OnError,
     Plan,
@@ -140,6 +143,8 @@ def precompute(
     layers: LayerPairs = None,
     strategy: StrategyOption = Strategy.shd,
     plan: PlanOption = Plan.progressive,
+    matched_by: MatchedByOption = MatchedBy.residual,
+    calibration_samples: CalibrationSamples = 16,
     alpha_per: AlphaPerOption = AlphaPer.map,
     temperature: Temperature = 1.0,
     codec: Annotated[
@@ -189,6 +194,8 @@ def precompute(
             num_student_layers=student_layers,
             layer_pairs=parse_layer_pairs(layers),
             plan=plan.value,
+            matched_by=matched_by.value,
+            calibration_samples=calibration_samples,
             strategy=strategy.value,
             alpha_per=alpha_per.value,
             temperature=temperature,
@@ -210,7 +217,7 @@ def precompute(
         if dry_run:
             print_forecast(forecast_cache(teacher, source, options, run))
             return
-        with _progress("samples") as (bar, task):
+        with show_progress("samples") as (bar, task):
             reading = bar.add_task("inputs read", total=None)
             summary = run_precompute(
                 teacher,
@@ -250,7 +257,7 @@ def verify(
     with reported_errors():
         if (teacher is None) != (inputs is None):
             raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
-        with _progress("shards") as (bar, task):
+        with show_progress("shards") as (bar, task):
             report = verify_cache(
                 cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
             )
@@ -295,7 +302,8 @@ def print_forecast(forecast: Any) -> None:
 
 
 @contextmanager
-def _progress(unit: str) -> Iterator[tuple[Progress, Any]]:
+def show_progress(unit: str) -> Iterator[tuple[Progress, Any]]:
+    """A bar on the error stream, and its task."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

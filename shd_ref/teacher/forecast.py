@@ -183,7 +183,7 @@ def _forecast_codec(
 ) -> CodecForecast:
     heads, layers = work.options.num_student_heads, len(work.layers)
     sizes = np.array([packed_size(codec, support, heads, int(length)) for length in lengths], dtype=np.float64)
-    weights = sum(len(one_round) for one_round in work.plan)
+    weights = sum(len(one_round) for one_round in work.plans[0])
     if work.options.alpha_per == "map":
         floats = 4.0 * (weights + heads * work.num_teacher_heads)
     else:

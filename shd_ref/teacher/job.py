@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -12,14 +14,16 @@ from shd_ref.cache import (
     Dataset,
     LayerPair,
     Manifest,
+    Matching,
     SampleInputs,
     ShardPlan,
     dataset_fingerprint,
     packed_size,
 )
+from shd_ref.cache.layout import manifest_path
 from shd_ref.errors import ShdError
 from shd_ref.teacher.faults import Outputs
-from shd_ref.teacher.run import TeacherRun
+from shd_ref.teacher.run import MATCHED, PrecomputeOptions, RunOptions, TeacherRun
 
 SHARD_BYTES: Final = 256 * 2**20
 """Default size of a shard, unless the data set is small."""
@@ -43,6 +47,25 @@ def find_support(work: TeacherRun, outputs: Outputs) -> str:
     return "causal" if rows > 1 and all(not np.triu(maps, 1).any() for maps in merged) else "full"
 
 
+def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
+    """What the manifest says of plans that are matched on the data; None for others."""
+    if options.plan != MATCHED:
+        return None
+    return Matching(options.matched_by, options.calibration_samples, run.seed)
+
+
+def adopt_plans(folder: Path, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
+    """The options of a job that a folder may hold already: matched plans are then taken from its manifest (CACHE-18).
+
+    Where it holds another job, the options come back as they are, and the writer will refuse the folder.
+    """
+    if matching_of(options, run) is None or not manifest_path(folder).exists():
+        return options
+    manifest = Manifest.read(folder)
+    same = manifest.matching == matching_of(options, run) and manifest.num_student_heads == options.num_student_heads
+    return replace(options, plans=manifest.layer_plans) if same else options
+
+
 def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
     """The manifest of a run.
 
@@ -55,6 +78,7 @@ def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
     """
     options, run, inputs = work.options, work.run, work.inputs
     support, count = find_support(work, outputs), len(inputs)
+    same = len(set(work.plans)) == 1
     longest = outputs[work.graph.layers[0].merged].shape[2]
     per_sample = len(work.layers) * packed_size(options.codec, support, options.num_student_heads, longest)
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
@@ -66,7 +90,9 @@ def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
         layers=tuple(
             LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
         ),
-        plan=work.plan,
+        plan=work.plans[0] if same else (),
+        plans=None if same else work.plans,
+        matching=matching_of(options, run),
         strategy=options.strategy,
         alpha_rule=options.alpha_rule,
         alpha_per=options.alpha_per,

@@ -50,6 +50,14 @@ class Plan(StrEnum):
 
     progressive = "progressive"
     balanced = "balanced"
+    matched = "matched"
+
+
+class MatchedBy(StrEnum):
+    """What matched plans are chosen by."""
+
+    residual = "residual"
+    similarity = "similarity"
 
 
 class AlphaPer(StrEnum):
@@ -84,7 +92,17 @@ LayerPairs = Annotated[
     typer.Option(help="Explicit layer pairs student:teacher, zero-based, such as 0:3,1:7. Holes are allowed."),
 ]
 StrategyOption = Annotated[Strategy, typer.Option(help="How maps are merged.")]
-PlanOption = Annotated[Plan, typer.Option(help="Which heads merge with which.")]
+PlanOption = Annotated[
+    Plan,
+    typer.Option(
+        help="Which heads merge: adjacent pairs by rounds (the paper), balanced groups, or the pairs that fit best "
+        "on a sample of the data, layer by layer."
+    ),
+]
+MatchedByOption = Annotated[
+    MatchedBy, typer.Option(help="What --plan matched goes by: error of the attention output, or distance of maps.")
+]
+CalibrationSamples = Annotated[int, typer.Option(help="How many samples plans are matched on.", min=1)]
 AlphaPerOption = Annotated[AlphaPer, typer.Option(help="One merge weight per map (the paper), or per query row.")]
 Temperature = Annotated[float, typer.Option(help="Attention temperature of the stored maps, above 0.")]
 MaskOption = Annotated[str | None, typer.Option(help="Attention-mask input, if not called attention_mask.")]

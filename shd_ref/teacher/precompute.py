@@ -17,7 +17,7 @@ from shd_ref.teacher.buckets import group_shards
 from shd_ref.teacher.compare import compare_with_reference
 from shd_ref.teacher.faults import Fault, find_faults
 from shd_ref.teacher.inputs import Batch
-from shd_ref.teacher.job import make_manifest
+from shd_ref.teacher.job import adopt_plans, make_manifest
 from shd_ref.teacher.records import make_records, measure_codec
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
@@ -61,7 +61,8 @@ def precompute(
             (the folder holds another job), ``cache-exists``, ``write-failed``, ``not-finite``.
     """
     started = time.monotonic()
-    job = PrecomputeJob(teacher, inputs, options, run, on_read=on_read)
+    run = run or RunOptions()
+    job = PrecomputeJob(teacher, inputs, adopt_plans(Path(out), options, run), run, on_read=on_read)
     writer = CacheWriter(out, job.manifest)
     resumed = job.write_shards(writer, on_progress=on_progress)
     writer.seal()

@@ -54,35 +54,9 @@ def recheck_records(
     """
     reader = CacheReader(cache)
     manifest = reader.manifest
-    load_teacher(teacher)  # refuses external data outside the folder before anything is hashed
-    found = hash_teacher(teacher)
-    if found != manifest.teacher.sha256:
-        raise ShdError(
-            "cache-mismatch",
-            f"{cache} must come from this teacher; it was made from {manifest.teacher.name!r} with SHA-256 "
-            f"{manifest.teacher.sha256[:16]}..., and {teacher} has {found[:16]}...",
-        )
-    options = PrecomputeOptions(
-        num_student_heads=manifest.num_student_heads,
-        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in manifest.layers),
-        plan=manifest.plan,
-        strategy=manifest.strategy,
-        alpha_rule=manifest.alpha_rule,
-        alpha_per=manifest.alpha_per,
-        temperature=manifest.temperature,
-        codec=manifest.codec,
-        on_error=manifest.on_error,
-    )
-    work = TeacherRun(Path(teacher), inputs, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
+    work = rerun_teacher(reader, teacher, inputs, provider=provider)
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
-    absent = [i for i in range(count) if work.inputs.key(i) not in reader and i not in skipped]
-    if absent:
-        raise ShdError(
-            "cache-mismatch",
-            f"{cache} must hold every sample of these inputs; {len(absent)} of {count} are not in it, "
-            f"first sample {absent[0]} with key {work.inputs.key(absent[0])}: they are other inputs",
-        )
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
     rows, tv_max = 0, 0.0
     for batch in work.batches(chosen):
@@ -107,3 +81,50 @@ def recheck_records(
                         f"got {difference.max():.4f}: the cache was made another way",
                     )
     return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max)
+
+
+def rerun_teacher(
+    reader: CacheReader, teacher: str | Path, inputs: Source | Arrays, *, provider: str = "cpu"
+) -> TeacherRun:
+    """The teacher of a cache, ready to squeeze as the cache was squeezed.
+
+    Args:
+        reader: the cache; a partial one may lack some of the inputs.
+        teacher: the ``.onnx`` file that it should come from.
+        inputs: the model inputs that it should come from, or some of them.
+        provider: as in ``precompute``.
+
+    Raises:
+        ShdError: ``cache-mismatch`` for another teacher or other inputs.
+    """
+    manifest = reader.manifest
+    load_teacher(teacher)  # refuses external data outside the folder before anything is hashed
+    found = hash_teacher(teacher)
+    if found != manifest.teacher.sha256:
+        raise ShdError(
+            "cache-mismatch",
+            f"{reader.folder} must come from this teacher; it was made from {manifest.teacher.name!r} with SHA-256 "
+            f"{manifest.teacher.sha256[:16]}..., and {teacher} has {found[:16]}...",
+        )
+    options = PrecomputeOptions(
+        num_student_heads=manifest.num_student_heads,
+        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in manifest.layers),
+        plans=manifest.layer_plans,
+        strategy=manifest.strategy,
+        alpha_rule=manifest.alpha_rule,
+        alpha_per=manifest.alpha_per,
+        temperature=manifest.temperature,
+        codec=manifest.codec,
+        on_error=manifest.on_error,
+    )
+    work = TeacherRun(Path(teacher), inputs, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
+    count = len(work.inputs)
+    keys = map(work.inputs.key, range(count))
+    absent = [i for i, key in enumerate(keys) if key not in reader and key not in reader.skipped]
+    if absent and (reader.sealed or len(absent) == count):
+        raise ShdError(
+            "cache-mismatch",
+            f"{reader.folder} must hold every sample of these inputs; {len(absent)} of {count} are not in it, "
+            f"first sample {absent[0]} with key {work.inputs.key(absent[0])}: they are other inputs",
+        )
+    return work

@@ -74,6 +74,10 @@ def _mixing(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.flo
         return np.full((num_layers, work.options.num_student_heads, heads), 1.0 / heads, dtype=np.float32)
     if not raw_alphas.shape[1]:
         return np.broadcast_to(np.eye(heads, dtype=np.float32), (num_layers, heads, heads))
-    ends = np.cumsum([len(one_round) for one_round in work.plan])
-    rounds: list[NDArray[Any]] = np.split(np.clip(raw_alphas.astype(np.float64), 0.0, 1.0), ends[:-1], axis=1)
-    return compose_mixing(rounds, work.plan, heads).astype(np.float32)
+    clipped = np.clip(raw_alphas.astype(np.float64), 0.0, 1.0)[:, None]  # (num_layers, 1, n)
+    by_layer = []
+    for plan, alphas in zip(work.plans, clipped, strict=True):
+        ends = np.cumsum([len(one_round) for one_round in plan])
+        rounds: list[NDArray[Any]] = np.split(alphas, ends[:-1], axis=1)
+        by_layer.append(compose_mixing(rounds, plan, heads))
+    return np.concatenate(by_layer).astype(np.float32)

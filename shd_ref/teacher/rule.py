@@ -28,12 +28,12 @@ class SqueezeOptions:
 
 @dataclass(frozen=True)
 class MergeRule:
-    """All that the function of a merge depends on; within one graph, equal names mean equal functions."""
+    """All that the function of a merge depends on: equal rules share one function."""
 
     num_heads: int
     d_v: int
     rounds: MergePlan
-    strategy: str  # pairwise: never simplex
+    strategy: str  # simplex only in the fidelity test, see ``make_rule``
     alpha_rule: str
     alpha_per: str
     temperature: float
@@ -88,14 +88,14 @@ def list_rounds(rule: MergeRule) -> list[Round]:
     return rounds
 
 
-def make_rule(options: SqueezeOptions, num_heads: int, d_v: int) -> MergeRule:
-    """The merge of a layer with so many heads, so wide.
+def make_rule(options: SqueezeOptions, num_heads: int, d_v: int, rounds: MergePlan | None = None) -> MergeRule:
+    """The merge of a layer with so many heads, so wide, along its own rounds where given.
 
     Raises:
         ShdError: ``argument-value`` for ``simplex`` where a group has more than two heads; ``heads-exceed``,
             ``plan-invalid``.
     """
-    rounds = merge_plan(num_heads, options.num_student_heads, options.plan)
+    rounds = merge_plan(num_heads, options.num_student_heads, options.plan if rounds is None else rounds)
     strategy, alpha_rule = options.strategy, options.alpha_rule
     if strategy == "simplex":
         if any(len(group) > 2 for group in plan_groups(rounds, num_heads)):

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -15,13 +15,18 @@ from numpy.typing import NDArray
 from shd_ref.cache import Teacher
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
-from shd_ref.plans import MergePlan, merge_plan
+from shd_ref.plans import MergePlan, check_counts, merge_plan
+from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.reading import AttentionReader
+from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
+
+MATCHED: Final = "matched"
+"""The plan that is chosen on the data."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,11 @@ class PrecomputeOptions:
         num_student_heads: H_s.
         num_student_layers: L_s; by default as many as the teacher has attention sites.
         layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map.
-        plan: a kind or explicit rounds.
+        plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan`` on a sample of the data,
+            layer by layer, with the run's seed.
+        matched_by: ``residual`` or ``similarity``, for matched plans.
+        calibration_samples: how many samples they are matched on.
+        plans: in place of ``plan``: rounds for every layer, in the order of the student's layers.
         codec: one of ``shd_ref.cache.CODECS``. ``sqrt8-row`` is coded inside the graph, the others on the host.
         compression: of stored blobs: ``none`` or ``zstd``.
         on_error: what to do with a sample on which the teacher gives NaN: ``stop``, or ``skip`` and name it.
@@ -43,6 +52,9 @@ class PrecomputeOptions:
     num_student_layers: int | None = None
     layer_pairs: tuple[tuple[int, int], ...] | None = None
     plan: str | MergePlan = "progressive"
+    matched_by: str = "residual"
+    calibration_samples: int = CALIBRATION_SAMPLES
+    plans: tuple[MergePlan, ...] | None = None
     strategy: str = "shd"
     alpha_rule: str = "least_squares"
     alpha_per: str = "map"
@@ -88,8 +100,8 @@ class TeacherRun:
 
     Attributes:
         inputs: the samples, checked against the graph.
-        plan: the rounds of merges.
         layers: ``(student_layer, site)`` pairs.
+        plans: the rounds of merges of each, in the same order.
 
     Raises:
         ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
@@ -110,9 +122,11 @@ class TeacherRun:
         self.model = load_teacher(teacher)
         self.layers = _choose_sites(find_sites(self.model), options)
         self.num_teacher_heads = _common_heads(self.layers)
-        self.plan = merge_plan(self.num_teacher_heads, options.num_student_heads, options.plan)
-        # Last, because it reads the whole data set.
+        check_counts(self.num_teacher_heads, options.num_student_heads)
+        self.plans = self._given_plans()
+        # After what can be refused at once, because it reads the whole data set.
         self.inputs = ModelInputs(source, input_specs(self.model), run.mask, options.seed_column, on_read)
+        self.plans = self.plans or self._match_plans()
         self._fast: tuple[SqueezedGraph, Any] | None = None
         self._checked: tuple[SqueezedGraph, Any] | None = None
 
@@ -153,13 +167,42 @@ class TeacherRun:
         )
         return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
 
+    def _given_plans(self) -> tuple[MergePlan, ...]:
+        """The plan of every layer; none where they are matched on the data."""
+        options, count = self.options, len(self.layers)
+        if options.plans is None and options.plan == MATCHED:
+            return ()
+        kinds = (options.plan,) * count if options.plans is None else options.plans
+        if len(kinds) != count:
+            raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(kinds)}")
+        return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, kind) for kind in kinds)
+
+    def _match_plans(self) -> tuple[MergePlan, ...]:
+        reader = AttentionReader(
+            self.model,
+            [site for _, site in self.layers],
+            provider=self.run.provider,
+            num_threads=self.run.num_threads,
+        )
+        return calibrate_plans(
+            reader,
+            self.inputs,
+            self.options.num_student_heads,
+            by=self.options.matched_by,
+            alpha_per=self.options.alpha_per,
+            num_samples=self.options.calibration_samples,
+            seed=self.run.seed,
+            batch_size=self.run.batch_size,
+            on_error=self.options.on_error,
+        )
+
     def _open(self, *, check_outputs: bool) -> tuple[SqueezedGraph, Any]:
         options = self.options
         graph = squeeze_graph(
             self.model,
             self.layers,
             num_student_heads=options.num_student_heads,
-            plan=self.plan,
+            plans={student: plan for (student, _), plan in zip(self.layers, self.plans, strict=True)},
             strategy=options.strategy,
             alpha_rule=options.alpha_rule,
             alpha_per=options.alpha_per,
@@ -229,14 +272,4 @@ def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
 
 def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str, NDArray[Any]]:
     graph, session = graph_and_session
-    names = [output.name for output in graph.model.graph.output]
-    fed = {value.name for value in session.get_inputs()}
-    try:
-        values = session.run(names, {name: array for name, array in batch.arrays.items() if name in fed})
-    except Exception as error:  # onnxruntime's errors share no base class but Exception
-        raise ShdError(
-            "inputs-invalid",
-            f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
-            f"{len(batch.indices)} failed: {error}",
-        ) from error
-    return dict(zip(names, values, strict=True))
+    return run_batch(session, [output.name for output in graph.model.graph.output], batch)

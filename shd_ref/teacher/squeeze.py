@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
@@ -17,7 +17,7 @@ from shd_ref.teacher.find import AttentionSite, projection_of
 from shd_ref.teacher.function import constant_alphas, every_row, squeeze_function
 from shd_ref.teacher.load import MIN_OPSET, opset_version
 from shd_ref.teacher.packages import ir, onnx
-from shd_ref.teacher.rule import SqueezeOptions, gram_matrices, make_rule
+from shd_ref.teacher.rule import MergeRule, SqueezeOptions, gram_matrices, make_rule
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
@@ -69,6 +69,7 @@ def squeeze_graph(
     *,
     num_student_heads: int,
     plan: str | Iterable[Iterable[Sequence[int]]] = "progressive",
+    plans: Mapping[int, MergePlan] | None = None,
     strategy: str = "shd",
     alpha_rule: str = "least_squares",
     alpha_per: str = "map",
@@ -86,6 +87,7 @@ def squeeze_graph(
         layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from.
         num_student_heads: H_s, at most every site's H.
         plan: see ``merge_plan``.
+        plans: rounds by student layer, for layers that have their own.
         strategy: ``shd``, ``constant``, ``hard`` or ``mean``; ``simplex`` only where it equals ``shd``, that is
             for groups of at most two heads.
         alpha_rule: see ``solve_alpha``.
@@ -109,40 +111,32 @@ def squeeze_graph(
     options = SqueezeOptions(
         num_student_heads, plan, strategy, alpha_rule, alpha_per, check_temperature(temperature), codec
     )
-    body = Body(f"{FUNCTION_DOMAIN}/", _check_opset(model))
-    functions: dict[str, onnx.FunctionProto] = {}
+    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
+    functions: dict[MergeRule, onnx.FunctionProto] = {}
     squeezed = []
-    mask = _row_mask(body, model, row_mask_input)
+    mask = row_mask_of(body, model, row_mask_input)
     for student_layer, site in layers:
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
-        squeezed.append(_squeeze_layer(body, functions, options, student_layer, site, mask, check_outputs))
+        # Both numbers are known for supported sites.
+        rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
+        squeezed.append(_squeeze_layer(body, functions, rule, student_layer, site, mask, check_outputs))
     return SqueezedGraph(
-        _assemble(model, body, functions.values()), tuple(squeezed), options, row_mask_input, check_outputs
+        assemble_graph(model, body, functions.values()), tuple(squeezed), options, row_mask_input, check_outputs
     )
 
 
 def _squeeze_layer(
     body: Body,
-    functions: dict[str, onnx.FunctionProto],
-    options: SqueezeOptions,
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
     student_layer: int,
     site: AttentionSite,
     row_mask: str | None,
     check_outputs: bool,
 ) -> SqueezedLayer:
     """Call the merge function on one site and make its results graph outputs."""
-    rule = make_rule(options, site.num_heads or 0, site.d_v or 0)  # both known for supported sites
-    probs = _to_batch_heads(body, site, site.probs)
-    values = _to_batch_heads(body, site, site.values)
-    if site.shared_values:
-        values = body.op("Expand", values, body.const([1, rule.num_heads, 1, 1]))
-    inputs = [probs]
-    if rule.solves:
-        grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
-        inputs += [values, row_mask or every_row(body, probs), *grams]
-    if rule.name not in functions:
-        functions[rule.name] = squeeze_function(rule, body.opset)
-    results = body.call(functions[rule.name], inputs)
+    probs, values = site_tensors(body, site)
+    results = call_squeeze(body, functions, rule, site, probs, values, row_mask)
     results |= {name: body.op("Cast", source, to=FLOAT) for name, source in (("probs", probs), ("values", values))}
     if not rule.solves:
         results["alphas"] = constant_alphas(body, rule, probs)
@@ -159,6 +153,47 @@ def _squeeze_layer(
     return SqueezedLayer(student_layer, site, rule.rounds, degenerate=names.pop("degenerate", None), **names)
 
 
+def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
+    """The map ``(B, H, L, S)`` and V ``(B, H, S, d_v)`` of a supported site."""
+    values = _to_batch_heads(body, site, site.values)
+    if site.shared_values:
+        values = body.op("Expand", values, body.const([1, site.num_heads or 1, 1, 1]))
+    return _to_batch_heads(body, site, site.probs), values
+
+
+def call_squeeze(
+    body: Body,
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    site: AttentionSite,
+    probs: str,
+    values: str,
+    row_mask: str | None,
+) -> dict[str, str]:
+    """Call the merge function on the tensors of a site, after adding it to ``functions`` where it is new."""
+    inputs = [probs]
+    if rule.solves:
+        grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
+        inputs += [values, row_mask or every_row(body, probs), *grams]
+    shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
+    return body.call(share_function(functions, shared, squeeze_function, body.opset), inputs)
+
+
+def share_function(
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    make: Callable[[MergeRule, int], onnx.FunctionProto],
+    opset: int,
+) -> onnx.FunctionProto:
+    """The function of a rule, made where it is new, under a name of its own."""
+    if rule not in functions:
+        function = make(rule, opset)
+        if any(function.name == other.name for other in functions.values()):  # layers with plans of their own
+            function.name += f"_{len(functions)}"
+        functions[rule] = function
+    return functions[rule]
+
+
 def _to_batch_heads(body: Body, site: AttentionSite, tensor: str) -> str:
     """A map or V as ``(B, H, L or S, S or d_v)``, whatever the site's layout."""
     if site.folded:
@@ -171,7 +206,7 @@ def _to_batch_heads(body: Body, site: AttentionSite, tensor: str) -> str:
     return tensor
 
 
-def _row_mask(body: Body, model: onnx.ModelProto, name: str | None) -> str | None:
+def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | None:
     """The row mask as 0 or 1 in float32 ``(B, L)``."""
     if name is None:
         return None
@@ -186,7 +221,7 @@ def _row_mask(body: Body, model: onnx.ModelProto, name: str | None) -> str | Non
     return body.op("Cast", body.op("Cast", name, to=onnx.TensorProto.BOOL), to=FLOAT)
 
 
-def _assemble(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.FunctionProto]) -> onnx.ModelProto:
+def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.FunctionProto]) -> onnx.ModelProto:
     """The model with new outputs and functions, without what nobody reads any more."""
     grown = onnx.ModelProto()
     grown.CopyFrom(model)
@@ -207,7 +242,12 @@ def _assemble(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.Funct
     return ir.to_proto(pruned)
 
 
-def _check_opset(model: onnx.ModelProto) -> int:
+def check_opset(model: onnx.ModelProto) -> int:
+    """The operator set of a graph, where it is new enough.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
     opset = opset_version(model)
     if opset < MIN_OPSET:
         raise ShdError(

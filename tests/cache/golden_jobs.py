@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache.makers import job, write_cache
+from cache.makers import OTHER_PLAN, PLAN, job, write_cache
 
-from shd_ref.cache import SampleInputs
+from shd_ref.cache import Matching, SampleInputs
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_JOBS = {
@@ -18,6 +18,7 @@ GOLDEN_JOBS = {
     "sqrt8-abs-seeds": job(
         num_samples=3, codec="sqrt8-abs", inputs=SampleInputs(("input_ids",), None, "augmentation")
     ),
+    "layer-plans": job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17)),
     "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
 }
 

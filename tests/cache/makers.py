@@ -32,6 +32,7 @@ from shd_ref.cache import (
 NUM_TEACHER_HEADS = 4
 NUM_STUDENT_HEADS = 2
 PLAN = (((0, 1), (2, 3)),)
+OTHER_PLAN = (((1, 3),), ((0, 2),))
 MAX_LENGTH = 9
 MEASURED = CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16)
 

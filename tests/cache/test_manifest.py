@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import xxhash
-from cache.makers import document, job, key_of
+from cache.makers import OTHER_PLAN, PLAN, document, job, key_of
 
-from shd_ref.cache import Dataset, LayerPair, Manifest, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache import Dataset, LayerPair, Manifest, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.errors import ShdError
 
 
@@ -28,6 +28,17 @@ def test_bytes_are_what_the_specification_says() -> None:
 def test_parsing_undoes_writing() -> None:
     manifest = job(plan=(((0, 1),), ((0, 2),)), inputs=SampleInputs(("ids", "mask"), "mask"))
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_layers_may_have_plans_of_their_own() -> None:
+    manifest = job(plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("similarity", 4, 1))
+    assert manifest.format_version == "2"
+    assert manifest.layer_plans == (PLAN, OTHER_PLAN)
+    assert manifest.num_alphas == 2
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert job().format_version == "1"
+    assert job().layer_plans == (PLAN, PLAN)
+    assert job(matching=Matching("residual", 4, 1)).format_version == "2"
 
 
 def test_same_job_same_id() -> None:
@@ -77,6 +88,11 @@ def test_no_such_shard(shard: int) -> None:
         ({"layers": (LayerPair(2, 2, "a", 4), LayerPair(1, 1, "b", 4))}, "student layers must ascend"),
         ({"layers": (LayerPair(1, 2, "a", 4), LayerPair(2, 1, "b", 8))}, "num_teacher_heads must agree"),
         ({"plan": (((0, 4),),)}, "plan positions must be below 4"),
+        ({"plan": (), "plans": (PLAN, (((0, 4),), ((0, 1),)))}, "plan positions must be below 4"),
+        ({"plan": (), "plans": (PLAN,)}, "plans must be 2; got 1"),
+        ({"plan": (), "plans": (PLAN, PLAN)}, "plans must not all be equal"),
+        ({"plan": (), "plans": (PLAN, (((0, 1),),))}, "plans must have one number of pairs"),
+        ({"plans": (PLAN, OTHER_PLAN)}, "plan must be empty"),
         ({"alpha_per": "head"}, "alpha_per must be one of"),
         ({"temperature": 0.0}, "temperature must be finite and above 0; got 0.0"),
         ({"temperature": math.inf}, "temperature must be finite"),
@@ -99,6 +115,8 @@ def test_constructor_refuses(changes: dict[str, Any], rule: str) -> None:
         (Teacher, ("AB" * 32, "n", "p", "d")),
         (LayerPair, (1000, 0, "s", 4)),
         (LayerPair, (0, 0, "s", 0)),
+        (Matching, ("residual", 0, 0)),
+        (Matching, ("residual", 1, 2**53)),
         (SampleInputs, (("b", "a"), None)),
         (SampleInputs, ((), None)),
         (SampleInputs, (("a",), "mask")),
@@ -130,6 +148,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "missing inner member": {"dataset": {"num_samples": 7}},
     "absurd size": {"dataset": {"fingerprint": key_of(0), "num_samples": 2**52}},
     "path for a number": {"shards": {"samples_per_shard": 2, "seed": 17, "num_shards": "../../../4"}},
+    "plans that are there with their default": {"plans": None},
+    "plans of two kinds": {"plan": [], "plans": [[[[0, 1], [2, 3]]], 3]},
+    "matching without a seed": {"matching": {"by": "residual", "samples": 1}},
     "triple for a pair": {"plan": [[[0, 1, 2]]]},
     "null": {"codec": None},
     "unknown codec": {"codec": "pickle"},

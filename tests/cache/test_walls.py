@@ -77,6 +77,7 @@ PUBLIC = [
     "Dataset",
     "LayerPair",
     "Manifest",
+    "Matching",
     "NewRecord",
     "Problem",
     "Receipt",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache.makers import job, key_of, length_of, probs_of, write_cache
+from cache.makers import OTHER_PLAN, PLAN, job, key_of, length_of, probs_of, write_cache
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
@@ -212,3 +212,12 @@ def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any
     with pytest.raises(ShdError, match=text) as caught:
         check_cache(reader, **wanted)
     assert caught.value.code == "cache-mismatch"
+
+
+def test_plans_of_layers_are_compared_one_by_one(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, plan=(), plans=(PLAN, OTHER_PLAN))))
+    check_cache(reader, plan=(PLAN, OTHER_PLAN))
+    for plan in (PLAN, (OTHER_PLAN, PLAN)):
+        with pytest.raises(ShdError, match="plan must be") as caught:
+            check_cache(reader, plan=plan)
+        assert caught.value.code == "cache-mismatch"

@@ -1,0 +1,60 @@
+"""``shd report``: a cache as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.commands import app, console, reported_errors
+from shd_ref.teacher.options import MaxLengthOption, Provider, TextOption, TokenizerOption
+
+
+@app.command()
+def report(
+    cache: Annotated[
+        Path, typer.Argument(help="Folder of the cache; a partial one is reported too.", metavar="CACHE")
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    teacher: Annotated[
+        Path | None, typer.Option(help="The cache's teacher: adds its own maps and what every strategy loses.")
+    ] = None,
+    inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
+    tokenizer: TokenizerOption = None,
+    text_column: TextOption = "text",
+    max_length: MaxLengthOption = None,
+    samples: Annotated[int, typer.Option(help="How many samples the teacher is run on.", min=1)] = 4,
+    records: Annotated[int, typer.Option(help="How many records' merge weights are read.", min=1)] = 512,
+    provider: Provider = "cpu",
+) -> None:
+    """Write what a cache holds, and how well it was squeezed, as one self-contained HTML page.
+
+    The page needs no network and holds no script. With the teacher it also shows maps before and after, and compares
+    the cache with every other strategy.
+    """
+    from shd_ref.cache import CacheReader
+    from shd_ref.report.content import read_content
+    from shd_ref.report.page import render_page
+
+    with reported_errors():
+        if (teacher is None) != (inputs is None):
+            raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
+        reader = CacheReader(cache, allow_partial=True)
+        content = read_content(reader, max_records=records)
+        evidence = None
+        if teacher is not None and inputs is not None:
+            from shd_ref.report.evidence import read_evidence
+            from shd_ref.teacher.sources import open_source
+
+            source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
+            evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
+        page = render_page(reader, content, evidence)
+        try:
+            out.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise ShdError(
+                "write-failed", f"{out} could not be written: {error.strerror or error}: name another --out"
+            ) from error
+    console.print(f"{out}: {len(page) // 1024} KiB, open it in any browser", highlight=False, soft_wrap=True)

@@ -1,0 +1,126 @@
+"""Figures as inline SVG that takes its colours from the page, and maps as PNG. Needs matplotlib."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.report.content import LayerContent
+from shd_ref.report.packages import Figure, MaxNLocator, image, mpl
+
+# Stand-ins that nothing else draws with; the page's style sheet says what they are in light and in dark.
+_COLOURS: Final = {"#0a0b01": "var(--ink)", "#0a0b02": "var(--muted)", "#0a0b03": "var(--line)"}
+_COLOURS_OF_SERIES: Final = {f"#0a0c0{number}": f"var(--series-{number})" for number in range(7)}
+INK, MUTED, LINE = _COLOURS
+SERIES: Final = tuple(_COLOURS_OF_SERIES)
+MARKERS: Final = "os^Dv*P"
+
+_SHOWN_ALPHAS: Final = (-0.25, 1.25)
+"""Alphas beyond are drawn at the edge: they are counted as clipped anyway."""
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "squeezing-heads",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+def alpha_figure(layer: LayerContent, name: str) -> str:
+    """The distribution of alpha for every merge of a layer: median, middle half, middle nine tenths."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(3.6, 2.2), layout="constrained")
+        axes = figure.add_subplot()
+        for level in (0.0, 0.5, 1.0):
+            axes.axhline(level, color=LINE, linewidth=0.8, linestyle="--" if level == 0.5 else "-", zorder=0)
+        for number, merge in enumerate(layer.merges):
+            if merge.quantiles:
+                low, lower, middle, upper, high = np.clip(merge.quantiles, *_SHOWN_ALPHAS)
+                axes.plot([number, number], [low, high], color=SERIES[0], linewidth=1.2)
+                axes.plot([number, number], [lower, upper], color=SERIES[0], linewidth=6, solid_capstyle="butt")
+                axes.plot(number, middle, "o", color=SERIES[1], markersize=4.5)
+        axes.set_xlim(-0.6, len(layer.merges) - 0.4)
+        axes.set_ylim(_SHOWN_ALPHAS[0] - 0.05, _SHOWN_ALPHAS[1] + 0.05)
+        axes.set_yticks([0.0, 0.5, 1.0])
+        axes.set_xlabel("merge")
+        axes.set_ylabel("alpha")
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        return _svg(figure, name)
+
+
+def entropy_figure(layers: Sequence[LayerContent], name: str) -> str:
+    """Mean row entropy of every student head, layer by layer."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+        axes = figure.add_subplot()
+        for layer in layers:
+            axes.plot([layer.student_layer] * len(layer.entropy), layer.entropy, "o", color=SERIES[0], alpha=0.6)
+        means = [float(np.mean(layer.entropy)) for layer in layers]
+        axes.plot([layer.student_layer for layer in layers], means, color=SERIES[1], linewidth=1.6, label="mean")
+        axes.set_xlabel("student layer")
+        axes.set_ylabel("entropy (nats)")
+        axes.set_ylim(bottom=0.0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return _svg(figure, name)
+
+
+def residual_figure(layers: Sequence[int], series: Mapping[str, Sequence[float]], name: str) -> str:
+    """Residual by layer over that of the constant merge, a line for every strategy."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (label, values) in enumerate(series.items()):
+            own = number == 0
+            axes.plot(
+                layers,
+                values,
+                marker=MARKERS[number % len(MARKERS)],
+                color=SERIES[number % len(SERIES)],
+                label=label,
+                linewidth=2.4 if own else 1.0,
+                markersize=7 if own else 4.5,
+                zorder=1 if own else 2,
+            )
+        axes.set_xlabel("student layer")
+        axes.axhline(1.0, color=LINE, linestyle="--", zorder=0)
+        axes.set_ylabel("error / constant merge")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(loc="outside upper left", ncols=5, fontsize=8.5)
+        return _svg(figure, name)
+
+
+def map_picture(probs: NDArray[Any]) -> str:
+    """One map ``(n, n)`` as the data URI of a PNG, a pixel an entry; the root shows small entries too."""
+    sound = np.clip(np.nan_to_num(probs.astype(np.float64), posinf=1.0), 0.0, 1.0)  # a file may hold anything
+    top = float(sound.max(initial=0.0)) or 1.0
+    buffer = io.BytesIO()
+    image.imsave(buffer, np.sqrt(sound / top), cmap="viridis", vmin=0.0, vmax=1.0, format="png")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an element of the page: no header, no metadata, ids of its own, colours of the page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
+    for stand_in, colour in (_COLOURS | _COLOURS_OF_SERIES).items():
+        text = text.replace(stand_in, colour)
+    # The page names the figure; a reader need not hear its tick labels.
+    return text.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)

@@ -1,0 +1,182 @@
+"""The page: every number as text, every figure in its place. Needs jinja2.
+
+Whatever comes from a cache is untrusted: the template escapes it, figures never hold its strings, and the page's
+own policy forbids scripts and requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.filesize import decimal
+
+import shd_ref
+from shd_ref.cache import CacheReader, Manifest
+from shd_ref.report.content import CacheContent, LayerContent
+from shd_ref.report.packages import jinja2
+from shd_ref.report.sections import (
+    Table,
+    alphas_section,
+    codec_section,
+    count_of,
+    entropy_section,
+    maps_section,
+    mean_kl,
+    residuals_section,
+)
+
+if TYPE_CHECKING:
+    from shd_ref.report.evidence import Evidence
+
+_SECTIONS = (
+    ("alphas", "Merge weights"),
+    ("residuals", "Residuals"),
+    ("maps", "Maps"),
+    ("entropy", "Entropy"),
+    ("codec", "Codec"),
+    ("sizes", "Sizes"),
+    ("job", "How it was made"),
+)
+
+
+def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> str:
+    """The whole page as HTML.
+
+    Args:
+        reader: of the cache, for the example's maps.
+        content: what the cache holds.
+        evidence: what the teacher told, where it was at hand.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    source = resources.files("shd_ref.report").joinpath("page.html").read_text(encoding="utf-8")
+    manifest = content.manifest
+    return environment.from_string(source).render(
+        title=f"Supervision cache of {manifest.teacher.name}",
+        lead=(
+            f"Attention of {count_of(len(manifest.layers), 'layer')}, squeezed from {manifest.num_teacher_heads} "
+            f"heads to {manifest.num_student_heads}: {count_of(content.samples, 'sample')}, each found by a hash of "
+            "its inputs."
+        ),
+        warning=None
+        if content.sealed
+        else f"This cache is not complete: {content.shards} of {manifest.shards.num_shards} shards are committed.",
+        sections=_SECTIONS,
+        tiles=_tiles(content),
+        alphas=alphas_section(content),
+        residuals=residuals_section(evidence),
+        maps=maps_section(reader, evidence),
+        entropy=entropy_section(content),
+        codec=codec_section(content),
+        sizes=_sizes(content),
+        job=_job(content),
+        groups=_groups(content.layers),
+        footer=f"Made by squeezing-heads {shd_ref.__version__}. This file asks for nothing from anywhere.",
+    )
+
+
+def _tiles(content: CacheContent) -> list[dict[str, str]]:
+    manifest = content.manifest
+    count, clipped, even = (
+        sum(layer.total(name) for layer in content.layers) for name in ("count", "clipped", "even")
+    )
+    worst = max((error.kl_max for error in content.shard_errors), default=0.0)
+    tiles = [
+        ("samples", f"{content.samples:,}", "complete" if content.sealed else "partial"),
+        (
+            "heads",
+            f"{manifest.num_teacher_heads} → {manifest.num_student_heads}",
+            f"{manifest.strategy}, by {manifest.alpha_per}",
+        ),
+        ("layers", str(len(manifest.layers)), "of the student"),
+        ("stored maps", _bytes(content.stored_bytes), f"{_ratio(content):.1f}× smaller than float32"),
+        ("codec error", f"{mean_kl(content):.2g}", f"nats a row, at most {worst:.2g}"),
+    ]
+    if count:
+        tiles.append(("clipped weights", f"{clipped / count:.1%}", f"{even / count:.1%} without preference"))
+    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+
+
+def _sizes(content: CacheContent) -> list[tuple[str, str]]:
+    lengths, manifest = np.array(content.lengths), content.manifest
+    per_sample = content.stored_bytes / content.samples
+    return [
+        ("samples", f"{content.samples:,}, {int(lengths.sum()):,} positions; {content.skipped:,} more were skipped"),
+        ("length", f"median {np.median(lengths):.0f}, from {lengths.min()} to {lengths.max()}"),
+        ("maps", f"{_bytes(content.stored_bytes)}, {_ratio(content):.2f}× smaller than float32"),
+        ("a sample", f"{_bytes(per_sample)}, {_bytes(content.stored_bytes / int(lengths.sum()))} a position"),
+        ("shard files", f"{_bytes(content.shard_bytes)} in {count_of(content.shards, 'shard')}"),
+        (
+            "beside the maps",
+            f"{_bytes(content.shard_bytes - content.stored_bytes)}: weights, mixing matrices, headers",
+        ),
+        (
+            "read rate",
+            f"{_bytes(content.read_bytes_per_second)} of codes a second, checked and decoded by one process, while "
+            f"this page was made ({content.read_bytes_per_second / per_sample:,.0f} samples a second)",
+        ),
+        ("support", "causal: triangles are stored" if manifest.support == "causal" else "full"),
+    ]
+
+
+def _job(content: CacheContent) -> list[tuple[str, str]]:
+    manifest = content.manifest
+    teacher = manifest.teacher
+    mask = manifest.inputs.mask
+    return [
+        ("teacher", f"{teacher.name}, SHA-256 {teacher.sha256}"),
+        ("run by", f"{teacher.provider}, attention in {teacher.dtype}"),
+        ("strategy", f"{manifest.strategy}, alpha rule {manifest.alpha_rule}, one weight a {manifest.alpha_per}"),
+        ("plans", _plans(manifest)),
+        ("temperature", f"{manifest.temperature:g}"),
+        ("codec", f"{manifest.codec}, compression {manifest.compression}"),
+        (
+            "inputs",
+            ", ".join(manifest.inputs.names) + (f"; attention mask {mask}" if mask else "; no attention mask"),
+        ),
+        ("data set", f"{manifest.dataset.num_samples:,} samples, fingerprint {manifest.dataset.fingerprint}"),
+        (
+            "shards",
+            f"{manifest.shards.num_shards:,} of {manifest.shards.samples_per_shard:,} samples, "
+            f"seed {manifest.shards.seed}",
+        ),
+        (
+            "written by",
+            f"{manifest.created_by}, specification {manifest.spec_version}, format {manifest.format_version}",
+        ),
+        ("cache id", manifest.id),
+    ]
+
+
+def _plans(manifest: Manifest) -> str:
+    layers = "the same for every layer" if manifest.plans is None else "every layer has its own"
+    how = manifest.matching
+    if how is None:
+        return layers
+    return f"{layers}; matched by {how.by} on {count_of(how.samples, 'sample')}, seed {how.seed}"
+
+
+def _groups(layers: Sequence[LayerContent]) -> Table:
+    rows = [
+        [
+            str(layer.student_layer),
+            str(layer.teacher_layer),
+            layer.site,
+            " | ".join(" ".join(map(str, group)) for group in layer.groups),
+        ]
+        for layer in layers
+    ]
+    columns = ["student layer", "teacher layer", "site", "teacher heads of each student head"]
+    return Table("Which teacher heads each student head learns from", columns, rows, (2, 3))
+
+
+def _ratio(content: CacheContent) -> float:
+    return content.float32_bytes / max(content.stored_bytes, 1)
+
+
+def _bytes(number: float) -> str:
+    return decimal(int(number))

@@ -1,0 +1,322 @@
+"""The page about a cache: right numbers, nothing trusted, nothing fetched, and a browser that shows it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cache.makers import OTHER_PLAN, PLAN, job, write_cache
+from numpy.typing import NDArray
+from teacher.attention_graphs import encoder_layer
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
+pytest.importorskip("jinja2", reason="the report is a jinja2 template")
+
+import shd_ref.report.command  # noqa: F401  (registers the command)
+from shd_ref import ShdError, squeeze_heads
+from shd_ref.cache import CacheReader, Matching
+from shd_ref.report.content import mean_entropy, merge_labels, read_content
+from shd_ref.report.evidence import read_evidence
+from shd_ref.report.figures import SERIES, map_picture
+from shd_ref.report.page import render_page
+from shd_ref.teacher.commands import app
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.inputs import ModelInputs, input_specs
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.reading import AttentionReader
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+
+NUM_SAMPLES, LENGTH = 9, 12
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}$\\frac{a}{b}$"
+
+
+def make_inputs() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    mask = (np.arange(LENGTH) < rng.integers(6, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
+    return {"x": rng.normal(size=(NUM_SAMPLES, LENGTH, 12)).astype(np.float32) * 2, "mask": mask}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a teacher, its inputs and its cache."""
+    folder = tmp_path_factory.mktemp("report")
+    onnx.save(encoder_layer(num_heads=4, mask="where"), folder / "teacher.onnx")
+    np.savez(folder / "data.npz", **make_inputs())
+    run = RunOptions(mask="mask", samples_per_shard=4)
+    precompute(folder / "teacher.onnx", make_inputs(), folder / "cache", PrecomputeOptions(2), run)
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page consists of; parsing checks that elements close in order."""
+
+    VOID = frozenset({"meta", "img", "br", "link", "path", "use", "rect"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def check_page(text: str) -> Page:
+    """What holds for every page: it asks for nothing, runs nothing, and can be found one's way in."""
+    page = Page(text)
+    assert not page.tags.keys() & {"script", "iframe", "object", "embed", "link", "base", "form"}
+    assert "default-src 'none'" in text
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on"), (tag, name)
+        if name in ("src", "href", "xlink:href"):
+            assert value.startswith(("#", "data:image/png;base64,")), (tag, name, value)
+        if name == "style":
+            assert "http" not in value
+    assert "url(http" not in text
+    assert "@import" not in text
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    links = {value[1:] for tag, name, value in page.attributes if name == "href" and tag == "a"}
+    assert links <= set(ids)
+    assert ("html", "lang", "en") in page.attributes
+    assert page.tags["h1"] == page.tags["main"] == page.tags["title"] == 1
+    assert page.tags["img"] == sum(
+        1 for tag, name, value in page.attributes if (tag, name) == ("img", "alt") and value
+    )
+    assert page.tags["table"] == page.tags["caption"]
+    return page
+
+
+def invoke(*words: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, words)], env={"COLUMNS": "300"})
+
+
+def test_a_page_from_the_cache_alone(made: Path, tmp_path: Path) -> None:
+    result = invoke(made / "cache", "--out", tmp_path / "report.html")
+    assert result.exit_code == 0, result.output
+    page = check_page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "with --teacher and --inputs" in page.text
+    assert "4 → 2" in page.text
+    assert CacheReader(made / "cache").manifest.id in page.text
+    assert page.tags["img"] == 2  # one layer of two merged maps
+
+
+def test_with_the_teacher_it_compares_and_shows_what_was_merged(made: Path, tmp_path: Path) -> None:
+    teacher = ("--teacher", made / "teacher.onnx", "--inputs", made / "data.npz", "--samples", 3)
+    result = invoke(made / "cache", "--out", tmp_path / "report.html", *teacher)
+    assert result.exit_code == 0, result.output
+    page = check_page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.tags["img"] == 2 + 4
+    evidence = read_evidence(CacheReader(made / "cache"), made / "teacher.onnx", make_inputs(), num_samples=3)
+    (layer,) = evidence.layers
+    assert f"{layer.residuals['simplex per row']:.4f}" in page.text
+    assert f"{layer.cached:.4f}" in page.text
+
+
+def test_residuals_are_the_references(made: Path) -> None:
+    reader, inputs = CacheReader(made / "cache"), make_inputs()
+    evidence = read_evidence(reader, made / "teacher.onnx", inputs, num_samples=NUM_SAMPLES)
+    (layer,) = evidence.layers
+    model = onnx.load(made / "teacher.onnx")
+    attention = AttentionReader(model, find_sites(model))
+    samples = ModelInputs(inputs, input_specs(model), "mask")
+    found: dict[str, list[float]] = {"constant": [], "simplex per row": [], "cached": []}
+    for index in range(NUM_SAMPLES):
+        (batch,) = samples.batches([index], 1)
+        maps, outputs, _ = attention.read(0, batch)
+        found["constant"].append(float(squeeze_heads(maps, outputs, 2, strategy="constant").residual[0]))
+        found["cached"].append(float(squeeze_heads(maps, outputs, 2).residual[0]))
+        best = squeeze_heads(maps, outputs, 2, strategy="simplex", alpha_per="row")
+        found["simplex per row"].append(float(best.residual[0]))
+    assert evidence.samples == NUM_SAMPLES
+    assert layer.residuals["constant"] == pytest.approx(np.mean(found["constant"]), rel=1e-6)
+    assert layer.residuals["simplex per row"] == pytest.approx(np.mean(found["simplex per row"]), rel=1e-6)
+    assert layer.cached == pytest.approx(np.mean(found["cached"]), rel=1e-6)
+    assert layer.cached == layer.residuals["alpha per map"]
+    assert layer.residuals["simplex per row"] <= layer.residuals["alpha per row"] + 1e-12
+
+
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, alpha_per=alpha_per)))
+    content = read_content(reader)
+    records = [reader.read(key) for key in reader]
+    for number, layer in enumerate(content.layers):
+        alphas = np.concatenate([record.alphas[number].reshape(len(layer.merges), -1) for record in records], axis=1)
+        for merge, values in zip(layer.merges, alphas, strict=True):
+            assert merge.count == len(values)
+            assert merge.clipped == ((values < 0) | (values > 1)).sum()
+            assert merge.even == (values == 0.5).sum()
+            np.testing.assert_allclose(merge.quantiles, np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95]))
+        entropy = [mean_entropy(reader.decode(record, layer.student_layer)) for record in records]
+        np.testing.assert_allclose(layer.entropy, np.mean(entropy, axis=0))
+    assert content.samples == 7
+    assert content.lengths == tuple(record.length for record in records)
+    stored = sum(blob.nbytes for record in records for blob in record.blobs.values())
+    assert content.stored_bytes == stored
+    assert content.shard_bytes > stored
+    few = read_content(reader, max_records=2)
+    assert few.records_read == few.maps_read == 2
+    check_page(render_page(reader, content, None))
+
+
+def test_entropy_and_labels_follow_their_definitions() -> None:
+    maps = np.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])  # the last row has no mass
+    np.testing.assert_allclose(mean_entropy(maps), [np.log(2) / 2])
+    forged = np.array([[[np.nan, -1.0, np.inf], [0.9, 0.9, 0.9]]])
+    np.testing.assert_allclose(mean_entropy(forged), [np.log(3) / 2])
+    labels = list(merge_labels((((0, 2), (1, 3)), ((0, 1),)), 5))
+    assert labels == ["0 + 2", "1 + 3", "0 2 + 1 3"]
+
+
+def test_layers_with_plans_of_their_own_name_their_own_heads(tmp_path: Path) -> None:
+    manifest = job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17))
+    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
+    content = read_content(reader)
+    assert [layer.groups for layer in content.layers] == [((0, 1), (2, 3)), ((1, 3, 2), (0,))]
+    labels = [[merge.label for merge in layer.merges] for layer in content.layers]
+    assert labels == [["0 + 1", "2 + 3"], ["1 + 3", "1 3 + 2"]]
+    page = check_page(render_page(reader, content, None))
+    assert "matched by residual on 2 samples, seed 17" in page.text
+
+
+@pytest.mark.parametrize("plan", [(((0, 1),), ((3, 0),)), (((0, 1), (0, 2)),), (((0, 1),),)])
+def test_a_plan_that_leads_elsewhere_is_refused(tmp_path: Path, plan: Any) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=3, plan=plan)))
+    with pytest.raises(ShdError) as caught:
+        read_content(reader)
+    assert caught.value.code == "plan-invalid"
+
+
+def test_what_a_cache_says_is_escaped(tmp_path: Path) -> None:
+    manifest = job(num_samples=3)
+    manifest = replace(
+        manifest,
+        created_by=HOSTILE,
+        strategy="shd" + HOSTILE,
+        alpha_rule=HOSTILE,
+        teacher=replace(manifest.teacher, name=HOSTILE, provider=HOSTILE, dtype=HOSTILE),
+        layers=tuple(replace(layer, site=HOSTILE) for layer in manifest.layers),
+        inputs=replace(manifest.inputs, names=(HOSTILE,), mask=HOSTILE),
+    )
+    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
+    text = render_page(reader, read_content(reader), None)
+    page = check_page(text)
+    assert "<script" not in text
+    assert page.text.count("<script>alert(1)</script>") >= 8  # as words
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_a_partial_cache_says_so(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "cache", tmp_path / "cache")
+    (tmp_path / "cache" / "SEALED.json").unlink()
+    (tmp_path / "cache" / "receipts" / "000001.json").unlink()
+    result = invoke(tmp_path / "cache", "--out", tmp_path / "report.html")
+    assert result.exit_code == 0, result.output
+    assert "not complete: 2 of 3 shards" in check_page((tmp_path / "report.html").read_text(encoding="utf-8")).text
+    for receipt in (tmp_path / "cache" / "receipts").glob("*.json"):
+        receipt.unlink()
+    with pytest.raises(ShdError, match="at least one committed sample") as caught:
+        read_content(CacheReader(tmp_path / "cache", allow_partial=True))
+    assert caught.value.code == "cache-incomplete"
+
+
+@pytest.mark.parametrize("strategy", ["mean", "constant", "hard"])
+def test_strategies_without_spread_have_a_page_too(made: Path, tmp_path: Path, strategy: str) -> None:
+    options = PrecomputeOptions(2, strategy=strategy, temperature=2.0, codec="float32")
+    precompute(made / "teacher.onnx", make_inputs(), tmp_path / "cache", options, RunOptions(mask="mask"))
+    reader = CacheReader(tmp_path / "cache")
+    evidence = read_evidence(reader, made / "teacher.onnx", make_inputs(), num_samples=1)
+    page = check_page(render_page(reader, read_content(reader), evidence))
+    assert "softened with temperature 2" in page.text
+    assert ("no pairwise weights" in page.text) == (strategy == "mean")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("--teacher", "teacher.onnx"), "argument-value"), (("--out", "absent/report.html"), "write-failed")],
+)
+def test_what_cannot_be_done_is_said(made: Path, words: tuple[str, str], code: str) -> None:
+    result = invoke(made / "cache", words[0], made / words[1])
+    assert result.exit_code == 1
+    assert code in result.output
+
+
+def test_other_inputs_are_refused(made: Path) -> None:
+    other = make_inputs()
+    other["x"] += 1
+    with pytest.raises(ShdError, match="other inputs") as caught:
+        read_evidence(CacheReader(made / "cache"), made / "teacher.onnx", other)
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_pictures_hold_a_pixel_an_entry() -> None:
+    picture = map_picture(np.eye(3))
+    assert picture.startswith("data:image/png;base64,iVBOR")
+    assert map_picture(np.zeros((3, 3))).startswith("data:image/png;base64,")
+    assert map_picture(np.array([[np.nan, np.inf], [-np.inf, 0.5]])).startswith("data:image/png;base64,")
+    assert len(set(SERIES)) == 7
+
+
+def browser() -> str:
+    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    if found is None:
+        pytest.skip(f"no browser found: none of {', '.join(BROWSERS)} is installed")
+    return found
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_without_a_complaint(made: Path, tmp_path: Path) -> None:
+    page, picture = tmp_path / "report.html", tmp_path / "report.png"
+    teacher = ("--teacher", made / "teacher.onnx", "--inputs", made / "data.npz", "--samples", 1)
+    assert invoke(made / "cache", "--out", page, *teacher).exit_code == 0
+    command = [
+        *(browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+        *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=420,3000", f"--screenshot={picture}"),
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [
+        line for line in done.stderr.splitlines() if "CONSOLE" in line
+    ] == []  # what a policy refuses is said there
+    from matplotlib.image import imread
+
+    pixels = (imread(picture)[..., :3] * 255).astype(int)
+    assert pixels.shape[:2] == (3000, 420)
+    colours = {tuple(colour) for colour in pixels[::2, ::2].reshape(-1, 3).tolist()}
+    assert (68, 1, 84) in colours  # viridis at zero: the maps were drawn
+    assert len(colours) > 100

@@ -1,0 +1,314 @@
+"""A teacher that runs on its own squeezed attention: right numbers in every layout, and what it loses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from teacher.attention_graphs import bare_attention, encoder_layer
+from typer.testing import CliRunner
+
+import shd_ref.teacher.fidelity_command  # noqa: F401  (registers the command)
+from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
+from shd_ref.teacher.commands import app
+from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, Targets
+from shd_ref.teacher.fidelity import ALPHAS, FidelityOptions, measure_fidelity
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
+from shd_ref.teacher.reading import AttentionReader
+from shd_ref.teacher.replace import replace_attention
+from shd_ref.teacher.rule import SqueezeOptions, make_rule
+from shd_ref.teacher.run import RunOptions
+from shd_ref.teacher.session import open_session
+from shd_ref.tolerances import load_tolerances
+
+LENGTH = 7
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "masked by where": {"mask": "where", "nan_guard": True},
+    "grouped queries": {"num_kv_heads": 2, "kv_repeat": "gather"},
+    "half precision": {"float16": True},
+    "heads first": {"layout": "heads-batch"},
+    "folded, samples outside": {"layout": "batch-folded", "sequence_first": True},
+    "folded, heads outside": {"layout": "heads-folded"},
+    "gemm": {"projection": "gemm"},
+    "head mask": {"head_mask": True},
+    "old operators": {"opset": 13},
+}
+
+
+def make_arrays(width: int, seed: int = 0, samples: int = 3) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(seed)
+    lengths = np.arange(LENGTH, LENGTH - samples, -1)
+    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
+    return {"x": rng.normal(size=(samples, LENGTH, width)).astype(np.float32) * 2, "mask": mask}
+
+
+def run_replaced(model: onnx.ModelProto, arrays: dict[str, NDArray[Any]], heads: int | None, **kind: str) -> Any:
+    sites = find_sites(model)
+    rules = None
+    if heads is not None:
+        strategy, alpha_per = ALPHAS[kind["alpha"]]
+        plan = kind.get("plan", "progressive")
+        options = SqueezeOptions(heads, plan, strategy, "least_squares", alpha_per, 1.0, "float32")
+        rules = [make_rule(options, site.num_heads or 0, site.d_v or 0) for site in sites]
+    output = model.graph.output[-1].name
+    graph = replace_attention(model, sites, rules, output=output, row_mask_input="mask")
+    session = open_session(graph.model.SerializeToString())
+    fed = {value.name for value in session.get_inputs()}
+    names = [output, graph.sites[0].context, graph.sites[0].unmerged]
+    return session.run(names, {name: array for name, array in arrays.items() if name in fed})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_many_heads_as_the_teacher_reproduce_it(form: str) -> None:
+    model = encoder_layer(num_heads=4, **FORMS[form])
+    arrays = make_arrays(12)
+    wanted = open_session(model.SerializeToString()).run(None, arrays)[0]
+    for alpha in ALPHAS:
+        got, context, unmerged = run_replaced(model, arrays, 4, alpha=alpha)
+        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(context, unmerged)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("alpha", ["map", "row", "constant", "hard"])
+def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, alpha: str) -> None:
+    """``sum_h A~_h X'_h`` by its definition, from the float64 reference on the graph's own maps."""
+    model = encoder_layer(num_heads=4, **FORMS[form])
+    arrays = make_arrays(12)
+    inputs = ModelInputs(arrays, input_specs(model), "mask")
+    (site,) = find_sites(model)
+    (batch,) = inputs.batches(range(3), 3)
+    maps, outputs, _ = AttentionReader(model, (site,)).read(0, batch)
+    strategy, alpha_per = ALPHAS[alpha]
+    mask = arrays["mask"].astype(bool)
+    squeezed = squeeze_heads(maps, outputs, 2, strategy=strategy, alpha_per=alpha_per, query_mask=mask)
+    summed = np.stack([outputs[:, list(group)].sum(axis=1) for group in plan_groups(squeezed.plan, 4)], axis=1)
+    wanted = (squeezed.probs @ summed).sum(axis=1)  # (B, L, D)
+    got = run_replaced(model, batch.arrays, 2, alpha=alpha)[0]
+    got = got.swapaxes(0, 1) if FORMS[form].get("sequence_first") else got.reshape(wanted.shape)
+    # Rounding of the graph's own dtype, through a product of 12 columns of W_o.
+    atol = 20 * load_tolerances()["graph"]["probs"]["float16" if FORMS[form].get("float16") else "float32"]
+    np.testing.assert_allclose(got, wanted, atol=atol)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_simplex_reaches_the_optimum_of_the_reference(heads: int, seed: int) -> None:
+    """Groups of up to six: maps where the optimum is unique, and its value in any case."""
+    model = bare_attention(6, 5)
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, NDArray[Any]] = {"mask": np.array([[1] * 7, [1] * 5 + [0] * 2])}
+    arrays["logits_0"] = rng.normal(size=(2, 6, 7, 9)).astype(np.float32) * 2
+    if seed == 3:
+        arrays["logits_0"][1] = arrays["logits_0"][1, :1]  # equal heads: every weight is right
+    arrays["values_0"] = rng.normal(size=(2, 6, 9, 5)).astype(np.float32)
+    (site,) = find_sites(model)
+    plan = merge_plan(6, heads, "balanced")
+    options = SqueezeOptions(heads, plan, "shd", "least_squares", "map", 1.0, "float32")
+    rule = replace(make_rule(options, 6, 5), strategy="simplex")
+    graph = replace_attention(model, [site], [rule], output=model.graph.output[0].name, row_mask_input="mask")
+    (output,) = open_session(graph.model.SerializeToString()).run([graph.output], arrays)
+    (batch,) = ModelInputs(arrays, input_specs(model), None).batches(range(2), 2)
+    maps, outputs, _ = AttentionReader(model, [site]).read(0, batch)
+    mask = arrays["mask"].astype(bool)
+    best = squeeze_heads(maps, outputs, heads, plan=plan, strategy="simplex", query_mask=mask)
+    own = (maps @ outputs).sum(axis=1)
+    for number in range(2):
+        rows = mask[number]
+        residual = np.linalg.norm((output - own)[number, rows]) / np.linalg.norm(own[number, rows])
+        assert residual == pytest.approx(best.residual[number], rel=1e-4, abs=1e-6)
+
+
+def test_nothing_else_of_the_teacher_changes() -> None:
+    """Two sites whose maps are inputs: each is replaced by its own merge, and by no other."""
+    model = bare_attention(4, num_layers=2)
+    rng = np.random.default_rng(1)
+    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((2, 5), dtype=np.int64)}
+    for layer in range(2):
+        arrays[f"logits_{layer}"] = rng.normal(size=(2, 4, 5, 6)).astype(np.float32) * 2
+        arrays[f"values_{layer}"] = rng.normal(size=(2, 4, 6, 4)).astype(np.float32)
+    before = [value.name for value in model.graph.output]
+    options = FidelityOptions((2,), plans=("adjacent",), alphas=("map",), output=before[1])
+    report = measure_fidelity_of(model, arrays, options)
+    (result,) = report.results
+    sites = find_sites(model)
+    reader = AttentionReader(model, sites)
+    (batch,) = ModelInputs(arrays, input_specs(model), "mask").batches(range(2), 2)
+    residuals = []
+    for number in range(2):
+        maps, outputs, _ = reader.read(number, batch)
+        squeezed = squeeze_heads(maps, outputs, 2)
+        own = (maps @ outputs).sum(axis=1)
+        summed = np.stack([outputs[:, list(group)].sum(axis=1) for group in plan_groups(squeezed.plan, 4)], axis=1)
+        error = (squeezed.probs @ summed).sum(axis=1) - own
+        residuals.append(np.linalg.norm(error) / np.linalg.norm(own))
+    assert result.merge_error == pytest.approx(np.mean(residuals), rel=1e-3)
+    assert result.attention_error == pytest.approx(np.mean(residuals), rel=1e-3)  # no layer feeds another here
+    assert result.output_error == pytest.approx(residuals[1], rel=1e-3)
+
+
+def measure_fidelity_of(model: onnx.ModelProto, arrays: dict[str, NDArray[Any]], options: FidelityOptions) -> Any:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "teacher.onnx"
+        onnx.save(model, path)
+        return measure_fidelity(path, arrays, options, RunOptions(mask="mask", num_threads=1))
+
+
+def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
+    pytest.importorskip("networkx", reason="matched plans need networkx")
+    arrays = make_arrays(12, samples=5)
+    options = FidelityOptions((4, 2), plans=("adjacent", "balanced", "matched", "similar"), alphas=tuple(ALPHAS))
+    report = measure_fidelity_of(encoder_layer(num_heads=4), arrays, options)
+    assert len(report.results) == 2 * 4 * 5
+    costs = [result.cost for result in report.results]
+    assert costs == sorted(costs)
+    assert {result.setting.num_student_heads for result in report.results[:20]} == {4}  # nothing is lost
+    assert all(result.can_precompute for result in report.results)
+    assert report.results[0].output_error == 0.0
+    assert list(report.best()) == [2, 4]
+    by_setting = {(r.setting.plan, r.setting.alpha): r for r in report.results if r.setting.num_student_heads == 2}
+    assert all(sorted(p for one in r.plans[0] for p in sum(one, ())) == [0, 1, 2, 3] for r in by_setting.values())
+    # For pairs the best convex weights are the clipped alpha, and contiguous pairs are adjacent pairs.
+    assert by_setting["adjacent", "simplex"].output_error == by_setting["adjacent", "map"].output_error
+    assert by_setting["balanced", "row"].output_error == by_setting["adjacent", "row"].output_error
+    assert by_setting["matched", "row"].merge_error <= by_setting["adjacent", "row"].merge_error + 1e-6
+
+
+def test_only_what_precompute_offers_is_recommended() -> None:
+    options = FidelityOptions((2, 1), plans=("adjacent",), alphas=("map", "simplex"))
+    report = measure_fidelity_of(encoder_layer(num_heads=4), make_arrays(12), options)
+    found = {(r.setting.num_student_heads, r.setting.alpha): r for r in report.results}
+    assert found[1, "simplex"].merge_error < found[1, "map"].merge_error
+    assert not found[1, "simplex"].can_precompute
+    assert report.best()[1] is found[1, "map"]
+    assert report.best()[2].can_precompute
+
+
+def test_padding_and_batching_do_not_matter() -> None:
+    arrays = make_arrays(12, samples=5)
+    wide = {name: np.concatenate([array, np.zeros_like(array[:, :2])], axis=1) for name, array in arrays.items()}
+    wide["x"][:, LENGTH:] = 1e3
+    options = FidelityOptions((3,), plans=("adjacent",), alphas=("map", "row"))
+    model = encoder_layer(num_heads=4, mask="where")
+    one, other = (measure_fidelity_of(model, given, options) for given in (arrays, wide))
+    for first, second in zip(one.results, other.results, strict=True):
+        assert first.output_error == pytest.approx(second.output_error, rel=1e-4)
+        assert first.cosine_distance == pytest.approx(second.cosine_distance, rel=1e-3)
+        assert first.merge_error == pytest.approx(second.merge_error, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "match"),
+    [
+        ("heads-exceed", {"student_heads": (5,)}, "num_teacher_heads=4"),
+        ("argument-value", {"plans": ("best",)}, "plans"),
+        ("argument-value", {"alphas": ("median",)}, "alpha"),
+        ("argument-value", {"output": "logits"}, "output must be one of"),
+        ("inputs-invalid", {"targets": "labels"}, "must hold the targets labels"),
+        ("inputs-invalid", {"targets": "x"}, "must hold integers"),
+        ("inputs-invalid", {"targets": "classes"}, "must hold a class for every row"),
+    ],
+)
+def test_what_does_not_fit_is_refused(code: str, options: dict[str, Any], match: str) -> None:
+    arrays = make_arrays(12) | {"classes": np.zeros(3, dtype=np.int64)}
+    with pytest.raises(ShdError, match=match) as caught:
+        measure_fidelity_of(
+            encoder_layer(num_heads=4), arrays, FidelityOptions(**({"student_heads": (2,)} | options))
+        )
+    assert caught.value.code == code
+
+
+def test_a_teacher_without_attention_or_with_nan_is_refused() -> None:
+    arrays = make_arrays(12)
+    arrays["x"][1, 0, 0] = np.nan
+    options = FidelityOptions((2,), plans=("adjacent",), alphas=("constant",))
+    with pytest.raises(ShdError, match="NaN or infinity") as caught:
+        measure_fidelity_of(encoder_layer(num_heads=4), arrays, options)
+    assert caught.value.code == "not-finite"
+
+
+def test_measures_follow_their_definitions() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 3, 5)), rng.normal(size=(2, 3, 5))
+    mask = np.array([[True, True, False], [True, False, False]])
+    error = RelativeError()
+    error.add(a[:1], b[:1], mask[:1])
+    error.add(a[1:], b[1:], mask[1:])
+    assert error.value == pytest.approx(np.linalg.norm((a - b)[mask]) / np.linalg.norm(b[mask]))
+    cosine = CosineDistance()
+    cosine.add(a, b, mask)
+    pairs = [(a[0, :2].mean(0), b[0, :2].mean(0)), (a[1, 0], b[1, 0])]
+    assert cosine.value == pytest.approx(
+        np.mean([1 - x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs])
+    )
+    same = RelativeError()
+    same.add(np.zeros((2, 3)), np.zeros((2, 3)))
+    assert same.value == 0.0
+    same.add(np.ones((2, 3)), np.zeros((2, 3)))
+    assert same.value == np.inf
+
+
+def test_targets_are_next_tokens_given_tokens_or_classes() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 4, 6)).astype(np.float32)
+    ids = rng.integers(0, 6, (5, 9))
+    batch = Batch((3, 1), (4, 3), {})
+    mask = np.array([[True] * 4, [True, True, True, False]])
+    log_probs = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+
+    def loss(targets: NDArray[Any], given: NDArray[Any], *, next_token: bool = False) -> float:
+        entropy = CrossEntropy()
+        by_sample = Targets("targets", dict(enumerate(targets)), next_token)
+        entropy.add(given, by_sample.of_batch(batch, mask, given))
+        return entropy.value
+
+    following = [-log_probs[0, i, ids[3, i + 1]] for i in range(3)] + [
+        -log_probs[1, i, ids[1, i + 1]] for i in (0, 1)
+    ]
+    assert loss(ids, logits, next_token=True) == pytest.approx(np.mean(following))
+    labels = ids.copy()
+    labels[3, 0] = -100
+    aligned = [-log_probs[0, i, ids[3, i]] for i in (1, 2, 3)] + [-log_probs[1, i, ids[1, i]] for i in range(3)]
+    assert loss(labels, logits) == pytest.approx(np.mean(aligned))
+    classes = ids[:, 0]
+    expected = np.mean([-log_probs[0, 0, classes[3]], -log_probs[1, 0, classes[1]]])
+    assert loss(classes, logits[:, 0]) == pytest.approx(expected)
+    with pytest.raises(ShdError, match="below the output's 6 classes"):
+        loss(classes + 6, logits[:, 0])
+
+
+def test_command_takes_lists_and_ends_with_the_next_command(tmp_path: Path) -> None:
+    onnx.save(encoder_layer(num_heads=4), tmp_path / "my teacher.onnx")
+    np.savez(tmp_path / "data.npz", **make_arrays(12))
+    given = [
+        "--student-heads",
+        "4",
+        "2",
+        "--plans",
+        "adjacent",
+        "balanced",
+        "--alpha",
+        "row",
+        str(tmp_path / "my teacher.onnx"),
+    ]
+    given += ["--inputs", str(tmp_path / "data.npz"), "--mask", "mask", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, ["fidelity", *given], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["num_student_heads"], r["alpha"]) for r in document["results"]] == [(4, "row")] * 2 + [(2, "row")] * 2
+    assert document["recommended"]["2"] in result.output
+    assert f"shd precompute '{tmp_path}/my teacher.onnx'" in result.output
+    assert "--student-heads 2 --alpha-per row" in result.output
+    refused = CliRunner().invoke(app, ["fidelity", *given, "--output", "none"])
+    assert refused.exit_code == 1
+    assert "argument-value" in refused.output

@@ -1,0 +1,171 @@
+"""Matched plans in a precompute run: layer by layer, written down, and taken from there on resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from teacher.attention_graphs import bare_attention
+from typer.testing import CliRunner
+
+pytest.importorskip("networkx", reason="matched plans need networkx")
+
+from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
+from shd_ref.cache import CacheReader, Matching, verify_cache
+from shd_ref.cache.job import sample_order
+from shd_ref.teacher import run as run_module
+from shd_ref.teacher.commands import app
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.inputs import ModelInputs, input_specs
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.reading import AttentionReader
+from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+
+HEADS, SAMPLES, LENGTH = 6, 8, 5
+MATCHED = PrecomputeOptions(2, plan="matched", calibration_samples=3, codec="float32")
+RUN = RunOptions(mask="mask", samples_per_shard=3, seed=7)
+
+
+def make_inputs() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((SAMPLES, LENGTH), dtype=np.int64)}
+    for layer in range(2):
+        # Heads that resemble one another, others in every layer.
+        kinds = rng.permutation(HEADS) % 3
+        logits = rng.normal(size=(SAMPLES, 3, LENGTH, LENGTH))[:, kinds] * 2
+        logits += rng.normal(size=(SAMPLES, HEADS, LENGTH, LENGTH)) * 0.3
+        arrays[f"logits_{layer}"] = logits.astype(np.float32)
+        arrays[f"values_{layer}"] = rng.normal(size=(SAMPLES, HEADS, LENGTH, 4)).astype(np.float32)
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("matched") / "teacher.onnx"
+    onnx.save(bare_attention(HEADS, num_layers=2), path)
+    return path
+
+
+def read_layer(teacher: Path, layer: int, indices: list[int]) -> tuple[Any, Any]:
+    model = onnx.load(teacher)
+    (batch,) = ModelInputs(make_inputs(), input_specs(model), "mask").batches(indices, len(indices))
+    return AttentionReader(model, find_sites(model)).read(layer, batch)[:2]
+
+
+@pytest.mark.parametrize("by", ["residual", "similarity"])
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+def test_every_layer_has_the_plan_that_the_reference_finds(
+    teacher: Path, tmp_path: Path, by: str, alpha_per: str
+) -> None:
+    options = PrecomputeOptions(
+        2, plan="matched", matched_by=by, alpha_per=alpha_per, calibration_samples=3, codec="float32"
+    )
+    precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
+    reader = CacheReader(tmp_path / "cache")
+    manifest = reader.manifest
+    assert manifest.matching == Matching(by, 3, 7)
+    chosen = [int(index) for index in sample_order(SAMPLES, 7)[:3]]
+    for number, plan in enumerate(manifest.layer_plans):
+        maps, outputs = read_layer(teacher, number, chosen)
+        assert plan == matched_plan([(maps, outputs)], 2, by, alpha_per=alpha_per)
+    assert manifest.plans is not None  # the layers were made to differ
+    for key in reader:
+        record = reader.read(key)
+        for number, plan in enumerate(manifest.layer_plans):
+            maps, outputs = read_layer(teacher, number, [record.index])
+            reference = squeeze_heads(maps, outputs, 2, plan=plan, alpha_per=alpha_per)
+            np.testing.assert_allclose(reader.decode(record, number), reference.probs[0], atol=2e-5)
+            alphas = np.concatenate(reference.alphas, axis=1)[0]
+            np.testing.assert_allclose(np.clip(record.alphas[number], 0, 1), alphas, atol=1e-3)
+            if record.mixing is not None:
+                np.testing.assert_allclose(record.mixing[number], reference.mixing[0], atol=1e-3)
+                ends = np.cumsum([len(one_round) for one_round in plan])[:-1]
+                rounds = np.split(np.clip(record.alphas[None, number], 0, 1), ends, axis=1)
+                np.testing.assert_allclose(compose_mixing(rounds, plan, HEADS)[0], record.mixing[number], atol=1e-6)
+    assert verify_cache(tmp_path / "cache").ok
+    assert recheck_records(tmp_path / "cache", teacher, make_inputs()).records == SAMPLES
+
+
+def test_equal_plans_of_all_layers_are_written_once(teacher: Path, tmp_path: Path) -> None:
+    options = PrecomputeOptions(2, plan="matched", calibration_samples=3, layer_pairs=((0, 1),))
+    precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
+    manifest = CacheReader(tmp_path / "cache").manifest
+    assert manifest.plans is None
+    maps, outputs = read_layer(teacher, 1, [int(index) for index in sample_order(SAMPLES, 7)[:3]])
+    assert manifest.plan == matched_plan([(maps, outputs)], 2)
+
+
+def test_resuming_takes_the_plans_from_the_manifest(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cache = tmp_path / "whole", tmp_path / "cache"
+    precompute(teacher, make_inputs(), whole, MATCHED, RUN)
+    precompute(teacher, make_inputs(), cache, MATCHED, RUN)
+    assert (whole / "manifest.json").read_bytes() == (cache / "manifest.json").read_bytes()  # matched twice, alike
+    (cache / "SEALED.json").unlink()
+    (cache / "receipts" / "000001.json").unlink()
+
+    def must_not_match(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the plans are in the manifest")
+
+    monkeypatch.setattr(run_module, "calibrate_plans", must_not_match)
+    summary = precompute(teacher, make_inputs(), cache, MATCHED, RUN)
+    assert summary.resumed == SAMPLES - 3
+    for path in whole.rglob("*.safetensors"):
+        assert path.read_bytes() == (cache / path.relative_to(whole)).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"plan": "progressive"}, "matching"),
+        ({"matched_by": "similarity"}, "matching.by"),
+        ({"calibration_samples": 4}, "matching.samples"),
+        ({"num_student_heads": 3}, "num_student_heads"),
+    ],
+)
+def test_resuming_with_another_plan_is_refused(
+    teacher: Path, tmp_path: Path, change: dict[str, Any], differs: str
+) -> None:
+    options: dict[str, Any] = {"num_student_heads": 2, "plan": "matched", "calibration_samples": 3}
+    precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**options), RUN)
+    with pytest.raises(ShdError, match=differs) as caught:
+        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**(options | change)), RUN)
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -> None:
+    arrays = make_inputs()
+    first, second = (int(index) for index in sample_order(SAMPLES, 7)[:2])
+    arrays["values_1"][first] = np.nan
+    options = PrecomputeOptions(2, plan="matched", calibration_samples=2, codec="float32", on_error="skip")
+    precompute(teacher, arrays, tmp_path / "cache", options, RUN)
+    reader = CacheReader(tmp_path / "cache")
+    assert len(reader) == SAMPLES - 1
+    assert reader.manifest.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
+    with pytest.raises(ShdError) as caught:
+        precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)
+    assert caught.value.code == "not-finite"
+
+
+def test_plans_must_fit_the_layers(teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="one for each of 2 layers; got 1") as caught:
+        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(6, plans=((),)), RUN)
+    assert caught.value.code == "plan-invalid"
+
+
+def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **make_inputs())
+    words = ["precompute", str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
+    words += ["--mask", "mask", "--plan", "matched", "--matched-by", "similarity", "--calibration-samples", "2"]
+    words += ["--out", str(tmp_path / "cache")]
+    for _ in range(2):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+    assert CacheReader(tmp_path / "cache").manifest.matching == Matching("similarity", 2, 0)

