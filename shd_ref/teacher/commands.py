@@ -233,11 +233,8 @@ def precompute(
         console.print(summary_table(summary))
     more = "" if tokenizer is None else f" --tokenizer {tokenizer} --text-column {text_column}"
     more += "" if max_length is None else f" --max-length {max_length}"
-    console.print(
-        f"next: shd verify {summaries[0].folder} --teacher {teacher} --inputs {inputs}{more}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    check = f"shd verify {summaries[0].folder} --teacher {teacher} --inputs {inputs}{more}"
+    console.print(f"next: {check}", highlight=False, soft_wrap=True)
 
 
 @app.command()

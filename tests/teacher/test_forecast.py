@@ -71,6 +71,22 @@ def test_slow_storage_asks_for_smaller_codes_and_then_for_the_teacher(teacher: P
         assert caught.value.code == "argument-value"
 
 
+def test_the_form_turns_with_the_length(teacher: Path) -> None:
+    """Four heads of width 3 with as many key heads, merged to two: 2 L bytes a row against 8 (3 + 4)."""
+
+    def forecast(length: int) -> Forecast:
+        tokens = np.random.default_rng(0).integers(0, 50, (4, length))
+        inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+        return forecast_cache(teacher, inputs, OPTIONS, num_samples=2)
+
+    short, long = forecast(20), forecast(60)
+    assert (short.form, long.form) == ("dense", "factored")
+    assert {row.dtype: row.bytes_per_sample for row in long.factored} == {
+        "float16": 4 * 2 * 4 + 60 * 2 * 8 * 3,
+        "int8": 4 * 2 * 4 + 60 * 8 * (3 + 4),
+    }
+
+
 def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_tokens())
     arguments = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
