@@ -1,8 +1,17 @@
-"""The ``shd`` command: inspect a teacher graph, precompute its supervision, verify a cache."""
+"""The ``shd`` command: inspect a teacher graph, plan and precompute its supervision, verify a cache."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+
+def load_app() -> Any:
+    """The command with all its subcommands, some of which live in modules of their own."""
+    import shd_ref.teacher.plan_command  # noqa: F401  (registers its command)
+    from shd_ref.teacher.commands import app
+
+    return app
 
 
 def main() -> None:
@@ -12,7 +21,4 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
-    import shd_ref.teacher.plan_command  # noqa: F401  (registers its command)
-    from shd_ref.teacher.commands import app
-
-    app()
+    load_app()()

@@ -12,14 +12,14 @@ import pytest
 from teacher.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
-import shd_ref.teacher.plan_command  # noqa: F401  (registers its command)
 from shd_ref.cache import CODECS
+from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.commands import app
 from shd_ref.teacher.forecast import Forecast, forecast_cache
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 
+app = load_app()
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 
 
