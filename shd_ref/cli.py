@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+
+def load_app() -> Any:
+    """The command with all its subcommands, some of which live in modules of their own."""
+    # Each module registers its command.
+    import shd_ref.report.command
+    import shd_ref.teacher.fidelity_command
+    import shd_ref.teacher.plan_command  # noqa: F401
+    from shd_ref.teacher.commands import app
+
+    return app
 
 
 def main() -> None:
@@ -12,10 +24,4 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
-    # Each module registers its command.
-    import shd_ref.report.command
-    import shd_ref.teacher.fidelity_command
-    import shd_ref.teacher.plan_command  # noqa: F401
-    from shd_ref.teacher.commands import app
-
-    app()
+    load_app()()

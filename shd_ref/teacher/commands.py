@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ from shd_ref.teacher.options import (
     CalibrationSamples,
     Codec,
     Compression,
+    HeadsOfStudents,
     InputsPath,
     LayerPairs,
     MaskOption,
@@ -46,13 +48,13 @@ from shd_ref.teacher.options import (
     Provider,
     Strategy,
     StrategyOption,
-    StudentHeads,
     StudentLayers,
     TeacherPath,
     Temperature,
     TextOption,
     Threads,
     TokenizerOption,
+    parse_heads,
     parse_layer_pairs,
 )
 
@@ -137,7 +139,7 @@ def inspect(
 def precompute(
     teacher: TeacherPath,
     inputs: InputsPath,
-    student_heads: StudentHeads,
+    student_heads: HeadsOfStudents,
     out: Annotated[Path, typer.Option(help="Folder of the cache; give the same one again to resume.")],
     student_layers: StudentLayers = None,
     layers: LayerPairs = None,
@@ -183,14 +185,16 @@ def precompute(
     tolerance refuses the run. Stop it at any moment (also with kill -9): the same command goes on where it stopped.
     """
     from shd_ref.teacher.forecast import forecast_cache
-    from shd_ref.teacher.precompute import precompute as run_precompute
+    from shd_ref.teacher.precompute import precompute as precompute_cache
+    from shd_ref.teacher.precompute import precompute_shapes
     from shd_ref.teacher.run import PrecomputeOptions, RunOptions
     from shd_ref.teacher.sources import open_source
     from shd_ref.teacher.tables import summary_table
 
     with reported_errors():
+        heads = parse_heads(student_heads)
         options = PrecomputeOptions(
-            num_student_heads=student_heads,
+            num_student_heads=heads[0],
             num_student_layers=student_layers,
             layer_pairs=parse_layer_pairs(layers),
             plan=plan.value,
@@ -215,25 +219,29 @@ def precompute(
         )
         source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
         if dry_run:
-            print_forecast(forecast_cache(teacher, source, options, run))
+            for number in heads:
+                print_forecast(forecast_cache(teacher, source, replace(options, num_student_heads=number), run))
             return
         with show_progress("samples") as (bar, task):
             reading = bar.add_task("inputs read", total=None)
-            summary = run_precompute(
-                teacher,
-                source,
-                out,
-                options,
-                run,
-                on_progress=lambda done, total, _: bar.update(task, completed=done, total=total),
-                on_read=lambda done, total: bar.update(reading, completed=done, total=total),
-            )
-    console.print(summary_table(summary))
+
+            def on_progress(done: int, total: int, _: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            def on_read(done: int, total: int) -> None:
+                bar.update(reading, completed=done, total=total)
+
+            told: Any = {"on_progress": on_progress, "on_read": on_read}
+            if len(heads) == 1:
+                summaries = [precompute_cache(teacher, source, out, options, run, **told)]
+            else:
+                summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)
+    for summary in summaries:
+        console.print(summary_table(summary))
     more = "" if tokenizer is None else f" --tokenizer {tokenizer} --text-column {text_column}"
     more += "" if max_length is None else f" --max-length {max_length}"
-    console.print(
-        f"next: shd verify {out} --teacher {teacher} --inputs {inputs}{more}", highlight=False, soft_wrap=True
-    )
+    check = f"shd verify {summaries[0].folder} --teacher {teacher} --inputs {inputs}{more}"
+    console.print(f"next: {check}", highlight=False, soft_wrap=True)
 
 
 @app.command()

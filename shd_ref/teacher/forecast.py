@@ -51,6 +51,21 @@ class CodecForecast:
 
 
 @dataclass(frozen=True)
+class FactoredForecast:
+    """The other form of supervision: the teacher's queries and keys with the mixing matrix, in place of maps.
+
+    Attributes:
+        dtype: ``float16``, or ``int8`` with a float32 scale per head and position.
+        bytes_per_sample: of the mean sample.
+        total_bytes: of the whole data set.
+    """
+
+    dtype: str
+    bytes_per_sample: float
+    total_bytes: float
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What ``shd plan`` shows.
 
@@ -63,6 +78,10 @@ class Forecast:
         teacher_seconds: a sample, of the teacher as it is, in batches as asked for.
         squeeze_seconds: a sample, of the squeezed graph.
         codecs: by codec.
+        factored: empty where the graph does not tell the width of queries and keys.
+        form: ``"dense"`` or ``"factored"``: which is smaller, ``sqrt8-row`` or int8 factors, whose errors are alike.
+            That turns with the length: ``L H_s`` bytes a row (half of it if causal) against about
+            ``d_k (H_t + H_kv)``. Caches hold dense maps only.
         recommended: the codec to take, see ``forecast_cache``.
         pays: whether reading it is faster than running the teacher.
     """
@@ -76,6 +95,8 @@ class Forecast:
     teacher_seconds: float
     squeeze_seconds: float
     codecs: tuple[CodecForecast, ...]
+    factored: tuple[FactoredForecast, ...]
+    form: str
     recommended: str
     pays: bool
 
@@ -128,6 +149,7 @@ def forecast_cache(
     codecs = tuple(
         _forecast_codec(codec, work, merged, support, lengths, len(source), teacher_seconds) for codec in CODECS
     )
+    factored = _forecast_factored(work, lengths, len(source))
     recommended = _recommend(codecs, bandwidth)
     return Forecast(
         num_samples=len(source),
@@ -139,6 +161,8 @@ def forecast_cache(
         teacher_seconds=teacher_seconds,
         squeeze_seconds=squeeze_seconds,
         codecs=codecs,
+        factored=factored,
+        form=_choose_form(codecs, factored),
         recommended=recommended.codec,
         pays=recommended.break_even <= bandwidth,
     )
@@ -200,6 +224,26 @@ def _forecast_codec(
             codec_error(maps, decode(codec, part)) for maps, part in zip(merged, codes, strict=True)
         ),
     )
+
+
+def _forecast_factored(work: TeacherRun, lengths: Any, num_samples: int) -> tuple[FactoredForecast, ...]:
+    widths = [(site.num_heads, site.num_kv_heads, site.d_k) for _, site in work.layers]
+    if any(size is None for sizes in widths for size in sizes):
+        return ()
+    mean = float(lengths.mean())
+    mixing = 4.0 * work.options.num_student_heads * work.num_teacher_heads * len(work.layers)
+    heads = [((heads or 0) + (kv_heads or 0), width or 0) for heads, kv_heads, width in widths]
+    float16 = mixing + mean * sum(2 * count * width for count, width in heads)
+    int8 = mixing + mean * sum(count * (width + 4) for count, width in heads)
+    return (
+        FactoredForecast("float16", float16, float16 * num_samples),
+        FactoredForecast("int8", int8, int8 * num_samples),
+    )
+
+
+def _choose_form(codecs: Sequence[CodecForecast], factored: Sequence[FactoredForecast]) -> str:
+    (dense,) = [row.bytes_per_sample for row in codecs if row.codec == "sqrt8-row"]
+    return "factored" if any(row.dtype == "int8" and row.bytes_per_sample < dense for row in factored) else "dense"
 
 
 def _zstd_ratio(blobs: Sequence[Any]) -> float | None:

@@ -84,6 +84,13 @@ MaxLengthOption = Annotated[
 ]
 Provider = Annotated[str, typer.Option(help="cpu, cuda, or an onnxruntime provider name. Never falls back silently.")]
 StudentHeads = Annotated[int, typer.Option(help="Heads of the student, at most the teacher's.", min=1)]
+HeadsOfStudents = Annotated[
+    str,
+    typer.Option(
+        help="Heads of the student, at most the teacher's; several numbers (4,6) make a cache each in one pass.",
+        metavar="INTEGER[,INTEGER...]",
+    ),
+]
 StudentLayers = Annotated[
     int | None, typer.Option(help="Layers of the student; default: as many as the teacher has.", min=1)
 ]
@@ -112,6 +119,14 @@ BatchTokens = Annotated[
     typer.Option(help="Positions per teacher call, in place of --batch-size: short samples fill it too.", min=1),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads of onnxruntime.", min=1)]
+
+
+def parse_heads(text: str) -> list[int]:
+    """``--student-heads`` as numbers; ``argument-value`` for what is none."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ShdError("argument-value", f"--student-heads must be numbers from 1 such as 4 or 4,6; got {text!r}")
+    return [int(part) for part in parts]
 
 
 def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,28 +63,100 @@ def precompute(
     """
     started = time.monotonic()
     run = run or RunOptions()
-    job = PrecomputeJob(teacher, inputs, adopt_plans(Path(out), options, run), run, on_read=on_read)
-    writer = CacheWriter(out, job.manifest)
-    resumed = job.write_shards(writer, on_progress=on_progress)
-    writer.seal()
-    return summarise(
-        Path(out),
-        job.manifest,
-        resumed=resumed,
-        seconds=time.monotonic() - started,
-        compared_samples=job.compared_samples,
-        comparison=job.comparison,
-    )
+    job = PrecomputeJob(TeacherRun(Path(teacher), inputs, adopt_plans(Path(out), options, run), run, on_read))
+    return _write_caches([(job, Path(out))], started, on_progress)[0]
+
+
+def precompute_shapes(
+    teacher: str | Path,
+    inputs: Source | Arrays,
+    out: str | Path,
+    options: PrecomputeOptions,
+    student_heads: Sequence[int],
+    run: RunOptions | None = None,
+    *,
+    on_progress: OnProgress | None = None,
+    on_read: Callable[[int, int], None] | None = None,
+) -> list[PrecomputeSummary]:
+    """As ``precompute``, for several numbers of student heads in one pass of the teacher.
+
+    Args:
+        teacher, inputs, options, run, on_progress, on_read: as for ``precompute``; ``options.num_student_heads`` does
+            not matter.
+        out: the folder of the caches, one in a subfolder ``heads-<n>`` for each number.
+        student_heads: the numbers, distinct.
+
+    Raises:
+        ShdError: as ``precompute``; ``argument-value``.
+    """
+    started = time.monotonic()
+    if not student_heads or len(set(student_heads)) != len(student_heads):
+        raise ShdError("argument-value", f"student_heads must be distinct numbers; got {list(student_heads)}")
+    run = run or RunOptions()
+    # The largest maps decide how many samples a shard holds, for all alike: so the batches are the same.
+    heads = sorted(student_heads, reverse=True)
+    folders = [Path(out) / f"heads-{number}" for number in heads]
+    shapes = [
+        adopt_plans(folder, replace(options, num_student_heads=number), run)
+        for number, folder in zip(heads, folders, strict=True)
+    ]
+    works = [TeacherRun(Path(teacher), inputs, shapes[0], run, on_read)]
+    works += [works[0].for_shape(shape) for shape in shapes[1:]]
+    jobs = [PrecomputeJob(works[0])]
+    plan = jobs[0].manifest.shards
+    for work in works[1:]:
+        work.run = replace(work.run, samples_per_shard=plan.samples_per_shard)
+        jobs.append(PrecomputeJob(work))
+    return _write_caches(list(zip(jobs, folders, strict=True)), started, on_progress)
+
+
+def _write_caches(
+    caches: Sequence[tuple[PrecomputeJob, Path]], started: float, on_progress: OnProgress | None
+) -> list[PrecomputeSummary]:
+    """Write caches batch by batch in step, so that jobs that share a teacher find each batch run already."""
+    counts = [(0, 0, 0)] * len(caches)
+
+    def report(place: int) -> OnProgress:
+        def note(*count: int) -> None:
+            counts[place] = (count[0], count[1], count[2])
+            if on_progress is not None:
+                on_progress(*(sum(column) for column in zip(*counts, strict=True)))
+
+        return note
+
+    writers = [CacheWriter(folder, job.manifest) for job, folder in caches]
+    missing = [set(writer.missing_shards()) for writer in writers]
+    window = min(job.window_shards for job, _ in caches)
+    steps = [
+        job.steps(writer, range(job.manifest.shards.num_shards), lost, window, report(place))
+        for place, ((job, _), writer, lost) in enumerate(zip(caches, writers, missing, strict=True))
+    ]
+    for _ in itertools.zip_longest(*steps):
+        pass
+    summaries = []
+    for (job, folder), writer, lost in zip(caches, writers, missing, strict=True):
+        writer.seal()
+        summaries.append(
+            summarise(
+                folder,
+                job.manifest,
+                resumed=job.manifest.dataset.num_samples - job.count_samples(lost),
+                seconds=time.monotonic() - started,
+                compared_samples=job.compared_samples,
+                comparison=job.comparison,
+            )
+        )
+    return summaries
 
 
 class PrecomputeJob:
     """A run that is ready to write: teacher open, inputs read, and the graph found equal to the reference.
 
     Args:
-        teacher, inputs, options, run, on_read: as for ``precompute``.
+        work: the teacher and its inputs.
 
     Attributes:
-        work: the teacher and its inputs.
+        work: likewise.
         manifest: of the cache.
         comparison: of the graph with the reference on the longest samples.
         compared_samples: how many.
@@ -92,20 +165,23 @@ class PrecomputeJob:
         ShdError: as ``precompute``, before anything is written.
     """
 
-    def __init__(
-        self,
-        teacher: str | Path,
-        inputs: Source | Arrays,
-        options: PrecomputeOptions,
-        run: RunOptions | None = None,
-        *,
-        on_read: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self.work = TeacherRun(Path(teacher), inputs, options, run or RunOptions(), on_read)
+    def __init__(self, work: TeacherRun) -> None:
+        self.work = work
         outputs, mask = self._first_outputs()
-        self.comparison = compare_with_reference(self.work.graph, outputs, query_mask=mask)
-        self.compared_samples = len(outputs[self.work.graph.layers[0].codes])
-        self.manifest = make_manifest(self.work, outputs)
+        self.comparison = compare_with_reference(work.graph, outputs, query_mask=mask)
+        self.compared_samples = len(outputs[work.graph.layers[0].codes])
+        self.manifest = make_manifest(work, outputs)
+
+    @property
+    def window_shards(self) -> int:
+        """Shards whose codes fit into ``WINDOW_BYTES`` together, 0 where not even one does."""
+        manifest, longest = self.manifest, max(int(self.work.inputs.lengths.max()), 1)
+        entries = manifest.shards.samples_per_shard * len(manifest.layers) * manifest.num_student_heads * longest**2
+        return WINDOW_BYTES // (entries * code_dtype(manifest.codec).itemsize)
+
+    def count_samples(self, shards: Iterable[int]) -> int:
+        """Samples of these shards."""
+        return sum(len(self.manifest.shard_samples(shard)) for shard in shards)
 
     def write_shards(
         self, writer: CacheWriter, shards: Sequence[int] | None = None, on_progress: OnProgress | None = None
@@ -120,33 +196,40 @@ class PrecomputeJob:
         Returns:
             How many samples were there already.
         """
-        manifest, run = self.manifest, self.work.run
-        chosen = range(manifest.shards.num_shards) if shards is None else shards
+        chosen = range(self.manifest.shards.num_shards) if shards is None else shards
         missing = set(writer.missing_shards()).intersection(chosen)
-        total = sum(len(manifest.shard_samples(shard)) for shard in chosen)
-        progress = _Progress(on_progress, total)
-        resumed = total - sum(len(manifest.shard_samples(shard)) for shard in missing)
-        progress.add(samples=resumed)
-        lengths = self.work.inputs.lengths
-        longest = max(int(lengths.max()), 1)
-        shard_bytes = (
-            manifest.shards.samples_per_shard * len(manifest.layers) * manifest.num_student_heads * longest**2
-        )
-        per_batch = run.batch_size if run.batch_tokens is None else max(1, run.batch_tokens // max(1, lengths.mean()))
-        windows = group_shards(
-            chosen,
-            manifest.shards.samples_per_shard,
-            int(per_batch),
-            WINDOW_BYTES // (shard_bytes * code_dtype(manifest.codec).itemsize),
-        )
-        for window in windows:
-            if not missing.isdisjoint(window):
-                self._write_window(writer, window, missing, progress)
-        return resumed
+        for _ in self.steps(writer, chosen, missing, self.window_shards, on_progress):
+            pass
+        return self.count_samples(set(chosen) - missing)
+
+    def steps(
+        self,
+        writer: CacheWriter,
+        shards: Sequence[int],
+        missing: Collection[int],
+        window_shards: int,
+        on_progress: OnProgress | None,
+    ) -> Iterator[None]:
+        """``write_shards``, one batch at a step; batches of which nothing is missing are passed over.
+
+        Args:
+            writer: of a cache with this job's manifest.
+            shards: those that this process answers for, ascending.
+            missing: which of them to write.
+            window_shards: over how many shards samples are sorted into batches, at most.
+            on_progress: called after every batch and shard.
+        """
+        run = self.work.run
+        progress = _Progress(on_progress, self.count_samples(shards))
+        progress.add(samples=progress.total - self.count_samples(missing))
+        mean_length = max(1.0, float(self.work.inputs.lengths.mean()))
+        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
+        for window in group_shards(shards, self.manifest.shards.samples_per_shard, per_batch, window_shards):
+            yield from self._write_window(writer, window, missing, progress)
 
     def _write_window(
-        self, writer: CacheWriter, window: Sequence[int], missing: set[int], progress: _Progress
-    ) -> None:
+        self, writer: CacheWriter, window: Sequence[int], missing: Collection[int], progress: _Progress
+    ) -> Iterator[None]:
         """Run the batches of these shards that reach a missing one, and write each shard when it is full.
 
         Which batches there are, and which of them also yield the uncoded maps, does not depend on what is missing:
@@ -161,6 +244,7 @@ class PrecomputeJob:
             first = not touched <= begun
             begun |= touched
             if touched.isdisjoint(pending):
+                yield
                 continue
             batch = work.inputs.batch(indices)
             outputs = work.squeeze_checked(batch) if first else work.squeeze(batch)
@@ -181,6 +265,7 @@ class PrecomputeJob:
                     receipt = writer.write_shard(shard, part.records, part.codec_error or _UNMEASURED, part.skipped)
                     progress.add(written=receipt.size)
             progress.add(samples=sum(shard_of[index] in missing for index in indices))
+            yield
 
     def _first_outputs(self) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_] | None]:
         """Check outputs and row mask of the first batch, longest samples first, that has samples without a fault."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
+from shd_ref.teacher.union import unite_graphs
 
 MATCHED: Final = "matched"
 """The plan that is chosen on the data."""
@@ -127,20 +129,34 @@ class TeacherRun:
         # After what can be refused at once, because it reads the whole data set.
         self.inputs = ModelInputs(source, input_specs(self.model), run.mask, options.seed_column, on_read)
         self.plans = self.plans or self._match_plans()
-        self._fast: tuple[SqueezedGraph, Any] | None = None
-        self._checked: tuple[SqueezedGraph, Any] | None = None
+        self._shared = _Shared([self])
+
+    def for_shape(self, options: PrecomputeOptions) -> TeacherRun:
+        """The same teacher on the same inputs for a student with another number of heads.
+
+        Both run in one session: asked for the same batch one after the other, the teacher runs once. To be
+        called before the first batch.
+
+        Args:
+            options: this run's, but for the number of student heads and the layers' plans.
+
+        Raises:
+            ShdError: ``heads-exceed``, ``plan-invalid``.
+        """
+        other = copy.copy(self)
+        other.options = options
+        check_counts(self.num_teacher_heads, options.num_student_heads)
+        other.plans = other._given_plans() or other._match_plans()
+        self._shared.members.append(other)
+        return other
 
     def squeeze(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Codes and alphas of a batch, by output name of ``self.graph``."""
-        if self._fast is None:
-            self._fast = self._open(check_outputs=False)
-        return _run(self._fast, batch)
+        return self._shared.run(batch, check_outputs=False)
 
     def squeeze_checked(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """The same with the teacher's maps and values and the uncoded merged maps."""
-        if self._checked is None:
-            self._checked = self._open(check_outputs=True)
-        return _run(self._checked, batch)
+        return self._shared.run(batch, check_outputs=True)
 
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """Samples in batches of the size that was asked for, longest first."""
@@ -153,9 +169,7 @@ class TeacherRun:
     @property
     def graph(self) -> SqueezedGraph:
         """Output names by layer."""
-        if self._checked is None:
-            self._checked = self._open(check_outputs=True)
-        return self._checked[0]
+        return self._shared.graph(self)
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
@@ -196,9 +210,10 @@ class TeacherRun:
             on_error=self.options.on_error,
         )
 
-    def _open(self, *, check_outputs: bool) -> tuple[SqueezedGraph, Any]:
+    def make_graph(self, *, check_outputs: bool) -> SqueezedGraph:
+        """The squeezed graph of this run's options."""
         options = self.options
-        graph = squeeze_graph(
+        return squeeze_graph(
             self.model,
             self.layers,
             num_student_heads=options.num_student_heads,
@@ -211,10 +226,40 @@ class TeacherRun:
             row_mask_input=self.inputs.mask,
             check_outputs=check_outputs,
         )
-        session = open_session(
-            graph.model.SerializeToString(), provider=self.run.provider, num_threads=self.run.num_threads
-        )
-        return graph, session
+
+
+class _Shared:
+    """The sessions of runs that share a teacher, with and without check outputs, opened when first needed."""
+
+    def __init__(self, members: list[TeacherRun]) -> None:
+        self.members = members
+        self._graphs: dict[bool, tuple[SqueezedGraph, ...]] = {}
+        self._sessions: dict[bool, tuple[list[str], Any]] = {}
+        self._last: tuple[tuple[int, ...], bool, dict[str, NDArray[Any]]] | None = None
+
+    def graph(self, member: TeacherRun) -> SqueezedGraph:
+        """A member's graph, with check outputs; the names without are among these."""
+        self._open(True)
+        (place,) = [number for number, one in enumerate(self.members) if one is member]
+        return self._graphs[True][place]
+
+    def run(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
+        """The outputs of all members; the last batch is remembered where there are several."""
+        if self._last is not None and self._last[:2] == (batch.indices, check_outputs):
+            return self._last[2]
+        names, session = self._open(check_outputs)
+        outputs = run_batch(session, names, batch)
+        self._last = (batch.indices, check_outputs, outputs) if len(self.members) > 1 else None
+        return outputs
+
+    def _open(self, check_outputs: bool) -> tuple[list[str], Any]:
+        if check_outputs not in self._sessions:
+            graphs = [member.make_graph(check_outputs=check_outputs) for member in self.members]
+            model, self._graphs[check_outputs] = unite_graphs(graphs)
+            run = self.members[0].run
+            session = open_session(model.SerializeToString(), provider=run.provider, num_threads=run.num_threads)
+            self._sessions[check_outputs] = [output.name for output in model.graph.output], session
+        return self._sessions[check_outputs]
 
 
 def hash_teacher(path: str | Path) -> str:
@@ -268,8 +313,3 @@ def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
             f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
         )
     return int(heads.pop() or 0)
-
-
-def _run(graph_and_session: tuple[SqueezedGraph, Any], batch: Batch) -> dict[str, NDArray[Any]]:
-    graph, session = graph_and_session
-    return run_batch(session, [output.name for output in graph.model.graph.output], batch)

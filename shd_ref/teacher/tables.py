@@ -65,6 +65,9 @@ def forecast_table(forecast: Forecast) -> Table:
             f"{error.kl_max:.2g}",
             f"{error.tv_mean:.2%}",
         )
+    for form in forecast.factored:
+        sizes = decimal(round(form.bytes_per_sample)), decimal(round(form.total_bytes))
+        table.add_row(f"factored, {form.dtype}", *sizes, *[""] * 5)
     return table
 
 
@@ -83,4 +86,9 @@ def forecast_advice(forecast: Forecast) -> str:
         else f"run the teacher while training: reading {best.codec} pays only above "
         f"{decimal(round(best.break_even))}/s per training device"
     )
+    if forecast.form == "factored":
+        verdict += (
+            "\nat this length the teacher's queries and keys are smaller than its maps: factored supervision from a "
+            "teacher that runs while training is the better form (a cache holds maps)"
+        )
     return f"{times}\n{verdict}"

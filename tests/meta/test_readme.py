@@ -60,9 +60,10 @@ def test_commands_and_their_options_exist() -> None:
     testing = pytest.importorskip("typer.testing", reason="the commands need typer")
     pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
     pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
-    from shd_ref.teacher.commands import app as shd
+    from shd_ref.cli import load_app
     from shd_torch.commands import app as shd_torch
 
+    shd = load_app()
     runner = testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     lines = [line.split("#")[0] for line in README.splitlines() if line.startswith(("shd ", "shd-torch "))]
     assert len(lines) >= 4

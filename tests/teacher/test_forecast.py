@@ -12,14 +12,14 @@ import pytest
 from teacher.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
-import shd_ref.teacher.plan_command  # noqa: F401  (registers its command)
 from shd_ref.cache import CODECS
+from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.commands import app
 from shd_ref.teacher.forecast import Forecast, forecast_cache
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 
+app = load_app()
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 
 
@@ -69,6 +69,22 @@ def test_slow_storage_asks_for_smaller_codes_and_then_for_the_teacher(teacher: P
         with pytest.raises(ShdError) as caught:
             forecast_cache(teacher, make_tokens(), OPTIONS, **changes)
         assert caught.value.code == "argument-value"
+
+
+def test_the_form_turns_with_the_length(teacher: Path) -> None:
+    """Four heads of width 3 with as many key heads, merged to two: 2 L bytes a row against 8 (3 + 4)."""
+
+    def forecast(length: int) -> Forecast:
+        tokens = np.random.default_rng(0).integers(0, 50, (4, length))
+        inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+        return forecast_cache(teacher, inputs, OPTIONS, num_samples=2)
+
+    short, long = forecast(20), forecast(60)
+    assert (short.form, long.form) == ("dense", "factored")
+    assert {row.dtype: row.bytes_per_sample for row in long.factored} == {
+        "float16": 4 * 2 * 4 + 60 * 2 * 8 * 3,
+        "int8": 4 * 2 * 4 + 60 * 8 * (3 + 4),
+    }
 
 
 def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from shd_ref.cache import CacheReader, CacheWriter, Receipt, sample_key, verify_
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples, group_shards
 from shd_ref.teacher.commands import app
-from shd_ref.teacher.precompute import PrecomputeJob, precompute
+from shd_ref.teacher.precompute import PrecomputeJob, precompute, precompute_shapes
 from shd_ref.teacher.recheck import recheck_records
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.session import open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 60
@@ -53,7 +54,7 @@ def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: Ru
     """Whatever is missing, the batches are those of an undisturbed run, so even rounding is the same."""
     inputs = make_tokens()
     precompute(teacher, inputs, tmp_path / "whole", OPTIONS, run)
-    job = PrecomputeJob(teacher, inputs, OPTIONS, run)
+    job = PrecomputeJob(TeacherRun(teacher, inputs, OPTIONS, run))
     for number, lost in enumerate(([3], [0, 2, 9], [1, 4, 5, 6, 7])):
         folder = tmp_path / f"resumed-{number}"
         job.write_shards(CacheWriter(folder, job.manifest))
@@ -65,7 +66,7 @@ def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: Ru
 
 
 def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:
-    job = PrecomputeJob(teacher, make_tokens(), OPTIONS, RUN)
+    job = PrecomputeJob(TeacherRun(teacher, make_tokens(), OPTIONS, RUN))
     writer = CacheWriter(tmp_path, job.manifest)
     seen: list[tuple[int, int, int]] = []
     assert job.write_shards(writer, [1, 5], lambda *counts: seen.append(counts)) == 0
@@ -133,6 +134,65 @@ def test_small_codecs_are_coded_on_the_host(teacher: Path, tmp_path: Path, codec
     assert recheck_records(tmp_path / "small", teacher, inputs).records == 8
 
 
+def test_several_students_share_one_pass_of_the_teacher(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_tokens()
+    sessions: list[Any] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        sessions.append(CountedSession(open_session(*arguments, **keywords)))
+        return sessions[-1]
+
+    monkeypatch.setattr("shd_ref.teacher.run.open_session", counted)
+    run = RunOptions(batch_size=4, samples_per_shard=5)
+    summaries = precompute_shapes(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
+    assert [summary.folder.name for summary in summaries] == ["heads-3", "heads-2", "heads-1"]
+    shared = sum(session.calls for session in sessions)
+    sessions.clear()
+    for heads in (1, 2, 3):
+        options = PrecomputeOptions(num_student_heads=heads)
+        precompute(teacher, inputs, tmp_path / f"alone-{heads}", options, run)
+        if heads == 1:
+            assert sum(session.calls for session in sessions) == shared
+        assert verify_cache(tmp_path / f"all/heads-{heads}").ok
+        one, two = (CacheReader(tmp_path / name) for name in (f"all/heads-{heads}", f"alone-{heads}"))
+        assert one.manifest == two.manifest
+        for key in one:
+            np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
+            np.testing.assert_allclose(one.read(key).alphas, two.read(key).alphas, atol=1e-4)
+    (tmp_path / "all/heads-2/receipts/000003.json").unlink()
+    again = precompute_shapes(teacher, inputs, tmp_path / "all", OPTIONS, [1, 2, 3], run)
+    assert [summary.resumed for summary in again] == [60, 55, 60]
+    for wrong, code in (([2, 2], "argument-value"), ([], "argument-value"), ([5, 2], "heads-exceed")):
+        with pytest.raises(ShdError) as caught:
+            precompute_shapes(teacher, inputs, tmp_path / "wrong", OPTIONS, wrong, run)
+        assert caught.value.code == code
+
+
+class CountedSession:
+    def __init__(self, session: Any) -> None:
+        self.session, self.calls = session, 0
+        self.get_inputs = session.get_inputs
+
+    def run(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self.session.run(*arguments)
+
+
+def test_several_students_by_command(teacher: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **make_tokens())
+    command = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--out", tmp_path / "out", "--student-heads"]
+    made = run_shd(*command, "1,2")
+    assert made.exit_code == 0, made.output
+    assert CacheReader(tmp_path / "out/heads-1").manifest.num_student_heads == 1
+    assert CacheReader(tmp_path / "out/heads-2").manifest.num_student_heads == 2
+    for wrong in ("two", "1,", "0", "-1"):
+        refused = run_shd(*command[:-1], f"--student-heads={wrong}")
+        assert refused.exit_code == 1
+        assert "argument-value" in refused.output
+
+
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "heads": ({"num_student_heads": 3}, {}, "num_student_heads: 2 -> 3"),
     "plan": ({"plan": (((0, 2), (1, 3)),)}, {}, "plan: "),
@@ -147,7 +207,7 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.fixture(scope="module")
 def begun(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    job = PrecomputeJob(teacher, make_tokens(), OPTIONS, RUN)
+    job = PrecomputeJob(TeacherRun(teacher, make_tokens(), OPTIONS, RUN))
     job.write_shards(CacheWriter(folder, job.manifest), [0, 1])
     return folder
 
@@ -322,7 +382,7 @@ def test_three_runs_at_once_make_one_cache(teacher: Path, tmp_path: Path) -> Non
 
 def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path: Path) -> None:
     inputs = make_tokens()
-    job = PrecomputeJob(teacher, inputs, OPTIONS, RunOptions(batch_size=4, samples_per_shard=1))
+    job = PrecomputeJob(TeacherRun(teacher, inputs, OPTIONS, RunOptions(batch_size=4, samples_per_shard=1)))
     writer = CacheWriter(tmp_path, job.manifest)
     seen: list[int] = []
     failures: list[BaseException] = []

@@ -1,0 +1,192 @@
+"""How fast does a training loop get its maps? Read and checked through a DataLoader, beside raw float16.
+
+The rival is what most people write: one array of float16 maps on disk, ``numpy.memmap``, nothing checked. Batches are
+shuffled. "codes" is what reaches the training process, to be decoded on its device; "maps" adds decoding to
+float32 on one thread of this CPU, as the rival's cast to float32 does. Rounds are interleaved, figures are medians.
+Prints a table and writes ``cache_read.json`` beside this file.
+
+    python benchmarks/cache_read.py [--samples 192] [--length 128] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shd_ref.cache import (
+    CacheWriter,
+    CodecError,
+    LayerPair,
+    Manifest,
+    NewRecord,
+    SampleInputs,
+    ShardPlan,
+    Teacher,
+    dataset_fingerprint,
+    encode,
+    sample_key,
+)
+from shd_ref.cache import Dataset as CachedData
+from shd_torch import SupervisedDataset
+
+RESULT = Path(__file__).with_suffix(".json")
+TARGET = 2.0
+LAYERS, HEADS, BATCH = 6, 6, 16
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, samples: int, length: int) -> None:
+        self.samples, self.length = samples, length
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(index, index + self.length)}
+
+
+class RawMaps(Dataset[torch.Tensor]):
+    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
+        self.maps = np.memmap(path, np.float16, "r", shape=shape)
+
+    def __len__(self) -> int:
+        return len(self.maps)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.maps[index]))
+
+
+def make_maps(index: int, length: int, support: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """``(LAYERS, HEADS, L, L)`` rows with about 40 effective keys, as merged maps of real encoders have."""
+    rng = np.random.default_rng(index)
+    logits = rng.normal(0, 1.2, (LAYERS, HEADS, length, length)).astype(np.float32)
+    if support == "causal":
+        logits = np.where(np.tri(length, dtype=bool), logits, -np.inf).astype(np.float32)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def write_both(folder: Path, samples: int, length: int, support: str, codec: str, compression: str) -> int:
+    """A cache and the array of float16; returns the bytes of the cache's shards."""
+    keys = [sample_key({"input_ids": np.arange(i, i + length)}) for i in range(samples)]
+    manifest = Manifest(
+        spec_version="1.0",
+        created_by="benchmark",
+        teacher=Teacher("00" * 32, "benchmark", "CPUExecutionProvider", "float32"),
+        num_student_heads=HEADS,
+        layers=tuple(LayerPair(layer, layer, f"site {layer}", HEADS) for layer in range(LAYERS)),
+        plan=(),
+        strategy="shd",
+        alpha_rule="least_squares",
+        alpha_per="map",
+        temperature=1.0,
+        support=support,
+        codec=codec,
+        compression=compression,
+        inputs=SampleInputs(("input_ids",), None),
+        dataset=CachedData(dataset_fingerprint(keys), samples),
+        shards=ShardPlan(64, 0, -(-samples // 64)),
+    )
+    writer = CacheWriter(folder / "cache", manifest)
+    raw = np.memmap(folder / "raw", np.float16, "w+", shape=(samples, LAYERS, HEADS, length, length))
+    alphas = np.zeros((LAYERS, 0), np.float32)
+    size = 0
+    for shard in writer.missing_shards():
+        records = []
+        for index in manifest.shard_samples(shard):
+            maps = make_maps(index, length, support)
+            raw[index] = maps
+            records.append(NewRecord(index, keys[index], length, [encode(codec, layer) for layer in maps], alphas))
+        size += writer.write_shard(shard, records, CodecError(0.0, 0.0, 0.0, 0)).size
+    writer.seal()
+    raw.flush()
+    return size
+
+
+def read_cached(joined: SupervisedDataset, workers: int, *, decode: bool) -> Callable[[], int]:
+    loader = DataLoader(
+        joined, BATCH, shuffle=True, num_workers=workers, collate_fn=joined.collate, persistent_workers=workers > 0
+    )
+
+    def run() -> int:
+        return sum(len(supervision.decode()[0] if decode else supervision.lengths) for _, supervision in loader)
+
+    return run
+
+
+def read_raw(data: RawMaps, workers: int, *, decode: bool) -> Callable[[], int]:
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+    def run() -> int:
+        return sum(len([layer.float() for layer in batch.unbind(1)].pop() if decode else batch) for batch in loader)
+
+    return run
+
+
+def measure(readers: dict[str, Callable[[], int]], samples: int, rounds: int) -> dict[str, float]:
+    """Samples a second of each reader: medians of interleaved rounds, after one that warms up."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in readers}
+    for round_number in range(rounds + 1):
+        for kind, run in readers.items():
+            started = time.perf_counter()
+            if run() != samples:
+                raise SystemExit(f"{kind} did not give {samples} samples")
+            if round_number:
+                seconds[kind].append(time.perf_counter() - started)
+    return {kind: samples / statistics.median(taken) for kind, taken in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--samples", type=int, default=192)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    samples, length = arguments.samples, arguments.length
+    report: dict[str, Any] = {"samples": samples, "length": length, "layers": LAYERS, "heads": HEADS, "cases": []}
+    print(f"{'':34}{'codes/s':>18}{'':7}{'maps/s':>18}{'':7}{'MB':>14}")
+    print(
+        f"{'support':9}{'codec':16}{'workers':>9}"
+        + f"{'raw':>9}{'cache':>9}{'ratio':>7}" * 2
+        + f"{'raw':>8}{'cache':>6}"
+    )
+    cases = [("causal", "sqrt8-row", "none"), ("full", "sqrt8-row", "none"), ("causal", "u4", "none")]
+    for support, codec, compression in [*cases, ("causal", "sqrt8-row", "zstd")]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            size = write_both(folder, samples, length, support, codec, compression)
+            joined = SupervisedDataset(Tokens(samples, length), folder / "cache")
+            raw = RawMaps(folder / "raw", (samples, LAYERS, HEADS, length, length))
+            megabytes = {"raw": (folder / "raw").stat().st_size / 1e6, "cache": size / 1e6}
+            for workers in (0, 2):
+                case: dict[str, Any] = {"support": support, "codec": codec, "compression": compression}
+                case |= {"workers": workers, "megabytes": megabytes}
+                line = f"{support:9}{codec if compression == 'none' else f'{codec}+zstd':16}{workers:9}"
+                for what in ("codes", "maps"):
+                    readers = {
+                        "raw": read_raw(raw, workers, decode=what == "maps"),
+                        "cache": read_cached(joined, workers, decode=what == "maps"),
+                    }
+                    rates = measure(readers, samples, arguments.rounds)
+                    case[what] = rates | {"ratio": rates["cache"] / rates["raw"]}
+                    line += f"{rates['raw']:9.0f}{rates['cache']:9.0f}{case[what]['ratio']:7.2f}"
+                report["cases"].append(case)
+                print(line + f"{megabytes['raw']:8.0f}{megabytes['cache']:6.0f}", flush=True)
+    ratios = [case["codes"]["ratio"] for case in report["cases"] if case["workers"] and case["codec"] == "sqrt8-row"]
+    print(f"target {TARGET}x raw float16 through workers: {'met' if max(ratios) >= TARGET else 'missed'}")
+    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
