@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from shd_ref.errors import ShdError
 from shd_ref.teacher.commands import app, console, messages, reported_errors, show_progress
 from shd_ref.teacher.lists import ListCommand
 from shd_ref.teacher.options import (
@@ -208,4 +209,9 @@ def _write_json(path: Path, teacher: Path, report: FidelityReport, commands: dic
         "results": results,
         "recommended": {str(heads): command for heads, command in commands.items()},
     }
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
+    try:
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ShdError(
+            "write-failed", f"{path} could not be written: {error.strerror or error}: name another --json"
+        ) from error

@@ -312,3 +312,6 @@ def test_command_takes_lists_and_ends_with_the_next_command(tmp_path: Path) -> N
     refused = CliRunner().invoke(app, ["fidelity", *given, "--output", "none"])
     assert refused.exit_code == 1
     assert "argument-value" in refused.output
+    unwritable = CliRunner().invoke(app, ["fidelity", *given[:-1], str(tmp_path / "absent" / "out.json")])
+    assert unwritable.exit_code == 1
+    assert "write-failed" in unwritable.output

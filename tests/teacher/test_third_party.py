@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.compare import compare_with_reference
 from shd_ref.teacher.find import find_sites
 from shd_ref.teacher.load import MIN_OPSET, load_teacher, opset_version
+from shd_ref.teacher.replace import replace_attention
+from shd_ref.teacher.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.session import open_session, run_session
 from shd_ref.teacher.squeeze import squeeze_graph
 
@@ -63,19 +67,43 @@ def test_verdicts(shared_data: Path, name: str) -> None:
         assert (site.reason is None) == site.supported
 
 
+def random_feeds(session: Any) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    feeds: dict[str, NDArray[Any]] = {}
+    for value in session.get_inputs():
+        shape = [size if isinstance(size, int) else 3 + axis for axis, size in enumerate(value.shape)]
+        whole = value.type == "tensor(int64)"
+        feeds[value.name] = rng.integers(0, 2, shape) if whole else rng.normal(size=shape).astype(np.float32)
+    return feeds
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_squeezed_and_compared(shared_data: Path, name: str) -> None:
     model = graph(shared_data, name)
     sites = find_sites(model)
     squeezed = squeeze_graph(model, tuple(enumerate(sites)), num_student_heads=1, check_outputs=True)
     session = open_session(squeezed.model.SerializeToString(), num_threads=1)
-    rng = np.random.default_rng(0)
-    feeds = {}
-    for value in session.get_inputs():
-        shape = [size if isinstance(size, int) else 3 + axis for axis, size in enumerate(value.shape)]
-        whole = value.type == "tensor(int64)"
-        feeds[value.name] = rng.integers(0, 2, shape) if whole else rng.normal(size=shape).astype(np.float32)
-    compare_with_reference(squeezed, run_session(session, feeds))
+    compare_with_reference(squeezed, run_session(session, random_feeds(session)))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_teacher_runs_on_its_own_attention_put_back(shared_data: Path, name: str) -> None:
+    """As many student heads as teacher heads: replacing the attention changes nothing behind it."""
+    model = graph(shared_data, name)
+    sites = find_sites(model)
+    output = model.graph.output[0].name
+    heads = {site.num_heads or 0 for site in sites}.pop()
+    options = SqueezeOptions(heads, "progressive", "shd", "least_squares", "row", 1.0, "float32")
+    rules = [make_rule(options, heads, site.d_v or 0) for site in sites]
+    replaced = replace_attention(model, sites, rules, output=output)
+    session = open_session(replaced.model.SerializeToString(), num_threads=1)
+    feeds = random_feeds(session)
+    (own,) = open_session(model.SerializeToString(), num_threads=1).run([output], feeds)
+    np.testing.assert_allclose(session.run([output], feeds)[0], own, rtol=1e-5, atol=1e-5)
+    if heads > 1:
+        fewer = [make_rule(replace(options, num_student_heads=1), heads, site.d_v or 0) for site in sites]
+        squeezed = open_session(replace_attention(model, sites, fewer, output=output).model.SerializeToString())
+        assert not np.allclose(squeezed.run([output], feeds)[0], own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TOO_OLD)

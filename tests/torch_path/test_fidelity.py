@@ -102,12 +102,12 @@ def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 40, (6, 12))
     export_teacher(model, {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx")
     options = FidelityOptions(
-        (6, 4, 2), ("adjacent", "matched"), ("map", "row", "constant", "hard"), targets="input_ids"
+        (6, 2), ("adjacent", "matched"), ("map", "row", "constant", "hard"), targets="input_ids"
     )
     report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
     own = logits_in_numpy(model, ids)
     assert report.loss == pytest.approx(next_token_loss(own, ids), rel=1e-5)
-    assert len(report.results) == 24
+    assert len(report.results) == 16
     for result in report.results:
         setting = result.setting
         squeezed = logits_in_numpy(model, ids, squeezer(setting.num_student_heads, setting.alpha, result.plans))
@@ -117,7 +117,7 @@ def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
         means = squeezed.mean(1), own.mean(1)
         cosine = (means[0] * means[1]).sum(1) / np.linalg.norm(means[0], axis=1) / np.linalg.norm(means[1], axis=1)
         assert result.cosine_distance == pytest.approx(1 - cosine.mean(), rel=1e-3, abs=1e-6), setting
-    assert report.best()[4].output_error > 0.05  # squeezing changed something
+    assert report.best()[2].output_error > 0.05  # squeezing changed something
 
 
 def next_token_loss(logits: NDArray[np.float64], ids: NDArray[np.int64]) -> float:
@@ -138,12 +138,12 @@ def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path
     source = shared_data / "stories260K"
     if not source.is_dir():
         pytest.skip(f"the language model is not there: no folder {source.name}")
-    ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:16, :96].astype(np.int64)
+    ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:12, :80].astype(np.int64)
     export_teacher(
         load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
     )
     options = FidelityOptions(
-        (8, 2), alphas=("map", "row", "constant", "hard"), targets="input_ids", calibration_samples=4
+        (8, 2), alphas=("map", "row", "constant", "hard"), targets="input_ids", calibration_samples=3
     )
     report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
     whole, squeezed = costs(report, 8), costs(report, 2)
@@ -165,12 +165,12 @@ def test_pretrained_encoder_loses_least_by_row_and_matched(shared_data: Path, tm
     transformers = pytest.importorskip("transformers", reason="the encoder needs transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     lines = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8").splitlines()
-    text = [line for line in lines if len(line) > 200][:8]
+    text = [line for line in lines if len(line) > 200][:6]
     encoded = tokenizer(text, padding=True, truncation=True, max_length=32, return_tensors="np")
     model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager")
     onnx.save(export(model), tmp_path / "teacher.onnx")
     arrays = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    options = FidelityOptions((6,), calibration_samples=4)
+    options = FidelityOptions((6,), calibration_samples=2)
     report = measure_fidelity(tmp_path / "teacher.onnx", arrays, options, SINGLE)
     assert len(report.sites) == 6
     found = costs(report, 6)
