@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ from shd_ref.teacher.options import (
     TokenizerOption,
     parse_heads,
     parse_layer_pairs,
+    words_of_inputs,
 )
 
 app = typer.Typer(
@@ -238,10 +240,9 @@ def precompute(
                 summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)
     for summary in summaries:
         console.print(summary_table(summary))
-    more = "" if tokenizer is None else f" --tokenizer {tokenizer} --text-column {text_column}"
-    more += "" if max_length is None else f" --max-length {max_length}"
-    check = f"shd verify {summaries[0].folder} --teacher {teacher} --inputs {inputs}{more}"
-    console.print(f"next: {check}", highlight=False, soft_wrap=True)
+    check = ["shd", "verify", str(summaries[0].folder), "--teacher", str(teacher)]
+    check += words_of_inputs(inputs, tokenizer, text_column, max_length)
+    console.print(f"next: {shlex.join(check)}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

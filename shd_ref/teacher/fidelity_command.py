@@ -27,6 +27,7 @@ from shd_ref.teacher.options import (
     TextOption,
     Threads,
     TokenizerOption,
+    words_of_inputs,
 )
 
 if TYPE_CHECKING:
@@ -133,7 +134,12 @@ def fidelity(
                 on_progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         commands = {
-            heads: _precompute_command(teacher, inputs, result, options.calibration_samples, run)
+            heads: _precompute_command(
+                [str(teacher), *words_of_inputs(inputs, tokenizer, text_column, max_length)],
+                result,
+                options.calibration_samples,
+                run,
+            )
             for heads, result in report.best().items()
         }
         if json_out is not None:
@@ -172,13 +178,13 @@ def _table(teacher: Path, report: FidelityReport) -> Table:
     return table
 
 
-def _precompute_command(teacher: Path, inputs: Path, best: Fidelity, calibration_samples: int, run: Any) -> str:
+def _precompute_command(subject: list[str], best: Fidelity, calibration_samples: int, run: Any) -> str:
     """The command line that squeezes as the best setting does."""
     from shd_ref.teacher.fidelity import ALPHAS
 
     heads, plan = best.setting.num_student_heads, best.setting.plan
     strategy, alpha_per = ALPHAS[best.setting.alpha]
-    words = ["shd", "precompute", str(teacher), "--inputs", str(inputs), "--student-heads", str(heads)]
+    words = ["shd", "precompute", *subject, "--student-heads", str(heads)]
     if strategy != "shd":
         words += ["--strategy", strategy]
     if alpha_per != "map":

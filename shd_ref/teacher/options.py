@@ -140,3 +140,12 @@ def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
         raise ShdError(
             "argument-value", f"--layers must be student:teacher pairs such as 0:3,1:7; got {text!r}", "LAYER-4"
         ) from None
+
+
+def words_of_inputs(
+    inputs: str | Path, tokenizer: Path | None = None, text_column: str = "text", max_length: int | None = None
+) -> list[str]:
+    """The part of a command line that names the same inputs again, so that the next command can be shown."""
+    words = ["--inputs", str(inputs)]
+    words += [] if tokenizer is None else ["--tokenizer", str(tokenizer), "--text-column", text_column]
+    return words + ([] if max_length is None else ["--max-length", str(max_length)])

@@ -18,9 +18,9 @@ from teacher.attention_graphs import bare_attention, encoder_layer, token_teache
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, Receipt, sample_key, verify_cache
+from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples, group_shards
-from shd_ref.teacher.commands import app
 from shd_ref.teacher.precompute import PrecomputeJob, precompute, precompute_shapes
 from shd_ref.teacher.recheck import recheck_records
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
@@ -252,7 +252,7 @@ def test_changed_inputs_do_not_resume(teacher: Path, begun: Path, change: str) -
 
 
 def run_shd(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
+    return CliRunner().invoke(load_app(), [str(argument) for argument in arguments], env={"COLUMNS": "300"})
 
 
 def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> None:
@@ -276,6 +276,8 @@ def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> Non
     assert "8 records" in run_shd(*verify, tmp_path / "mine").output
     again = run_shd(*command, tmp_path / "mine")
     assert "20 (20 were there)" in again.output
+    choices = run_shd("fidelity", *command[1:6], "--plans", "adjacent", "--tokenizer", tmp_path / "mine")
+    assert f"--tokenizer {tmp_path / 'mine'} --text-column text" in choices.output
     for refused in (run_shd(*command, tmp_path / "other"), run_shd(*verify, tmp_path / "other")):
         assert refused.exit_code == 1
         assert "cache-mismatch" in refused.output
