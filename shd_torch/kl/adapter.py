@@ -51,6 +51,10 @@ class KlAdapter(Adapter):
             taught, q, k = match_layers(
                 supervision=maps, queries=arguments.pop("queries"), keys=arguments.pop("keys")
             )
+            # Before they are widened, which would hide what they were.
+            for name, layers in (("queries", q), ("keys", k)):
+                for layer, each in enumerate(layers):
+                    check_real(each, name, check=True, ndim=4, layer=layer)
             masks = [attn_mask] * len(q)
         else:
             given = arguments.pop("student_logits")

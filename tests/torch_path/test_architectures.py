@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_path.architectures import ARCHITECTURES, ENCODERS_INSIDE, HEADS, make_inputs, make_model
+from torch_path.architectures import ARCHITECTURES, ENCODERS_INSIDE, GROUPED, HEADS, make_inputs, make_model
 
 from shd_torch import export_teacher, load_hf_model
 
@@ -20,8 +20,6 @@ from shd_ref.teacher.find import find_sites
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session, run_session
 from shd_ref.teacher.squeeze import squeeze_graph
-
-GROUPED = ("llama", "mistral", "qwen3", "gemma2")
 
 
 @pytest.mark.slow
@@ -45,7 +43,7 @@ def test_exported_found_and_squeezed(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(next(iter(output.values())), expected.numpy(), atol=2e-5, rtol=1e-4)
 
     sites = find_sites(teacher)
-    assert len(sites) == (2 if name == "gemma2" else 1)
+    assert len(sites) == (2 if name in ("gemma2", "gpt2") else 1)
     for site in sites:
         assert site.supported, site.reason
         kv_heads = 2 if name in GROUPED else HEADS
