@@ -16,6 +16,7 @@ from shd_torch.alpha import solve_alpha
 from shd_torch.attention import soften, softmax, value_outputs
 from shd_torch.attention_call import AttentionCall
 from shd_torch.capture import AttentionCapture, Captured, capture_attention, record_attention, record_query_key
+from shd_torch.coded import Coded
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
 from shd_torch.factored import Factored
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionCall",
     "AttentionCapture",
     "Captured",
+    "Coded",
     "CodedSupervision",
     "Dense",
     "ExportReport",

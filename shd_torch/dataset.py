@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,13 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from shd_ref.cache import CacheReader, Manifest, StoredRecord, code_bits, sample_key, trim_sample
+from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, sample_key, trim_sample
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
+from shd_torch.coded import Coded
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
-
-_WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
@@ -150,6 +150,7 @@ class CodedSupervision:
         num_student_heads: H_s.
         codec: of the cache.
         support: ``"full"`` or ``"causal"``.
+        temperature: T_a of the cache, where it is known.
     """
 
     buffer: Tensor
@@ -158,6 +159,7 @@ class CodedSupervision:
     num_student_heads: int
     codec: str
     support: str
+    temperature: float | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
         """The same on another device."""
@@ -167,62 +169,49 @@ class CodedSupervision:
         """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
         return replace(self, buffer=self.buffer.pin_memory())
 
-    def decode(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, on the buffer's device.
+    def supervise(self, length: int | None = None) -> list[Coded]:
+        """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
 
         Args:
-            length: L to pad to, the student's sequence length; default: of the longest sample. Padding is zero,
-                which ``shd_loss`` does not count.
-            dtype: of the maps; the arithmetic is float32.
+            length: L to pad to, the student's sequence length; default: of the longest sample.
 
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        longest = max(self.lengths)
-        size = longest if length is None else length
-        if size < longest:
-            raise ShdError(
-                "argument-shape",
-                f"length must be at least the longest sample's {longest}; got {size}: teacher and student must see "
-                "the same positions",
+        sizes = [packed_size(self.codec, self.support, self.num_student_heads, n) for n in self.lengths]
+        starts = list(accumulate(sizes * len(self.layers), initial=0))
+        count = len(sizes)
+        return [
+            Coded(
+                self.buffer,
+                tuple(starts[place * count : (place + 1) * count]),
+                self.lengths,
+                self.num_student_heads,
+                self.codec,
+                self.support,
+                max(self.lengths) if length is None else length,
+                self.temperature,
             )
-        codes = self.buffer.view(_WIDE_CODES.get(self.codec, torch.uint8))
-        if code_bits(self.codec) == 4:  # two codes a byte, the earlier one in its lower half
-            codes = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(-1)
-        counts = [self.num_student_heads * _num_entries(n, self.support) for n in self.lengths]
-        # Every blob fills whole bytes: behind an odd number of half-byte codes lies one that is none.
-        sizes = [count + count % 2 for count in counts] if code_bits(self.codec) == 4 else counts
-        maps = []
-        for layer in torch.split(codes, sum(sizes)):
-            square = torch.zeros(len(self.lengths), self.num_student_heads, size, size, device=codes.device)
-            if len(set(self.lengths)) == 1 and sizes == counts:
-                self._spread(
-                    layer.view(len(self.lengths), self.num_student_heads, -1), square[..., :longest, :longest]
-                )
-            else:
-                parts = torch.split(layer, sizes)
-                for target, part, count, n in zip(square, parts, counts, self.lengths, strict=True):
-                    self._spread(part[:count].view(self.num_student_heads, -1), target[..., :n, :n])
-            maps.append(_decode(self.codec, square).to(dtype))
-        return maps
+            for place in range(len(self.layers))
+        ]
+
+    def decode(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, on the buffer's device.
+
+        Args:
+            length: as for ``supervise``. Padding is zero, which ``shd_loss`` does not count.
+            dtype: of the maps; the arithmetic is float32.
+
+        Raises:
+            ShdError: as ``supervise``.
+        """
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
 
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
         positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
         return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
-
-    def _spread(self, codes: Tensor, square: Tensor) -> None:
-        """Packed codes ``(..., entries)`` as numbers at their places in ``(..., n, n)`` zeros."""
-        length = square.shape[-1]
-        if self.support == "full":
-            square.copy_(codes.view(square.shape))
-        elif codes.is_cpu:
-            # A row at a time is five times faster here than an index for every entry.
-            for row, part in enumerate(torch.split(codes, list(range(1, length + 1)), dim=-1)):
-                square[..., row, : row + 1].copy_(part)
-        else:
-            rows, columns = torch.tril_indices(length, length, device=codes.device)
-            square[..., rows, columns] = codes.to(square.dtype)
 
 
 def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CodedSupervision:
@@ -235,6 +224,7 @@ def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers
         num_student_heads=manifest.num_student_heads,
         codec=manifest.codec,
         support=manifest.support,
+        temperature=manifest.temperature,
     )
 
 
@@ -280,20 +270,3 @@ def check_cache(
             f"num_student_layers must be above {last}, the last student layer of {cache.folder}; got "
             f"{num_student_layers}: precompute with --student-layers {num_student_layers}",
         )
-
-
-def _num_entries(length: int, support: str) -> int:
-    return length * length if support == "full" else length * (length + 1) // 2
-
-
-def _decode(codec: str, codes: Tensor) -> Tensor:
-    """Codes, as float32 numbers, to probabilities in place (CACHE-29, CACHE-32, CACHE-33, CACHE-35)."""
-    if codec == "float32":
-        return codes
-    if codec not in _WIDE_CODES:
-        power, centroid = (3, 0.84375) if codec == "u4" else (2, 0.75)
-        # 0 stays 0, 1 becomes the root of its bin's centroid, more stays as it is: a line that bends at 2. All in
-        # place, since on a CPU fresh memory costs several times what the arithmetic does.
-        torch.nn.functional.leaky_relu_(codes.sub_(2), 2 - centroid ** (1 / power))
-        codes.add_(2).relu_().pow_(power)
-    return codes.mul_(codes.sum(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_())

@@ -1,0 +1,198 @@
+"""Merged maps as a supervision cache stores them, decoded a tile at a time where the student trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from shd_ref.cache import code_bits, packed_size
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_probs
+from shd_torch.supervision import ALL, Supervision
+
+_WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
+# Power of a code, and what code 1 stands for once it is raised (CACHE-29, CACHE-33).
+_LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "sqrt8-abs": (2, 0.75), "u4": (3, 0.84375)}
+
+
+class _Part(NamedTuple):
+    """Neighbouring samples of one length."""
+
+    samples: slice
+    codes: Tensor  # (samples, H_s, entries)
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Coded(Supervision):
+    """Merged maps as the bytes of a cache: a byte an entry, or less, until a tile is read.
+
+    Attributes:
+        buffer: uint8, one axis: the codes of one layer, sample by sample; may hold other layers as well.
+        starts: where each sample's codes begin in it.
+        lengths: positions of each sample.
+        num_student_heads: H_s.
+        codec: of the cache (CACHE-26).
+        support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
+        length: L = S, to which shorter samples are padded; there rows are 0 and do not count.
+        temperature: T_a of the cache; with None whatever the loss is called with.
+    """
+
+    buffer: Tensor
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_student_heads: int
+    codec: str
+    support: str
+    length: int
+    temperature: float | None = None
+    row_sums: str = "one"
+
+    def __post_init__(self) -> None:
+        if self.length < max(self.lengths):
+            raise ShdError(
+                "argument-shape",
+                f"length must be at least the longest sample's {max(self.lengths)}; got {self.length}: teacher and "
+                "student must see the same positions",
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H_s, L, L)``."""
+        return len(self.lengths), self.num_student_heads, self.length, self.length
+
+    @property
+    def device(self) -> torch.device:
+        """That of the codes."""
+        return self.buffer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32."""
+        return torch.float32
+
+    def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
+        """A tile of the maps, made to sum to one over these keys; see ``Supervision``."""
+        self.check_temperature(temperature)
+        return decode_codes(self.codec, self._tile(rows, keys, torch.float32))
+
+    def has_mass(self, rows: slice, keys: slice) -> Tensor:
+        """Where the codes are not 0; see ``Supervision``."""
+        return self._tile(rows, keys, _WIDE_CODES.get(self.codec, torch.uint8)) != 0
+
+    def mass(self) -> Tensor:
+        """1 for every row with a code above 0, ``(B, H_s, L)``; see ``Supervision``."""
+        result = torch.empty(self.shape[:3], device=self.device)
+        for part, samples, rows in self.tiles():
+            keys = part.key_range(rows)
+            if self.codec == "float32":  # stored as they were, not made to sum to one
+                result[samples, :, rows] = part._tile(rows, keys, torch.float32).sum(-1)
+            else:
+                result[samples, :, rows] = part.has_mass(rows, keys).any(-1).to(torch.float32)
+        return result
+
+    def samples(self, start: int, stop: int) -> Self:
+        """The codes of samples ``start .. stop - 1``."""
+        return replace(self, starts=self.starts[start:stop], lengths=self.lengths[start:stop])
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same on another device, with all that its buffer holds."""
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
+
+    def check(self, loss_mask: Tensor | None, layer: int) -> None:
+        """Codes that are numbers themselves must be distributions; all others are, whatever they hold."""
+        if self.codec not in _WIDE_CODES:
+            return
+        for part, samples, rows in self.tiles():
+            counted = None if loss_mask is None else loss_mask[samples, rows]
+            check_probs(part.probs(rows), "supervision", check=True, query_mask=counted, layer=layer)
+
+    def key_range(self, rows: slice) -> slice:
+        """All keys, or those up to the last row; see ``Supervision``."""
+        last = self.length if self.support == "full" else rows.indices(self.length)[1]
+        return slice(0, last)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Refuse another temperature than the cache's."""
+        if self.temperature is not None and temperature != self.temperature:
+            raise ShdError(
+                "argument-value",
+                f"temperature must be {self.temperature:g}, which the cached maps were softened with before mixing; "
+                f"got {temperature:g}: precompute with --temperature {temperature:g}",
+                "TEMP-2",
+            )
+
+    @cached_property
+    def _parts(self) -> tuple[_Part, ...]:
+        return tuple(self._find_parts())
+
+    def _find_parts(self) -> Iterator[_Part]:
+        """The codes as tensors; views of the buffer wherever a code fills whole bytes."""
+        first = 0
+        while first < len(self.lengths):
+            length = self.lengths[first]
+            size = packed_size(self.codec, self.support, self.num_student_heads, length)
+            expected = [(self.starts[first] + number * size, length) for number in range(len(self.lengths) - first)]
+            held = zip(self.starts[first:], self.lengths[first:], strict=True)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, expected, strict=True)))
+            codes = self.buffer[self.starts[first] : self.starts[first] + count * size]
+            if self.codec in _WIDE_CODES:
+                codes = codes.view(_WIDE_CODES[self.codec])
+            codes = codes.view(count, -1)
+            if code_bits(self.codec) == 4:  # two codes a byte, the earlier one in its lower half
+                codes = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(count, -1)
+            # Every blob fills whole bytes: behind an odd number of half-byte codes lies one that is none.
+            entries = length * length if self.support == "full" else length * (length + 1) // 2
+            codes = codes[:, : self.num_student_heads * entries]
+            yield _Part(slice(first, first + count), codes.reshape(count, self.num_student_heads, entries), length)
+            first += count
+
+    def _tile(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        """Codes as numbers ``(B, H_s, R, K)``, 0 where nothing is stored."""
+        top, bottom, _ = rows.indices(self.length)
+        left, right, _ = keys.indices(self.length)
+        whole = len(self._parts) == 1 and max(bottom, right) <= self._parts[0].length and self.support == "full"
+        shape = (*self.shape[:2], bottom - top, right - left)
+        # Zeros are written only where nothing else will be.
+        tile = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=self.device)
+        for samples, codes, length in self._parts:
+            stored = tile[samples, :, : max(0, length - top), : max(0, length - left)]
+            if self.support == "full":
+                square = codes.view(*codes.shape[:2], length, length)
+                stored.copy_(square[:, :, top:bottom, left:right])
+            elif codes.is_cpu:
+                # A row at a time is five times faster here than an index for every entry.
+                for row in range(top, min(bottom, length)):
+                    start = row * (row + 1) // 2
+                    stored[:, :, row - top, : max(0, row + 1 - left)].copy_(
+                        codes[:, :, start + left : start + min(right, row + 1)]
+                    )
+            else:
+                lines = torch.arange(top, min(bottom, length), device=codes.device)[:, None]
+                columns = torch.arange(left, min(right, length), device=codes.device)
+                places = (lines * (lines + 1) // 2 + columns).clamp_(max=codes.shape[2] - 1)
+                stored.copy_(codes[:, :, places].masked_fill_(columns > lines, 0))
+        return tile
+
+
+def decode_codes(codec: str, codes: Tensor) -> Tensor:
+    """Codes, as float32 numbers, to probabilities in place (CACHE-29, CACHE-32, CACHE-33, CACHE-35).
+
+    Args:
+        codec: of the cache.
+        codes: whole rows ``(..., S)``, or all of a row that is not 0.
+    """
+    if codec == "float32":
+        return codes
+    if codec in _LAWS:
+        power, centroid = _LAWS[codec]
+        codes.pow_(power)
+        # 1 becomes the centroid of its bin, more stays as it is: x + w (x - x) is x exactly.
+        codes.lerp_(torch.nn.functional.hardshrink(codes, 1.5), 1.0 - centroid)
+    return codes.mul_(codes.sum(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_())
