@@ -27,6 +27,7 @@ class AttentionSite:
         layer: position among the graph's attention sites, from 0.
         name: name of the softmax (or fused operator) node, made unique.
         op_type: ``"Softmax"`` or the fused operator.
+        softmax: name of the tensor that the softmax gives; empty for fused operators.
         probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
         values: name of V's tensor, as the product consumes it; empty likewise.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
@@ -46,6 +47,7 @@ class AttentionSite:
     layer: int
     name: str
     op_type: str
+    softmax: str = ""
     probs: str = ""
     values: str = ""
     layout: Layout | None = None
@@ -129,6 +131,7 @@ def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_erro
         layer=layer,
         name=name,
         op_type=walk.node.op_type,
+        softmax=name_of(walk.node.outputs[0]) if walk.node.op_type == "Softmax" else "",
         probs="" if walk.probs is None else name_of(walk.probs),
         values="" if walk.values is None else name_of(walk.values),
         layout=None if measure is None else measure.layout,

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.nodes import data_inputs, name_of
+from shd_ref.teacher.nodes import constant_of, data_inputs, int_attribute, name_of
 from shd_ref.teacher.packages import ir
 from shd_ref.teacher.shapes import Shapes
 from shd_ref.teacher.walk import Walk
@@ -49,7 +49,7 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     d_v = context[-1]
     num_heads, rest = divmod(walk.weight.shape[0], d_v)
     repeats = _repeat_factor(walk.repeats, shapes)
-    indices = _replay(walk.path, context, shapes)
+    indices = replay(walk.path, context, shapes)
     if rest or repeats is None or indices is None or num_heads % repeats:
         return None
     layout = _layout(indices.reshape(-1, walk.weight.shape[0]), context, num_heads)
@@ -78,18 +78,36 @@ def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
     return factor
 
 
-def _replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:
-    """Apply the layout operators to an array of the context's flat indices."""
+def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:
+    """Apply operators that move or repeat numbers to an array of flat indices, of the shape that the first reads.
+
+    None where a shape is missing, or an operator does something else.
+    """
     indices = np.arange(np.prod(context)).reshape(context)
     for node in path:
+        shape = shapes.get(name_of(node.outputs[0]))
         if node.op_type == "Transpose":
             order = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
             indices = indices.transpose(order)
         elif node.op_type in ("Flatten", "Reshape", "Squeeze", "Unsqueeze"):
-            shape = shapes.get(name_of(node.outputs[0]))
             if shape is None or np.prod(shape) != indices.size:
                 return None
             indices = indices.reshape(shape)
+        elif node.op_type == "Gather":
+            places = constant_of(node.inputs[1])
+            if places is None:
+                return None
+            indices = indices.take(places, axis=int_attribute(node, "axis") or 0)
+        elif node.op_type == "Expand":
+            if shape is None:
+                return None
+            indices = np.broadcast_to(indices, shape)
+        elif node.op_type == "Tile":
+            if shape is None or len(shape) != indices.ndim:
+                return None
+            indices = np.tile(indices, np.floor_divide(shape, indices.shape))
+        elif node.op_type == "Concat":
+            indices = np.concatenate([indices] * len(node.inputs), int_attribute(node, "axis") or 0)
     return indices
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.packages import onnx
@@ -32,7 +33,12 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 
 def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Measure tensors' shapes by running the graph once on the CPU with inputs of batch 2 and length 3.
+    """Shapes of tensors in one tiny run, see ``probe_tensors``."""
+    return {name: array.shape for name, array in probe_tensors(model, names).items()}
+
+
+def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Tensors of one run of the graph on the CPU with inputs of batch 2 and length 3.
 
     Integers are fed as ones (as zeros at the second attempt, for tables of one row), floats as ones.
 
@@ -56,7 +62,7 @@ def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
         except Exception as error:  # onnxruntime raises its own types, which share no base class
             failure = error
             continue
-        return {name: tuple(np.shape(output)) for name, output in zip(names, outputs, strict=True)}
+        return {name: np.asarray(output) for name, output in zip(names, outputs, strict=True)}
     raise ShdError(
         "graph-unsupported",
         f"the graph does not run on a probe of batch {_PROBE_BATCH} and length {_PROBE_LENGTH} ({failure}): "

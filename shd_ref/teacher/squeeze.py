@@ -16,6 +16,7 @@ from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.find import AttentionSite, projection_of
 from shd_ref.teacher.function import constant_alphas, every_row, squeeze_function
 from shd_ref.teacher.load import MIN_OPSET, opset_version
+from shd_ref.teacher.measure import Layout
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rule import MergeRule, SqueezeOptions, gram_matrices, make_rule
 
@@ -155,10 +156,11 @@ def _squeeze_layer(
 
 def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
     """The map ``(B, H, L, S)`` and V ``(B, H, S, d_v)`` of a supported site."""
-    values = _to_batch_heads(body, site, site.values)
+    heads = site.num_heads or 1
+    values = batch_heads(body, site.values, site.layout, heads)
     if site.shared_values:
-        values = body.op("Expand", values, body.const([1, site.num_heads or 1, 1, 1]))
-    return _to_batch_heads(body, site, site.probs), values
+        values = body.op("Expand", values, body.const([1, heads, 1, 1]))
+    return batch_heads(body, site.probs, site.layout, heads), values
 
 
 def call_squeeze(
@@ -194,14 +196,13 @@ def share_function(
     return functions[rule]
 
 
-def _to_batch_heads(body: Body, site: AttentionSite, tensor: str) -> str:
-    """A map or V as ``(B, H, L or S, S or d_v)``, whatever the site's layout."""
-    if site.folded:
-        heads = site.num_heads or -1
-        sizes = [-1, heads] if site.layout == "batch-folded" else [heads, -1]
+def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
+    """A map, V, queries or keys with the leading axes ``(B, H)``, whatever their layout."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
         inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
         tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
-    if site.layout in ("heads-batch", "heads-folded"):
+    if layout in ("heads-batch", "heads-folded"):
         return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
     return tensor
 

@@ -106,7 +106,7 @@ def walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
 
 
 def _walk_softmax(softmax: ir.Node) -> Iterator[Walk]:
-    product, place = _follow(softmax.outputs[0], _MAP_CARRIERS, _is_value_product)
+    product, place = _follow(softmax.outputs[0], _MAP_CARRIERS, is_value_product)
     if product is None:
         return
     if product.op_type in _INTEGER_PRODUCTS:
@@ -119,7 +119,7 @@ def _walk_softmax(softmax: ir.Node) -> Iterator[Walk]:
             "re-export with eager attention, so that the graph holds MatMul(map, values)",
         )
         return
-    probs, values = (_before_rounding(value) for value in _operands(product))
+    probs, values = (before_rounding(value) for value in operands(product))
     projection, path = _follow_path(product.outputs[0])
     common: dict[str, Any] = {"node": softmax, "probs": probs, "values": values, "context": product.outputs[0]}
     if projection is None:
@@ -129,7 +129,7 @@ def _walk_softmax(softmax: ir.Node) -> Iterator[Walk]:
             **common,
         )
         return
-    logits = _trace_back(softmax.inputs[0], _LOGIT_OPS, _is_value_product)
+    logits = _trace_back(softmax.inputs[0], _LOGIT_OPS, is_value_product)
     yield Walk(
         path=path,
         weight=_projection_weight(projection),
@@ -186,17 +186,18 @@ def _trace_back(value: ir.Value | None, carriers: frozenset[str], found: _Test) 
     return None
 
 
-def _is_value_product(node: ir.Node) -> bool:
+def is_value_product(node: ir.Node) -> bool:
     """A product of two computed tensors, such as ``Q K^T`` and ``map @ V``."""
     products = _PRODUCTS | _INTEGER_PRODUCTS
-    return node.op_type in products and all(constant_of(value) is None for value in _operands(node))
+    return node.op_type in products and all(constant_of(value) is None for value in operands(node))
 
 
 def _is_weight_product(node: ir.Node) -> bool:
     return node.op_type in ("Gemm", *_PRODUCTS) and any(constant_of(value) is not None for value in node.inputs[:2])
 
 
-def _operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
+def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """The two factors of a product."""
     places = (0, 3) if product.op_type == "QLinearMatMul" else (0, 1)
     left, right = (product.inputs[place] for place in places)
     if left is None or right is None:
@@ -227,7 +228,7 @@ def _is_cross(logits: ir.Node) -> bool | None:
     """Whether Q and K are projections of different tensors; None where their projections are not found."""
     # Everything a projection may pass through on its way to Q K^T: biases, scales, head splits, rotary embedding.
     between = _LAYOUT_OPS | _LOGIT_OPS | _REPEAT_OPS | {"Neg", "Slice", "Split"}
-    projections = [_trace_back(value, between, _is_weight_product) for value in _operands(logits)]
+    projections = [_trace_back(value, between, _is_weight_product) for value in operands(logits)]
     sources = [_projection_source(node) for node in projections if node is not None]
     return None if len(sources) < 2 else sources[0] is not sources[1]
 
@@ -239,7 +240,7 @@ def _projection_source(projection: ir.Node) -> ir.Value | None:
     return value
 
 
-def _before_rounding(value: ir.Value) -> ir.Value:
+def before_rounding(value: ir.Value) -> ir.Value:
     """The same numbers before trailing casts and quantisers: the widest float tensor."""
     widest, current = value, value
     while (node := current.producer()) is not None and node.op_type in ("Cast", "DequantizeLinear", "QuantizeLinear"):
@@ -263,6 +264,26 @@ def _repeats(values: ir.Value) -> tuple[ir.Node, ...]:
         source = node.inputs[0]
         node = None if source is None else source.producer()
     return tuple(node for node in found if node.op_type in _REPEAT_OPS)
+
+
+def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:
+    """Operators behind keys or values that move, scale or repeat heads as wholes, from the last to the first."""
+    chain: list[ir.Node] = []
+    node = values.producer()
+    while node is not None:
+        scales = node.op_type in ("Div", "Mul") and _is_number(node.inputs[1])
+        joins = node.op_type == "Concat" and len(set(node.inputs)) == 1
+        if not (scales or joins or node.op_type in _LAYOUT_OPS | _REPEAT_OPS - {"Concat"}):
+            break
+        chain.append(node)
+        source = node.inputs[0]
+        node = None if source is None else source.producer()
+    return tuple(chain)
+
+
+def _is_number(value: ir.Value | None) -> bool:
+    constant = constant_of(value)
+    return constant is not None and constant.size == 1
 
 
 def _data_places(node: ir.Node) -> tuple[int, ...]:

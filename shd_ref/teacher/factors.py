@@ -1,0 +1,221 @@
+"""Queries and keys of a teacher's attention sites: what factored supervision keeps in place of maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.body import FLOAT, Body
+from shd_ref.teacher.find import AttentionSite
+from shd_ref.teacher.logits import Logits, read_logits
+from shd_ref.teacher.measure import Layout, replay
+from shd_ref.teacher.nodes import constant_of, float_attribute, int_attribute, name_of
+from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.shapes import probe_tensors
+from shd_ref.teacher.squeeze import batch_heads
+from shd_ref.teacher.walk import before_rounding, operands, repeat_chain
+
+# exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
+_MASKED: Final = -1e3
+_FOLDED: Final[dict[Layout | None, Layout]] = {"batch-heads": "batch-folded", "heads-batch": "heads-folded"}
+_UNFOLDED: Final = {folded: split for split, folded in _FOLDED.items()}
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class SiteFactors:
+    """Where a site's queries and keys are: its map is ``softmax(scale * q @ k^T)`` over the keys its mask allows.
+
+    Attributes:
+        site: the attention site.
+        queries: name of the tensor that the product consumes, after rotary embedding and norms.
+        keys: likewise; transposed where ``keys_transposed``.
+        keys_transposed: the tensor's last axes are ``(d, S)``.
+        layout: as of the site, but of the product's operands.
+        num_kv_heads: key heads before they are repeated for grouped queries.
+        key_heads: which of the product's key heads to keep, one of each; empty for all.
+        d: width of a query and of a key.
+        scale: all constant factors of the product together.
+        multipliers: names of computed factors ``(..., 1)`` with their operators, applied to the queries.
+        supported: whether ``add_factors`` can output them.
+        reason: why queries and keys cannot stand for the map, and what to do about it.
+    """
+
+    site: AttentionSite
+    queries: str = ""
+    keys: str = ""
+    keys_transposed: bool = True
+    layout: Layout | None = None
+    num_kv_heads: int = 0
+    key_heads: tuple[int, ...] = ()
+    d: int = 0
+    scale: float = 1.0
+    multipliers: tuple[tuple[str, str], ...] = ()
+    supported: bool = False
+    reason: str | None = None
+
+
+def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:
+    """Queries, keys and scale of each site; the graph is not changed.
+
+    Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
+    zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are no function of
+    queries and keys alone, and are refused.
+
+    Args:
+        model: the teacher, from ``load_teacher``.
+        sites: of this model, from ``find_sites``.
+
+    Returns:
+        One for each site, in order: an unsupported one has its ``reason``.
+
+    Raises:
+        ShdError: ``graph-unsupported`` where the graph does not run on the probe.
+    """
+    graph = ir.from_proto(model).graph
+    nodes = {name_of(value): node for node in graph for value in node.outputs[:1]}
+    read = [read_logits(nodes[site.softmax].inputs[0]) if site.supported else None for site in sites]
+    wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
+    wanted |= {site.probs for site in sites if site.supported}
+    arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
+    return tuple(_factors(site, logits, arrays) for site, logits in zip(sites, read, strict=True))
+
+
+def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
+    """Append nodes that give queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` in float32.
+
+    Args:
+        body: where nodes are appended; its graph then holds ``factors.site``'s model.
+        factors: supported ones.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    site = factors.site
+    if not factors.supported:
+        raise ShdError(
+            "graph-unsupported", f"site {site.name} cannot be stored as queries and keys: {factors.reason}"
+        )
+    queries = body.op("Cast", factors.queries, to=FLOAT)
+    for op_type, multiplier in factors.multipliers:
+        queries = body.op(op_type, queries, body.op("Cast", multiplier, to=FLOAT))
+    keys = body.op("Cast", factors.keys, to=FLOAT)
+    heads = site.num_heads or 1
+    shared = factors.layout in ("batch-heads", "heads-batch") and factors.num_kv_heads == 1 and not factors.key_heads
+    queries = batch_heads(body, queries, factors.layout, heads)
+    keys = batch_heads(body, keys, factors.layout, 1 if shared else heads)
+    if factors.keys_transposed:
+        keys = body.op("Transpose", keys, perm=[0, 1, 3, 2])
+    if factors.key_heads:
+        keys = body.op("Gather", keys, body.const(list(factors.key_heads)), axis=1)
+    return queries, keys
+
+
+def _tensors(logits: Logits) -> Iterator[ir.Value]:
+    """What has to be measured of a site: computed tensors only."""
+    values = [value for _, value in (*logits.multipliers, *logits.addends)] + logits.fills
+    if logits.product is not None:
+        queries, keys = operands(logits.product)
+        values += [queries, keys, logits.product.outputs[0]]
+        for node in repeat_chain(keys):
+            values += [value for value in (node.inputs[0], node.outputs[0]) if value is not None]
+    yield from (value for value in values if constant_of(value) is None)
+
+
+def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> SiteFactors:
+    if logits is None:
+        return SiteFactors(site, reason=site.reason)
+    reason = logits.reason or _reason(logits, arrays)
+    product = logits.product
+    if product is None or reason is not None:
+        return _refused(site, reason or "its logits come from no product of queries and keys")
+    if any(int_attribute(product, flag) for flag in ("transA", "transBatchA", "transBatchB")):
+        return _refused(site, f"its logits come from {product.op_type} with transposed queries")
+    queries, keys = operands(product)
+    wide_queries, wide_keys = before_rounding(queries), before_rounding(keys)
+    layout = _layout(site, arrays[site.probs].ndim, arrays[name_of(product.outputs[0])].ndim)
+    transposed = not int_attribute(product, "transB")
+    shape = arrays[name_of(keys)].shape
+    if layout is None or len(shape) != arrays[name_of(queries)].ndim:
+        return _refused(site, "queries and keys have other axes than the map")
+    heads = site.num_heads or 1
+    kept = _distinct_heads(keys, layout, heads, arrays)
+    shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
+    return SiteFactors(
+        site,
+        queries=name_of(wide_queries),
+        keys=name_of(wide_keys),
+        keys_transposed=transposed,
+        layout=layout,
+        num_kv_heads=1 if shared else len(kept) or heads,
+        key_heads=() if shared else kept,
+        d=shape[-2 if transposed else -1],
+        scale=logits.scale * float_attribute(product, "alpha"),
+        multipliers=tuple((op_type, name_of(value)) for op_type, value in logits.multipliers),
+        supported=True,
+    )
+
+
+def _refused(site: AttentionSite, reason: str) -> SiteFactors:
+    return SiteFactors(site, reason=f"{reason}: keep its maps instead of queries and keys")
+
+
+def _reason(logits: Logits, arrays: Arrays) -> str | None:
+    """Why the map is no function of queries, keys and a mask."""
+    if logits.sinks:
+        return "attention sinks take part of each row"
+    if logits.softcap is not None:
+        return f"its logits are softcapped at {logits.softcap:g}"
+    for _, value in logits.multipliers:
+        factor = _value(value, arrays)
+        if factor.ndim and factor.shape[-1] != 1:
+            return "its logits are multiplied entry by entry"
+    for sign, value in logits.addends:
+        added = sign * _value(value, arrays).astype(np.float64)
+        if not ((added == 0) | (added <= _MASKED)).all():
+            return "a bias is added to its logits"
+    if any((_value(value, arrays) > _MASKED).any() for value in logits.fills):
+        return "its masked logits are replaced by numbers that still count"
+    return None
+
+
+def _value(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
+    constant = constant_of(value)
+    return arrays[name_of(value)] if constant is None else constant
+
+
+def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | None:
+    """The layout of the product's operands: logits may be folded, or unfolded, on their way to the softmax."""
+    if map_rank == product_rank:
+        return site.layout
+    return (_UNFOLDED if product_rank > map_rank else _FOLDED).get(site.layout)  # type: ignore[arg-type]
+
+
+def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
+    """The first of each run of equal key heads, where all runs are equally long; else none.
+
+    The operators that repeat heads are replayed on indices, so that equal heads are the same numbers for sure.
+    """
+    chain = tuple(reversed(repeat_chain(keys)))
+    source = None if not chain else chain[0].inputs[0]
+    if source is None or constant_of(source) is not None:
+        return ()
+    shapes = {name: array.shape for name, array in arrays.items()}
+    indices = replay(chain, shapes[name_of(source)], shapes)
+    if indices is None:
+        return ()
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, heads) if layout == "batch-folded" else (heads, -1)
+        indices = indices.reshape(*sizes, *indices.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        indices = indices.swapaxes(0, 1)
+    if indices.shape[1] != heads:
+        return ()
+    first = [head for head in range(heads) if not head or (indices[:, head] != indices[:, head - 1]).any()]
+    return tuple(first) if heads % len(first) == 0 and first == list(range(0, heads, heads // len(first))) else ()

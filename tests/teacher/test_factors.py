@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.body import FLOAT, Body
+from shd_ref.teacher.factors import SiteFactors, add_factors, find_factors
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.session import open_session
+from shd_ref.teacher.squeeze import assemble_graph, site_tensors
+from shd_ref.tolerances import load_tolerances
+
+HEADS = 4
+KEYS = (TensorProto.FLOAT, ["batch", 2, "keys", 3])
+QUERIES = (TensorProto.FLOAT, ["batch", 2, "rows", 3])
+
+
+def only_factors(model: onnx.ModelProto) -> SiteFactors:
+    (factors,) = find_factors(model, find_sites(model))
+    return factors
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    result: NDArray[np.float64] = shifted / shifted.sum(axis=-1, keepdims=True)
+    return result
+
+
+def check_factors(model: onnx.ModelProto, feeds: dict[str, NDArray[Any]], allowed: NDArray[np.bool_] | bool) -> None:
+    """The map of the site is the softmax of its queries and keys, for whoever may attend."""
+    factors = only_factors(model)
+    assert factors.supported, factors.reason
+    body = Body("test/", 18)
+    names = ("queries", "keys", "probs")
+    for name, tensor in zip(names, (*add_factors(body, factors), site_tensors(body, factors.site)[0]), strict=True):
+        body.output(body.op("Cast", tensor, to=FLOAT), name, FLOAT, rank=4)
+    grown = assemble_graph(model, body, ())
+    session = open_session(grown.SerializeToString(), num_threads=1)
+    inputs = {value.name for value in session.get_inputs()}
+    outputs = session.run(list(names), {name: array for name, array in feeds.items() if name in inputs})
+    queries, keys, probs = (output.astype(np.float64) for output in outputs)
+    heads = factors.site.num_heads
+    assert heads is not None
+    assert queries.shape == (*probs.shape[:3], factors.d)
+    assert keys.shape == (probs.shape[0], factors.num_kv_heads, probs.shape[3], factors.d)
+    logits = factors.scale * queries @ keys.repeat(heads // factors.num_kv_heads, axis=1).swapaxes(2, 3)
+    half = str(factors.site.dtype) == "float16" or "float16" in str(session.get_inputs())
+    limit = load_tolerances()["graph"]["probs"]["float16" if half else "float32"]
+    np.testing.assert_allclose(softmax(np.where(allowed, logits, -np.inf)), probs, atol=limit)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"mask": "where", "nan_guard": True},
+        {"mask": None},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 2, "kv_repeat": "tile"},
+        {"num_kv_heads": 2, "kv_repeat": "gather"},
+        {"num_kv_heads": 1},
+        *({"layout": name} for name in ("heads-batch", "batch-folded", "heads-folded")),
+        {"layout": "batch-folded", "sequence_first": True},
+        {"opset": 13},
+    ],
+    ids=str,
+)
+def test_maps_follow_from_queries_and_keys(form: dict[str, Any]) -> None:
+    model = encoder_layer(num_heads=HEADS, **form)
+    rng = np.random.default_rng(0)
+    lengths = np.array([5, 3, 1])
+    mask = np.arange(5) < lengths[:, None]
+    feeds = {"x": rng.normal(size=(3, 5, 12)).astype(np.float32), "mask": mask.astype(np.int64)}
+    masked = form.get("mask", "add") is not None and form.get("layout", "batch-heads") == "batch-heads"
+    check_factors(model, feeds, mask[:, None, None, :] if masked else True)
+    assert only_factors(model).num_kv_heads == form.get("num_kv_heads", HEADS)
+
+
+def test_half_precision_teachers_give_queries_and_keys() -> None:
+    factors = only_factors(encoder_layer(float16=True, mask="where"))
+    assert factors.supported
+
+
+def with_logits(change: Any, **extra: tuple[int, list[str | int]]) -> onnx.ModelProto:
+    """Attention on inputs ``q`` and ``k`` with two heads of width 3, whose product ``change`` makes logits of."""
+    build = GraphBuilder()
+    product = build.op("MatMul", "q", build.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    probs = build.op("Softmax", change(build, product), axis=-1)
+    joined = build.op("Transpose", build.op("MatMul", probs, "k"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    return build.model({"q": QUERIES, "k": KEYS, **extra}, [output])
+
+
+def feeds_of(*shape: int) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(1)
+    batch, rows, keys = shape
+    return {
+        "q": rng.normal(size=(batch, 2, rows, 3)).astype(np.float32),
+        "k": rng.normal(size=(batch, 2, keys, 3)).astype(np.float32),
+    }
+
+
+def number(build: GraphBuilder, value: float) -> str:
+    return build.const(np.float32(value))
+
+
+SCALED = {
+    "divided": (lambda b, z: b.op("Div", z, number(b, 4.0)), 0.25),
+    "multiplied twice": (lambda b, z: b.op("Mul", b.op("Mul", number(b, 3.0), z), number(b, 0.5)), 1.5),
+    "by the width, computed": (
+        lambda b, z: b.op(
+            "Div", z, b.op("Sqrt", b.op("Cast", b.op("Gather", b.op("Shape", "q"), b.const(np.array(3))), to=FLOAT))
+        ),
+        1.0,
+    ),
+    "by a number per head": (
+        lambda b, z: b.op("Mul", z, b.const(np.float32([2.0, 0.5]).reshape(1, 2, 1, 1))),
+        1.0,
+    ),
+    "made safe by hand": (
+        lambda b, z: b.op("Sub", z, b.op("ReduceMax", z, b.const(np.array([-1])), keepdims=1)),
+        1.0,
+    ),
+    "folded and unfolded": (
+        lambda b, z: b.op(
+            "Reshape", b.op("Reshape", z, b.const(np.array([-1, 4, 4]))), b.const(np.array([-1, 2, 4, 4]))
+        ),
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", SCALED)
+def test_scales_are_read_off(form: str) -> None:
+    change, scale = SCALED[form]
+    model = with_logits(change)
+    rows = 3 if "folded" not in form else 4
+    if "folded" in form:  # the sizes are fixed, so that the probe must have them too
+        for value in model.graph.input:
+            value.type.tensor_type.shape.dim[2].dim_value = 4
+    assert only_factors(model).scale == pytest.approx(scale)
+    check_factors(model, feeds_of(2, rows, 4), True)
+
+
+def test_causal_masks_and_multiplied_masks_are_no_bias() -> None:
+    def causal(build: GraphBuilder, product: str) -> str:
+        low = np.triu(np.full((3, 3), -1e9, np.float32), 1)
+        return build.op("Add", product, build.const(low))
+
+    model = with_logits(causal)
+    check_factors(model, feeds_of(2, 3, 3), np.tri(3, dtype=bool))
+
+
+REFUSED = {
+    "softcapped at 30": lambda b, z: b.op("Mul", b.op("Tanh", b.op("Div", z, number(b, 30))), number(b, 30)),
+    "a bias": lambda b, z: b.op("Add", z, b.const(np.linspace(0, 1, 9, dtype=np.float32).reshape(3, 3))),
+    "several products": lambda b, z: b.op("Add", z, b.op("MatMul", "q", b.op("Transpose", "k", perm=[0, 1, 3, 2]))),
+    "pass through Clip": lambda b, z: b.op("Clip", z, number(b, -1.0), number(b, 1.0)),
+    "entry by entry": lambda b, z: b.op("Mul", z, b.const(np.linspace(1, 2, 3, dtype=np.float32))),
+    "still count": lambda b, z: b.op("Where", b.op("Greater", z, number(b, 0.0)), z, number(b, -1.0)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_queries_and_keys_do_not_tell_is_refused(reason: str) -> None:
+    factors = only_factors(with_logits(REFUSED[reason]))
+    assert factors.site.supported
+    assert not factors.supported
+    assert reason in str(factors.reason)
+    assert "maps" in str(factors.reason)
+    with pytest.raises(ShdError, match="cannot be stored as queries and keys") as caught:
+        add_factors(Body("test/", 18), factors)
+    assert caught.value.code == "graph-unsupported"
+
+
+def test_logits_that_are_inputs_have_no_queries() -> None:
+    assert "no product" in str(only_factors(bare_attention(2)).reason)
