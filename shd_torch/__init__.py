@@ -25,6 +25,7 @@ from shd_torch.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_torch.shares import batch_share
 from shd_torch.supervision import Dense, Supervision
 from shd_torch.support import IntersectedMaps, intersect_support
 from shd_torch.tokens import AlignedMaps, align_tokens
@@ -48,6 +49,7 @@ __all__ = [
     "Supervision",
     "align_tokens",
     "attention_kl",
+    "batch_share",
     "capture_attention",
     "check_cache",
     "compose_mixing",

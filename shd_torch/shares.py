@@ -1,0 +1,54 @@
+"""What part of a whole batch a rank or a micro-batch is, so that parts add up to what the whole would give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def batch_share(
+    num_rows: int | Tensor, *, num_rows_in_all: int | Tensor | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """The factor for this process's SHD term: with it, two ranks train as one on the same global batch.
+
+    ``attention_kl`` and ``shd_loss`` average over the query rows that count. Where ranks (or micro-batches) hold
+    different numbers of them, as padded text does, the mean of their means is not the mean of all rows; weighted by
+    this factor it is.
+
+    Args:
+        num_rows: rows that count in this process's batch, at least 0: for supervision from a cache
+            ``supervision.query_mask().sum()``.
+        num_rows_in_all: with gradient accumulation, the rows of all micro-batches of this process's step together;
+            the gradients of the step are then to be summed, not averaged.
+        group: the ranks among which gradients are averaged, as DDP and FSDP do; default all. Without a running
+            process group there is one rank.
+
+    Returns:
+        ``()`` float32, on the device of ``num_rows`` if that is a tensor; ranks x rows here / rows in all, 0 where no
+        row counts anywhere. Every rank must call this as often as the others.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    rows = torch.as_tensor(num_rows).detach().to(torch.float64)
+    if rows.ndim or rows < 0:
+        raise ShdError("argument-value", f"num_rows must be one number, at least 0; got {num_rows}")
+    whole = rows if num_rows_in_all is None else torch.as_tensor(num_rows_in_all).detach().to(rows)
+    if whole.ndim or whole < rows:
+        raise ShdError(
+            "argument-value", f"num_rows_in_all must be one number, at least num_rows; got {num_rows_in_all}"
+        )
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size(group)
+        whole = whole.clone()
+        dist.all_reduce(whole, group=group)
+    return torch.where(whole > 0, ranks * rows / whole.clamp(min=1), 0.0).to(torch.float32)

@@ -1,0 +1,104 @@
+"""One training step of a small student, by one process or by ranks; see ``test_ranks``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_path.stories import Stories
+
+from shd_torch import attention_kl, batch_share, capture_attention
+
+SAMPLES, LENGTH, HEADS, LAYERS = 4, 9, 2, 2
+WAYS = ("ddp", "ddp-accumulated", "fsdp2")
+LENGTHS = (9, 4, 6, 2)  # the ranks hold different numbers of rows
+
+
+def make_student() -> Stories:
+    torch.manual_seed(0)
+    return Stories(
+        width=16, hidden=24, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS, vocabulary=20, length=LENGTH
+    )
+
+
+def make_batch() -> tuple[Tensor, list[Tensor], Tensor]:
+    """Tokens, causal maps a layer, and which positions count."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 20, (SAMPLES, LENGTH), generator=generator)
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    maps = []
+    for _ in range(LAYERS):
+        logits = torch.randn(SAMPLES, HEADS, LENGTH, LENGTH, generator=generator)
+        logits = logits.masked_fill(~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -torch.inf)
+        maps.append(torch.softmax(logits, -1) * mask[:, None, :, None])
+    return tokens, maps, mask
+
+
+def accumulate(model: nn.Module, parts: list[list[int]], *, ranks: int, synchronise: Any = None) -> Tensor:
+    """Backward through the micro-batches of one step; the term of this process."""
+    tokens, maps, mask = make_batch()
+    rows = [int(mask[part].sum()) for part in parts]
+    total = torch.zeros(())
+    for number, part in enumerate(parts):
+        if synchronise is not None:
+            synchronise(number == len(parts) - 1)
+        with capture_attention(model, LAYERS) as captured:
+            logits = model(tokens[part])
+        calls = captured.calls
+        term = attention_kl(
+            [call.query for call in calls],
+            [call.key for call in calls],
+            [layer[part] for layer in maps],
+            loss_mask=mask[part],
+            **calls[0].mask_keywords,
+        )
+        base = logits.square().mean((1, 2)).sum() * ranks / SAMPLES
+        loss = base + 0.5 * batch_share(rows[number], num_rows_in_all=sum(rows)) * term
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def run_rank(rank: int, ranks: int, folder: str) -> None:
+    """One SGD step in each of ``WAYS``; rank 0 writes the parameters of each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    try:
+        for way in WAYS:
+            state = train(rank, ranks, way)
+            if rank == 0:
+                torch.save(state, Path(folder) / f"{way}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def train(rank: int, ranks: int, way: str) -> dict[str, Tensor]:
+    """One step as DDP or FSDP2, in two micro-batches where the way says so: whole parameters, mean loss."""
+    student = make_student()
+    mine = list(range(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks))
+    parts = [[index] for index in mine] if way == "ddp-accumulated" else [mine]
+    model: Any
+    if way == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in student.layers:
+            fully_shard(layer, mesh=mesh)
+        model, synchronise = fully_shard(student, mesh=mesh), None
+    else:
+        model = nn.parallel.DistributedDataParallel(student)
+        synchronise = lambda last: setattr(model, "require_backward_grad_sync", last)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = accumulate(model, parts, ranks=ranks, synchronise=synchronise)
+    dist.all_reduce(loss)
+    optimizer.step()
+    state = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in student.state_dict().items()
+    }
+    return {"loss": loss / ranks, **state}

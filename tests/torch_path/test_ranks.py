@@ -1,0 +1,60 @@
+"""Two ranks, or many micro-batches, train as one process does on the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch_path.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
+
+from shd_torch import ShdError, batch_share
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
+
+
+def one_process() -> dict[str, torch.Tensor]:
+    student = make_student()
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+    loss = accumulate(student, [list(range(SAMPLES))], ranks=1)
+    optimizer.step()
+    return {"loss": loss, **student.state_dict()}
+
+
+@pytest.fixture(scope="module")
+def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, (2, str(folder)), nprocs=2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_are_one(way: str, by_two_ranks: Path) -> None:
+    together = torch.load(by_two_ranks / f"{way}.pt", weights_only=True)
+    alone, before = one_process(), make_student().state_dict()
+    assert together.keys() == alone.keys()
+    for name, expected in alone.items():
+        torch.testing.assert_close(together[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert not torch.equal(alone["layers.0.wq.weight"], before["layers.0.wq.weight"])
+
+
+@pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[0, 1, 2], [3]]])
+def test_micro_batches_are_the_batch(parts: list[list[int]]) -> None:
+    student = make_student()
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+    loss = accumulate(student, parts, ranks=1)
+    optimizer.step()
+    for name, expected in one_process().items():
+        torch.testing.assert_close({"loss": loss, **student.state_dict()}[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shares() -> None:
+    assert batch_share(5) == 1.0
+    assert batch_share(torch.tensor(3), num_rows_in_all=12) == 0.25
+    assert batch_share(0) == 0.0
+    for wrong in ({"num_rows": -1}, {"num_rows": 3, "num_rows_in_all": 2}, {"num_rows": torch.ones(2)}):
+        with pytest.raises(ShdError) as caught:
+            batch_share(**wrong)  # type: ignore[arg-type]
+        assert caught.value.code == "argument-value"
