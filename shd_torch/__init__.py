@@ -19,8 +19,9 @@ from shd_torch.capture import AttentionCapture, Captured, capture_attention, rec
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
 from shd_torch.factored import Factored
+from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.gradients import shd_loss_gradient, shd_loss_gradient_qk
-from shd_torch.gram import gram_tensor, merge_gram, solve_alpha_from_gram
+from shd_torch.gram import gram_tensor, gram_tensor_from_qk, merge_gram, solve_alpha_from_gram
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
@@ -38,6 +39,7 @@ __all__ = [
     "Dense",
     "ExportReport",
     "Factored",
+    "FactoredSqueeze",
     "IntersectedMaps",
     "MergePlan",
     "ShdError",
@@ -52,6 +54,7 @@ __all__ = [
     "explain_backend",
     "export_teacher",
     "gram_tensor",
+    "gram_tensor_from_qk",
     "intersect_support",
     "layer_map",
     "load_hf_model",
@@ -68,6 +71,7 @@ __all__ = [
     "softmax",
     "solve_alpha",
     "solve_alpha_from_gram",
+    "squeeze_factored",
     "squeeze_heads",
     "value_outputs",
 ]
