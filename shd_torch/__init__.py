@@ -25,6 +25,7 @@ from shd_torch.gram import gram_tensor, gram_tensor_from_qk, merge_gram, solve_a
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_torch.online import OnlineSupervision, OnlineTeacher, layer_kls
 from shd_torch.supervision import Dense, Supervision
 from shd_torch.support import IntersectedMaps, intersect_support
 from shd_torch.tokens import AlignedMaps, align_tokens
@@ -42,6 +43,8 @@ __all__ = [
     "FactoredSqueeze",
     "IntersectedMaps",
     "MergePlan",
+    "OnlineSupervision",
+    "OnlineTeacher",
     "ShdError",
     "SqueezeResult",
     "SupervisedDataset",
@@ -56,6 +59,7 @@ __all__ = [
     "gram_tensor",
     "gram_tensor_from_qk",
     "intersect_support",
+    "layer_kls",
     "layer_map",
     "load_hf_model",
     "merge_gram",
