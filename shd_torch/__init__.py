@@ -20,11 +20,13 @@ from shd_torch.coded import Coded
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
 from shd_torch.factored import Factored
+from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.gradients import shd_loss_gradient, shd_loss_gradient_qk
-from shd_torch.gram import gram_tensor, merge_gram, solve_alpha_from_gram
+from shd_torch.gram import gram_tensor, gram_tensor_from_qk, merge_gram, solve_alpha_from_gram
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_torch.online import OnlineSupervision, OnlineTeacher, layer_kls
 from shd_torch.shares import batch_share
 from shd_torch.supervision import Dense, Supervision
 from shd_torch.support import IntersectedMaps, intersect_support
@@ -41,8 +43,11 @@ __all__ = [
     "Dense",
     "ExportReport",
     "Factored",
+    "FactoredSqueeze",
     "IntersectedMaps",
     "MergePlan",
+    "OnlineSupervision",
+    "OnlineTeacher",
     "ShdError",
     "SqueezeResult",
     "SupervisedDataset",
@@ -56,7 +61,9 @@ __all__ = [
     "explain_backend",
     "export_teacher",
     "gram_tensor",
+    "gram_tensor_from_qk",
     "intersect_support",
+    "layer_kls",
     "layer_map",
     "load_hf_model",
     "merge_gram",
@@ -72,6 +79,7 @@ __all__ = [
     "softmax",
     "solve_alpha",
     "solve_alpha_from_gram",
+    "squeeze_factored",
     "squeeze_heads",
     "value_outputs",
 ]

@@ -171,10 +171,33 @@ def solve_group(probs: Tensor, outputs: Tensor, *, query_mask: Tensor | None, al
         scale = scale.sum(1, keepdim=True)
     quadratic = by_row @ by_row.mT  # (B, 1 or L, k, k)
     linear = -(by_row @ target[..., None])[..., 0]
+    return _settled_weights(quadratic, linear, scale)
+
+
+def solve_gram_group(gram: Tensor) -> Tensor:
+    """``solve_group`` from a group's gram tensor (GRAM-1, MIX-7).
+
+    Args:
+        gram: G ``(B, k, k, k, k)``, or with a last axis L; float64.
+
+    Returns:
+        ``(B, k, 1)`` or, per row, ``(B, k, L)``.
+    """
+    gram = gram.unsqueeze(-1) if gram.ndim == 5 else gram
+    difference = gram - gram[:, :1]
+    difference = difference - difference[:, :, :, :1]  # <(A_i - A_0) X_j, (A_k - A_0) X_l>
+    quadratic = difference.sum((2, 4)).movedim(-1, 1)  # (B, 1 or L, k, k)
+    linear = -torch.einsum("bijkkl->bli", difference)
+    scale = gram.sum((2, 4)).diagonal(dim1=1, dim2=2).sum(-1)  # (B, 1 or L), sum_i ||A_i X||^2
+    return _settled_weights(quadratic, linear, scale)
+
+
+def _settled_weights(quadratic: Tensor, linear: Tensor, scale: Tensor) -> Tensor:
+    """The weights of a group ``(B, k, 1 or L)``, equal where all members give the same output (MIX-15)."""
     norms = quadratic.diagonal(dim1=-2, dim2=-1)
     distances = norms[..., :, None] + norms[..., None, :] - 2 * quadratic  # ||(A_i - A_j) X||^2
     degenerate = distances.amax((-2, -1)) <= _DEGENERATE * scale
-    weights = simplex_weights(quadratic, linear).masked_fill(degenerate[..., None], 1.0 / probs.shape[1])
+    weights = simplex_weights(quadratic, linear).masked_fill(degenerate[..., None], 1.0 / linear.shape[-1])
     return weights.mT
 
 

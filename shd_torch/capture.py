@@ -65,16 +65,7 @@ class Captured:
         Raises:
             ShdError: ``capture-failed`` where no forward pass has finished, or a module gave its logits alone.
         """
-        calls = []
-        for index, call in enumerate(self.attention):
-            if isinstance(call, LogitsCall):
-                raise ShdError(
-                    "capture-failed",
-                    f"layer {index} must show its queries and keys; it showed its logits alone: call "
-                    "shd_torch.record_query_key instead of record_attention, or use captured.logits",
-                )
-            calls.append(call)
-        return calls
+        return [_with_query_key(call, index) for index, call in enumerate(self.attention)]
 
     @property
     def logits(self) -> Sequence[Tensor]:
@@ -91,6 +82,22 @@ class Captured:
         Rows that may not attend at all are zero.
         """
         return _Lazy(self.attention, lambda call: softmax(call.compute_logits(), check=False))
+
+    def layer(self, number: int) -> AttentionCall:
+        """Queries, keys and masks of one attention call, by its zero-based number in the forward pass.
+
+        Raises:
+            ShdError: ``capture-failed`` where it was not kept, or its module gave its logits alone.
+        """
+        call = self._kept.get(number)
+        if call is None:
+            kept = sorted(self._kept)
+            raise ShdError(
+                "capture-failed",
+                f"layer {number} must be among the captured attention calls; got {kept or 'no forward pass yet'}: "
+                "capture all layers, or name it in layers",
+            )
+        return _with_query_key(call, number)
 
     def clear(self) -> None:
         """Forget what was recorded, and with it the student's graph."""
@@ -181,7 +188,7 @@ class AttentionCapture:
         grad_enabled = torch.is_grad_enabled()
         with record(values=self._keep_values) as recording:
             result = original(*args, **kwargs)
-        _check_count(len(recording.calls), self._expected, self._kept, type(self._student).__name__)
+        check_count(len(recording.calls), self._expected, self._kept, type(self._student).__name__)
         try:
             torch.compiler.disable(self.captured.take)(recording.calls, grad_enabled)  # type: ignore[no-untyped-call]
         except BaseException:
@@ -314,6 +321,16 @@ class _Lazy(Sequence[Tensor]):
         return self._compute(self._calls[index])
 
 
+def _with_query_key(call: Call, number: int) -> AttentionCall:
+    if isinstance(call, LogitsCall):
+        raise ShdError(
+            "capture-failed",
+            f"layer {number} must show its queries and keys; it showed its logits alone: call "
+            "shd_torch.record_query_key instead of record_attention, or use captured.logits",
+        )
+    return call
+
+
 def _read_call(raw: RawCall) -> Call:
     if raw.logits is not None:
         return LogitsCall(raw.logits)
@@ -352,7 +369,8 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
     return (layers, None) if isinstance(layers, int) else (None, numbers)
 
 
-def _check_count(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
+def check_count(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
+    """A forward pass must make attention calls, as many as expected, those to keep among them."""
     if calls == 0:
         raise ShdError("capture-failed", f"a forward pass of {name} must show its attention; got 0 calls: {_REMEDY}")
     if expected is not None and calls != expected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -100,6 +100,25 @@ class Factored(Supervision):
         # Found once, here: every tile reads them, and a mask that does not fit is refused before the first step.
         object.__setattr__(self, "mask", described.fit((batch, heads, rows, given[2]), self.device))
         object.__setattr__(self, "pair_weights", self._weigh_pairs())
+
+    @classmethod
+    def teacher(cls, queries: Tensor, keys: Tensor, **fields: Any) -> Self:
+        """A teacher's own maps, unmixed: what ``squeeze_factored`` starts from.
+
+        Args:
+            queries: ``(B, H_t, L, d)``.
+            keys: ``(B, H_kv, S, d)``.
+            **fields: any field but ``mixing``, ``groups`` and ``entropy``.
+        """
+        check_real(queries, "queries", check=False, ndim=4)
+        batch, heads = queries.shape[:2]
+        own = torch.eye(heads, dtype=compute_dtype(queries), device=queries.device).expand(batch, -1, -1)
+        return cls(queries, keys, own, groups=tuple((head,) for head in range(heads)), **fields)
+
+    def unmixed(self) -> Self:
+        """The teacher of this supervision."""
+        kept = ("scale", "attn_mask", "is_causal", "window", "alibi_slopes", "softcap", "row_mass", "lse")
+        return self.teacher(self.queries, self.keys, **{name: getattr(self, name) for name in kept})
 
     @property
     def row_sums(self) -> str:  # type: ignore[override]  # a fact about the fields

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import degenerate_threshold
-from shd_torch.alpha import ALPHA_PER
+from shd_torch.alpha import ALPHA_PER, AlphaSolution
 from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_weights
+from shd_torch.factored import Factored
 
 _DEGENERATE = degenerate_threshold()  # read once, here: a compiled graph cannot read files
 
@@ -62,17 +63,86 @@ def gram_tensor(
         check_mask(query_mask, "query_mask", (batch, rows))
     check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
     projection = output_projection.double().reshape(heads, width, -1)  # (H_t, d_v, D)
-    inner = torch.einsum("jdm,lem->jlde", projection, projection)  # K
     # Every head's map with every head's values: ordinary attention outputs (B, H_t, H_t, L, d_v).
     read = torch.einsum("bils,bgsd->bigld", teacher_probs.double(), values.double())
-    read = read.repeat_interleave(heads // num_kv_heads, dim=2)
+    return gram_of_products(read.repeat_interleave(heads // num_kv_heads, dim=2), projection, query_mask, alpha_per)
+
+
+@torch.no_grad()
+def gram_tensor_from_qk(
+    teacher: Factored,
+    values: Tensor,
+    output_projection: Tensor,
+    *,
+    query_mask: Tensor | None = None,
+    alpha_per: str = "map",
+    check: bool = True,
+) -> Tensor:
+    """``gram_tensor`` of a teacher whose maps are never formed: the products ``A_i V_j`` are fused attention.
+
+    Args:
+        teacher: its queries and keys, see ``Factored.teacher``; the mixing plays no part.
+        values: V ``(B, H_kv, S, d_v)``; query head i reads value head ``i // (H_t / H_kv)``.
+        output_projection: W_o ``(H_t * d_v, D)``.
+        query_mask: boolean ``(B, L)``, True = the row counts; default all.
+        alpha_per: ``"map"``, or ``"row"`` for one G per query row.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Returns:
+        G ``(B, H_t, H_t, H_t, H_t)``, or with a last axis L; float64 sums of products made in float32 or wider.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
+    """
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    projection = check_factors(teacher, values, output_projection, query_mask, check=check)
+    heads = projection.shape[0]
+    maps, group = teacher.unmixed(), heads // values.shape[1]
+    read = [maps.apply_to(values[:, head : head + 1]) for head in range(values.shape[1])]  # (B, H_t, L, d_v) each
+    products = torch.stack(read, dim=2).repeat_interleave(group, dim=2)
+    return gram_of_products(products.double(), projection, query_mask, alpha_per)
+
+
+def check_factors(
+    teacher: Factored, values: Tensor, output_projection: Tensor, query_mask: Tensor | None, *, check: bool
+) -> Tensor:
+    """Teacher, values and output projection must fit; the projection ``(H_t, d_v, D)``, float64 (GRAM-6)."""
+    check_real(values, "values", check=check, ndim=4)
+    check_real(output_projection, "output_projection", check=check, ndim=2)
+    batch, heads, rows, _ = teacher.queries.shape
+    num_kv_heads, width = values.shape[1], values.shape[3]
+    fits = values.shape[0] == batch and values.shape[2] == teacher.keys.shape[2]
+    if not fits or num_kv_heads == 0 or heads % num_kv_heads or output_projection.shape[0] != heads * width:
+        raise ShdError(
+            "argument-shape",
+            "the teacher's queries (B, H_t, L, d), values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) "
+            f"must fit; got {tuple(teacher.queries.shape)}, {tuple(values.shape)}, {tuple(output_projection.shape)}",
+            "GRAM-6",
+        )
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, rows))
+    if check:
+        teacher.check(query_mask, 0)
+    return output_projection.detach().double().reshape(heads, width, -1)
+
+
+def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None, alpha_per: str) -> Tensor:
+    """The gram tensor of some heads from their products (GRAM-1).
+
+    Args:
+        read: ``A_i V_j``, ``(B, H, H, L, d_v)``, float64.
+        projection: their slices W_j of the output projection ``(H, d_v, D)``, float64.
+        query_mask: boolean ``(B, L)``, True = the row counts.
+        alpha_per: ``"map"`` or ``"row"``.
+    """
+    inner = torch.einsum("jdm,lem->jlde", projection, projection)  # K
     if query_mask is not None:
         read = read.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     per_row = alpha_per == "row"
     # One l after another: all at once would hold H_t^3 outputs.
     parts = [
         torch.einsum("bijrd,bkrd->bijkr" if per_row else "bijrd,bkrd->bijk", read @ inner[:, head], read[:, :, head])
-        for head in range(heads)
+        for head in range(projection.shape[0])
     ]
     return torch.stack(parts, dim=4)
 
@@ -94,14 +164,24 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     _check_pool(gram, p, q, check)
+    return solve_gram_pair(gram.double(), p, q, "least_squares").clipped
+
+
+def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
+    """``solve_alpha_from_gram`` on a checked float64 tensor, with what the report needs and under either rule."""
     both = [p, q]
-    pair = gram.double()[:, both][:, :, both][:, :, :, both][:, :, :, :, both]  # (B, 2, 2, 2, 2, ...)
+    pair = gram[:, both][:, :, both][:, :, :, both][:, :, :, :, both]  # (B, 2, 2, 2, 2, ...)
     maps = pair.movedim((1, 3), (0, 1))  # (2, 2, B, 2, 2, ...): both maps first, then both value outputs
     difference = maps[0, 0] - maps[0, 1] - maps[1, 0] + maps[1, 1]  # g (B, 2, 2, ...)
-    numerator = difference[:, 0, 0] + difference[:, 0, 1]
+    if rule == "least_squares":
+        numerator = difference[:, 0, 0] + difference[:, 0, 1]
+    else:
+        # <A_p X_q - A_q X_p, M>: a map and a value output on the left, M's difference and sum on the right.
+        numerator = (maps[0, 0] - maps[0, 1])[:, 1].sum(1) - (maps[1, 0] - maps[1, 1])[:, 0].sum(1)
     denominator = difference.sum((1, 2))
     degenerate = denominator <= _DEGENERATE * (maps[0, 0] + maps[1, 1]).sum((1, 2))
-    return (numerator / denominator.masked_fill(degenerate, 1.0)).masked_fill(degenerate, 0.5).clamp(0.0, 1.0)
+    raw = (numerator / denominator.masked_fill(degenerate, 1.0)).masked_fill(degenerate, 0.5)
+    return AlphaSolution(raw, raw.clamp(0.0, 1.0), degenerate)
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def squeeze_heads(
     else:
         solutions = _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
         identity = torch.eye(num_heads, dtype=dtype, device=probs.device)[None, :, :, None]
-        mixing = _compose([s.clipped for s in solutions], rounds, identity.expand(batch, -1, -1, num_weights))
+        mixing = compose_rounds([s.clipped for s in solutions], rounds, identity.expand(batch, -1, -1, num_weights))
     if alpha_per == "map":
         mixing = mixing[..., 0]
     merged = _mix(softened, mixing)
@@ -235,11 +235,11 @@ def compose_mixing(
         )
     identity = torch.eye(num_teacher_heads, dtype=compute_dtype(*alphas), device=alphas[0].device)
     num_weights = shapes[0][2] if len(shapes[0]) == 3 else 1
-    mixing = _compose(alphas, rounds, identity[None, :, :, None].expand(shapes[0][0], -1, -1, num_weights))
+    mixing = compose_rounds(alphas, rounds, identity[None, :, :, None].expand(shapes[0][0], -1, -1, num_weights))
     return mixing if len(shapes[0]) == 3 else mixing[..., 0]
 
 
-def _compose(alphas: Sequence[Tensor], rounds: MergePlan, mixing: Tensor) -> Tensor:
+def compose_rounds(alphas: Sequence[Tensor], rounds: MergePlan, mixing: Tensor) -> Tensor:
     """``compose_mixing`` from the identity ``(B, H_t, H_t, 1 or L)``, a round at once."""
     for alpha, one_round in zip(alphas, rounds, strict=True):
         weight = alpha.to(mixing.dtype).reshape(*alpha.shape[:2], 1, -1)  # (B, P, 1, 1 or L)

@@ -39,6 +39,7 @@ class RawCall:
         function: Callable[..., Any] | None = None,
         keywords: dict[str, Any] | None = None,
         inner: RawCall | None = None,
+        projection: Tensor | None = None,
     ) -> None:
         self.kind = kind  # "fused", "hugging-face" or "logits"
         self.query = query
@@ -55,6 +56,7 @@ class RawCall:
         self.function = function
         self.keywords = keywords
         self.inner = inner  # the fused call inside of a Hugging Face one
+        self.projection = projection  # (D, H * d_v), of a function that attends and projects in one
         self.grad_enabled = torch.is_grad_enabled()
         self.before: RawCall | None = None
 
@@ -123,6 +125,11 @@ def add_call(call: RawCall) -> None:
     """Note a call at the head of the list."""
     call.before = _recorder.last
     _recorder.last = call
+
+
+def last_call() -> RawCall | None:
+    """The call that was noted last, while this thread records."""
+    return _recorder.last if is_recording() else None
 
 
 def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,7 +230,12 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
                 bias = bias[None] if bias.shape[0] == 1 else bias.reshape(-1, num_heads, *bias.shape[1:])
             values = products[1][1] if _recorder.wants_values else None
             values = None if values is None else values.reshape(-1, num_heads, *values.shape[1:])
-            add_call(RawCall("fused", heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values))
+            projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
+            add_call(
+                RawCall(
+                    "fused", heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection
+                )
+            )
         return result
 
     return attend

@@ -1,0 +1,93 @@
+"""The weights that an attention call's output is multiplied with: found by looking, with no list of module names.
+
+The output projection is the first matrix that meets exactly the numbers which the call returned, heads side by side.
+That holds for every architecture that projects its heads at all, whatever the module is called and wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shd_torch.taps import RawCall, last_call
+
+
+class Projection(NamedTuple):
+    """An output projection W_o, by reference: a parameter that is moved or loaded anew stays the right one.
+
+    Attributes:
+        weight: ``(D, H * d_v)`` as ``torch.nn.Linear`` stores it, or its transpose.
+        is_linear: the former.
+    """
+
+    weight: Tensor
+    is_linear: bool = True
+
+    def matrix(self) -> Tensor:
+        """W_o ``(H * d_v, D)``."""
+        return self.weight.detach().mT if self.is_linear else self.weight.detach()
+
+
+class ProjectionWatch(TorchFunctionMode):
+    """While entered, notes which matrix each recorded attention call's output meets first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._found: list[tuple[RawCall, Projection]] = []
+        self._own = {id(parameter) for parameter in model.parameters()}
+
+    def find(self, call: RawCall) -> Projection | None:
+        """The projection of a call's output, or None where it met no matrix."""
+        if call.projection is not None:
+            return Projection(call.projection)
+        return next((projection for seen, projection in self._found if seen is call), None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        product = _read_product(func, args, kwargs or {})
+        call = last_call()
+        # This code runs outside of the mode, so that looking is not looked at.
+        if (
+            product is not None
+            and call is not None
+            and self.find(call) is None
+            and _is_output(product[0], call.output)
+        ):
+            projection = product[1]
+            if id(projection.weight) not in self._own:  # gathered from shards, dequantised: gone after the pass
+                projection = projection._replace(weight=projection.weight.detach().clone())
+            self._found.append((call, projection))
+        return func(*args, **(kwargs or {}))
+
+
+def _read_product(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Projection] | None:
+    """What is multiplied and with what; None for a function that multiplies with no matrix."""
+    if func is F.linear:
+        vectors, weight, *_ = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))
+        return vectors, Projection(weight)
+    if func is torch.addmm and len(args) == 3:
+        return args[1], Projection(args[2], is_linear=False)
+    if func in (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm) and len(args) == 2 and args[1].ndim == 2:
+        return args[0], Projection(args[1], is_linear=False)
+    return None
+
+
+def _is_output(vectors: Tensor, output: Tensor | None) -> bool:
+    """Whether these are the heads' outputs side by side, in any of the orders that models have them in."""
+    if output is None or output.ndim != 4 or vectors.numel() != output.numel() or vectors.dtype != output.dtype:
+        return False
+    for by_row in (output.transpose(1, 2), output):  # of (B, H, L, d_v), or of (B, L, H, d_v)
+        width = by_row.shape[2] * by_row.shape[3]
+        if vectors.shape[-1] == width:
+            orders = (by_row, by_row.transpose(0, 1))  # samples first, or rows first
+            if any(torch.equal(vectors.reshape(-1, width), order.reshape(-1, width)) for order in orders):
+                return True
+    return False

@@ -1,0 +1,366 @@
+"""The loss from queries and keys: every backend against the float64 reference, value and gradients by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_path.kl_cases import KlCase, make_case
+from torch_path.twins import to_float64
+
+import shd_torch
+from shd_ref import ShdError
+from shd_ref.tolerances import load_tolerances
+from shd_torch import Dense, attention_kl, explain_backend
+
+BACKENDS = ("dense", "sdpa")
+
+
+def padded(batch: int, keys: int, *, left: bool = False) -> np.ndarray[Any, Any]:
+    """``(B, 1, 1, S)``: the last sample lacks a third of its keys."""
+    mask = np.ones((batch, 1, 1, keys), dtype=np.bool_)
+    mask[-1, ..., slice(0, keys // 3) if left else slice(keys - keys // 3, keys)] = False
+    return mask
+
+
+def both(**masks: Any) -> dict[str, Any]:
+    return {"masks": masks, "teacher_masks": masks}
+
+
+def cases() -> list[Any]:
+    rng = np.random.default_rng(5)
+    loss_mask = rng.random((2, 63)) > 0.4
+    biased = rng.standard_normal((1, 1, 63, 63))
+    biased[..., rng.random((63, 63)) > 0.8] = -np.inf
+    biased[..., 0] = 0.0
+    table: dict[str, KlCase] = {
+        "L63": make_case(63),
+        "L197-S65": make_case(197, 65, student_heads=3, key_heads=3, teacher_heads=6, grouped=True),
+        "L65-S197-causal": make_case(65, 197, **both(is_causal=True)),
+        "L257-causal": make_case(257, **both(is_causal=True)),
+        "L300-window": make_case(300, batch=1, **both(window=17)),
+        "L300-S40-window-dead-rows": make_case(300, 40, batch=1, **both(window=17)),
+        "L300-causal-window": make_case(300, batch=1, **both(is_causal=True, window=40)),
+        "padded": make_case(**both(attn_mask=padded(2, 63))),
+        "padded-causal": make_case(**both(attn_mask=padded(2, 63), is_causal=True)),
+        "left-padded-causal-dead-rows": make_case(300, **both(attn_mask=padded(2, 300, left=True), is_causal=True)),
+        "left-padded-window": make_case(**both(attn_mask=padded(2, 63, left=True), window=9)),
+        "additive": make_case(**both(attn_mask=biased)),
+        "additive-causal": make_case(**both(attn_mask=biased, is_causal=True)),
+        "alibi": make_case(
+            masks={"is_causal": True, "alibi_slopes": np.array([0.5, 0.0625])},
+            teacher_masks={"is_causal": True, "alibi_slopes": 0.5 ** np.arange(1, 6)},
+        ),
+        "student-sees-more": make_case(teacher_masks={"is_causal": True, "window": 11}, masks={"is_causal": True}),
+        "one-member": make_case(student_heads=5, key_heads=5, grouped=True),
+        "six-members": make_case(student_heads=1, teacher_heads=6, teacher_key_heads=2, grouped=True),
+        "unequal-groups": make_case(student_heads=3, key_heads=1, teacher_heads=7, grouped=True),
+        "every-pair": make_case(student_heads=4, key_heads=2, teacher_heads=6, teacher_key_heads=3),
+        "per-row": make_case(per_row=True, grouped=True),
+        "per-row-padded-warm": make_case(
+            per_row=True, temperature=2.0, **both(attn_mask=padded(2, 63), is_causal=True)
+        ),
+        "wider-teacher": make_case(width=16, teacher_width=40),
+        "cold": make_case(temperature=0.5, **both(is_causal=True)),
+        "warm": make_case(temperature=3.0, **both(is_causal=True)),
+        "sinks": make_case(row_mass=rng.random((2, 5, 63)), **both(is_causal=True)),
+        "sinks-empty-rows": make_case(row_mass=(rng.random((2, 5, 63)) > 0.7) * 0.5, temperature=1.5),
+        "loss-mask": make_case(loss_mask=loss_mask),
+        "nothing-counts": make_case(loss_mask=np.zeros((2, 63), dtype=np.bool_)),
+        "mean": make_case(reduction="mean", beta=0.25),
+        "sharp": make_case(sharpness=6.0),
+    }
+    return [pytest.param(case, id=name) for name, case in table.items()]
+
+
+def run(case: KlCase, supervision: Any, backend: str, dtype: torch.dtype, **options: Any) -> tuple[Any, ...]:
+    q, k = case.student(dtype)
+    loss = attention_kl(q, k, supervision, backend=backend, **case.options() | options)
+    assert loss.shape == ()
+    loss.backward()
+    assert q.grad is not None
+    assert k.grad is not None
+    assert q.grad.dtype == k.grad.dtype == dtype
+    return loss.item(), to_float64(q.grad), to_float64(k.grad)
+
+
+def assert_close(actual: tuple[Any, ...], expected: tuple[Any, ...], dtype: str) -> None:
+    agreement = load_tolerances()["agreement"][dtype]
+    for name, got, want in zip(("loss", "dq", "dk"), actual, expected, strict=True):
+        tolerance = agreement["loss" if name == "loss" else "gradient"]
+        np.testing.assert_allclose(got, want, **tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", cases())
+def test_agrees_with_the_reference(case: KlCase, backend: str) -> None:
+    expected = case.expected()
+    factored = case.supervision(torch.float64)
+    assert_close(run(case, factored, backend, torch.float64), expected, "float64")
+    np.testing.assert_allclose(to_float64(factored.probs(temperature=case.temperature)), case.maps(), atol=1e-13)
+    maps = Dense(torch.from_numpy(case.maps()), temperature=case.temperature, row_sums=factored.row_sums)
+    assert_close(run(case, maps, backend, torch.float64), expected, "float64")
+    assert_close(run(case, case.supervision(torch.float32), backend, torch.float32), expected, "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_inputs_are_computed_in_float32(dtype: str, backend: str) -> None:
+    case = make_case(dtype=dtype, **both(is_causal=True))
+    half = getattr(torch, dtype)
+    value, dq, dk = run(case, case.supervision(half), backend, half)
+    expected = case.expected()
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    # What is left is the rounding of the result to the dtype, half a unit in the last place.
+    for got, want in zip((dq, dk), expected[1:], strict=True):
+        assert np.linalg.norm(got - want) < torch.finfo(half).eps / 2 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gap", [0.05, 0.3, 3.0])
+def test_small_divergences_keep_their_gradient(gap: float, backend: str) -> None:
+    """The student is the teacher but for a small step: the KL falls with its square, the gradient with it."""
+    case = make_case(student_heads=1, teacher_heads=1, width=24)
+    step = np.random.default_rng(1).standard_normal(case.queries.shape)
+    case = replace(case, queries=case.teacher_queries + gap * step, keys=case.teacher_keys, beta=1.0)
+    value, dq, dk = run(case, case.supervision(torch.float32), backend, torch.float32)
+    expected = case.expected()
+    assert value == pytest.approx(expected[0], abs=1e-6, rel=1e-4)
+    for got, want in zip((dq, dk), expected[1:], strict=True):
+        assert np.linalg.norm(got - want) < 2e-4 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_uncounted_rows_may_hold_anything(backend: str) -> None:
+    case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
+    q, k = case.student(torch.float64)
+    with torch.no_grad():
+        q[:, :, 40:] = torch.nan
+    loss = attention_kl(q, k, case.supervision(torch.float64), backend=backend, check=False, **case.options())
+    loss.backward()
+    value, dq, dk = case.expected()
+    assert q.grad is not None
+    assert k.grad is not None
+    assert_close((loss.item(), to_float64(q.grad), to_float64(k.grad)), (value, dq, dk), "float64")
+    assert (q.grad[:, :, 40:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_add_up(backend: str) -> None:
+    several = [make_case(9, student_heads=heads, teacher_heads=4, seed=heads, beta=0.5) for heads in (2, 3)]
+    q, k = ([case.student(torch.float64)[i] for case in several] for i in (0, 1))
+    supervision: list[Any] = [several[0].supervision(torch.float64), torch.from_numpy(several[1].maps())]
+    total = attention_kl(q, k, supervision, beta=0.5, backend=backend)
+    mean = attention_kl(q, k, supervision, beta=0.5, backend=backend, reduction="mean")
+    assert total.item() == pytest.approx(sum(case.expected()[0] for case in several), rel=1e-12)
+    assert mean.item() == pytest.approx(total.item() / 5, rel=1e-12)
+    gradients = torch.autograd.grad(total, q + k)
+    for got, want in zip(gradients, [case.expected()[i] for i in (1, 2) for case in several], strict=True):
+        np.testing.assert_allclose(to_float64(got), want, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_surrogate_has_the_gradient(backend: str) -> None:
+    case = make_case(**both(is_causal=True))
+    _, *exact = run(case, case.supervision(torch.float64), backend, torch.float64)
+    value, *gradients = run(case, case.supervision(torch.float64), backend, torch.float64, value="surrogate")
+    for got, want in zip(gradients, exact, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert value == pytest.approx(float((case.queries * exact[0]).sum()))
+    q, k = case.student(torch.float64)
+    with torch.no_grad():  # nobody asks for a gradient: the number is the divergence
+        loss = attention_kl(
+            q, k, case.supervision(torch.float64), backend=backend, value="surrogate", **case.options()
+        )
+    assert loss.item() == pytest.approx(case.expected()[0])
+
+
+@pytest.mark.parametrize("factored", [False, True], ids=["dense", "factored"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(backend: str, factored: bool) -> None:
+    case = make_case(5, 6, width=3, teacher_width=4, teacher_heads=3, temperature=1.5, **both(is_causal=True))
+    supervision = case.supervision(torch.float64) if factored else torch.from_numpy(case.maps())
+    q, k = case.student(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda q, k: attention_kl(q, k, supervision, backend=backend, **case.options()), (q, k)
+    )
+
+
+def test_second_derivatives_are_refused() -> None:
+    case = make_case(5, width=3)
+    q, k = case.student(torch.float64)
+    loss = attention_kl(q, k, case.supervision(torch.float64))
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        dq.sum().backward()
+
+
+def test_softcap_and_its_teacher() -> None:
+    capped = make_case(sharpness=9.0, masks={"softcap": 3.0, "is_causal": True}, teacher_masks={"is_causal": True})
+    expected = capped.expected()
+    assert_close(run(capped, capped.supervision(torch.float64), "dense", torch.float64), expected, "float64")
+    teacher = make_case(sharpness=9.0, teacher_masks={"softcap": 3.0})
+    for backend in BACKENDS:
+        got = run(teacher, teacher.supervision(torch.float64), backend, torch.float64)
+        assert_close(got, teacher.expected(), "float64")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9, 9), (2, 9, 9), (2, 1, 1, 9), (9,)], ids=str)
+def test_learned_bias_gets_its_gradient(shape: tuple[int, ...]) -> None:
+    case = make_case(9, width=4)
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(shape, dtype=torch.float64, generator=generator)
+    q, k = case.student(torch.float64)
+
+    supervision = case.supervision(torch.float64)
+    if shape == (1, 1, 9, 9):  # a key that is masked in both models
+        supervision = replace(supervision, attn_mask=torch.arange(9) != 3)
+
+    def loss_of(given: torch.Tensor) -> torch.Tensor:
+        if shape == (1, 1, 9, 9):
+            given = given.masked_fill(torch.arange(9) == 3, -torch.inf)
+        return attention_kl(q, k, supervision, attn_mask=given, temperature=2.0)
+
+    assert torch.autograd.gradcheck(loss_of, (bias.requires_grad_(),))
+    with pytest.raises(ShdError, match="gradient of an added mask"):
+        attention_kl(q, k, case.supervision(torch.float64), attn_mask=bias, backend="sdpa")
+
+
+# The compiler makes an instance of torch.autograd.Function, which torch itself deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", ["exact", "surrogate"])
+def test_compiles_whole(value: str, backend: str) -> None:
+    case = make_case(
+        9,
+        width=8,
+        grouped=True,
+        loss_mask=np.arange(18).reshape(2, 9) % 4 != 1,
+        **both(is_causal=True, attn_mask=padded(2, 9)),
+    )
+
+    def loss_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        supervision = case.supervision(torch.float32)
+        return attention_kl(
+            [q, q],
+            [k, k],
+            [supervision, supervision.probs(temperature=1.0)],
+            backend=backend,
+            value=value,
+            check=False,
+            **options,
+        )
+
+    options = case.options()
+    results = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        q, k = case.student(torch.float32)
+        function(q, k).backward()
+        results.append((q.grad, k.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_intersect() -> None:
+    case = make_case(33, masks={"is_causal": True, "window": 7}, teacher_masks={"is_causal": True})
+    q, k = case.student(torch.float64)
+    supervision = case.supervision(torch.float64)
+    with pytest.raises(ShdError) as caught:
+        attention_kl(q, k, supervision, **case.options())
+    assert caught.value.code == "support-mismatch"
+    logits = q @ k.mT * case.scale
+    allowed = torch.ones(33, 33, dtype=torch.bool).tril() & ~torch.ones(33, 33, dtype=torch.bool).tril(-7)
+    options = {"temperature": 1.0, "beta": 1.5, "support": "intersect"}
+    expected = shd_torch.shd_loss(supervision.probs(), logits, attn_mask=allowed, **options)
+    loss = attention_kl(q, k, supervision, support="intersect", **case.options())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, (q, k)), torch.autograd.grad(expected, (q, k)))
+
+
+def test_support_error_names_where() -> None:
+    case = make_case(9)
+    q, k = case.student(torch.float64)
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    mask[1, 0, 4, 7] = False
+    with pytest.raises(ShdError, match="layer 0, sample 1, head 0, row 4, key 7"):
+        attention_kl(q, k, case.supervision(torch.float64), attn_mask=mask)
+    everywhere = torch.zeros(9, 9, dtype=torch.bool)
+    for backend in BACKENDS:
+        lost = attention_kl(q, k, torch.from_numpy(case.maps()), attn_mask=everywhere, check=False, backend=backend)
+        assert lost.item() == np.inf
+
+
+def test_samples_and_rows_are_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(37, per_row=True, **both(is_causal=True, attn_mask=padded(2, 37, left=True)))
+    expected = case.expected()
+    monkeypatch.setattr("shd_torch.supervision.TILE_ENTRIES", 300)
+    monkeypatch.setattr("shd_torch.masks.CHUNK", 8)
+    monkeypatch.setattr("shd_torch.fused.CHUNK", 8)
+    for backend in BACKENDS:
+        for supervision in (case.supervision(torch.float64), torch.from_numpy(case.maps())):
+            assert_close(run(case, supervision, backend, torch.float64), expected, "float64")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"backend": "eager"}, "argument-value"),
+        ({"backend": "sdpa", "softcap": 5.0}, "argument-value"),
+        ({"backend": "sdpa", "support": "intersect"}, "argument-value"),
+        ({"value": "none"}, "argument-value"),
+        ({"beta": -1.0}, "argument-value"),
+        ({"window": 0}, "argument-value"),
+        ({"softcap": 0.0}, "argument-value"),
+        ({"scale": float("nan")}, "argument-value"),
+        ({"temperature": 2.0, "supervision": "dense"}, "argument-value"),
+        ({"student_k": torch.zeros(2, 3, 9, 40)}, "argument-shape"),
+        ({"student_k": torch.zeros(2, 1, 8, 40)}, "argument-shape"),
+        ({"student_q": torch.full((2, 2, 9, 40), torch.nan)}, "not-finite"),
+        ({"student_q": [torch.zeros(2, 2, 9, 40)]}, "argument-shape"),
+        ({"attn_mask": torch.ones(3, 9, 9, dtype=torch.bool)}, "argument-shape"),
+        ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "argument-dtype"),
+        ({"alibi_slopes": torch.ones(3)}, "argument-shape"),
+        ({"loss_mask": torch.ones(2, 9)}, "argument-dtype"),
+    ],
+    ids=str,
+)
+def test_refuses(changes: dict[str, Any], code: str) -> None:
+    case = make_case(9)
+    q, k = case.student(torch.float32)
+    arguments: dict[str, Any] = {"student_q": q, "student_k": k, "supervision": case.supervision(torch.float32)}
+    if changes.get("supervision") == "dense":
+        changes = changes | {"supervision": Dense(torch.from_numpy(case.maps()).float(), temperature=1.0)}
+    with pytest.raises(ShdError) as caught:
+        attention_kl(**arguments | changes)
+    assert caught.value.code == code
+
+
+def test_backend_is_explained() -> None:
+    case = make_case(9)
+    q, k = case.student(torch.float32)
+    (choice,) = explain_backend(q, k, case.supervision(torch.float32), softcap=5.0)
+    assert choice.name == "dense"
+    assert "processor" in choice.reason
+    assert "soft cap" in choice.refused["sdpa"]
+    (asked,) = explain_backend(q, k, case.supervision(torch.float32), backend="sdpa")
+    assert (asked.name, asked.reason) == ("sdpa", "it was asked for")
+
+
+def test_fused_products_in_float16_keep_small_weights() -> None:
+    """Weights of rows far below what float16 holds: they come in after the products."""
+    case = make_case(beta=1e-6, dtype="bfloat16", **both(is_causal=True))
+    _, dq, dk = run(case, case.supervision(torch.bfloat16), "sdpa", torch.float32, product_dtype=torch.float16)
+    for got, want in zip((dq, dk), case.expected()[1:], strict=True):
+        assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
+
+
+def test_loss_scaling_in_float16() -> None:
+    """A gradient scaler's factor meets the gradient in float32."""
+    case = make_case(beta=1e-5, dtype="float16")
+    q, k = case.student(torch.float16)
+    (65536.0 * attention_kl(q, k, case.supervision(torch.float16), beta=1e-5)).backward()
+    assert q.grad is not None
+    want = 65536.0 * case.expected()[1]
+    assert np.linalg.norm(to_float64(q.grad) - want) < 1e-3 * np.linalg.norm(want)

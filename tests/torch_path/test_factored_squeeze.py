@@ -1,0 +1,144 @@
+"""Squeezing without maps against the reference that has them, and the gram tensor from fused attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_path.kl_cases import make_case
+from torch_path.twins import assert_agrees, row_mask, to_float64
+
+import shd_ref
+from shd_ref import ShdError
+from shd_torch import Factored, gram_tensor_from_qk, squeeze_factored
+
+STRATEGIES = ["shd", "constant", "hard", "mean", "simplex"]
+
+
+def teacher_case(
+    heads: int = 7, rows: int = 12, **fields: Any
+) -> tuple[Factored, torch.Tensor, torch.Tensor, np.ndarray[Any, Any]]:
+    """A teacher, its values (grouped where the heads are even), its projection, and its maps by the reference."""
+    rng = np.random.default_rng(3)
+    case = make_case(rows, teacher_heads=heads, teacher_masks={"is_causal": True}, sharpness=4.0)
+    q, k = torch.from_numpy(case.teacher_queries), torch.from_numpy(case.teacher_keys)
+    teacher = Factored.teacher(q, k, is_causal=True, **fields)
+    num_kv_heads = heads // 2 if heads % 2 == 0 else heads
+    values = torch.from_numpy(rng.standard_normal((2, num_kv_heads, rows, 5)))
+    projection = torch.from_numpy(rng.standard_normal((heads * 5, 16)))
+    logits = case.teacher_queries @ case.teacher_keys.swapaxes(-1, -2) * case.teacher_queries.shape[3] ** -0.5
+    probs = np.asarray(shd_ref.softmax(logits, np.tri(rows, dtype=np.bool_)))
+    if teacher.row_mass is not None:
+        probs = probs * to_float64(teacher.row_mass)[..., None]
+    return teacher, values, projection, probs
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "masked"])
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_agrees_with_squeeze_heads(strategy: str, alpha_per: str, masked: bool, dtype: str) -> None:
+    for heads, student_heads, plan in (
+        (7, 2, "progressive"),
+        (6, 4, "balanced"),
+        (6, 6, None),
+        (6, 1, "progressive"),
+    ):
+        teacher, values, projection, probs = teacher_case(heads)
+        mask = row_mask(2, 12) if masked else None
+        options: dict[str, Any] = {"plan": plan, "strategy": strategy, "alpha_per": alpha_per}
+        outputs = shd_ref.value_outputs(values.numpy(), projection.numpy())
+        expected = shd_ref.squeeze_heads(probs, outputs, student_heads, query_mask=mask, **options)
+        real = getattr(torch, dtype)
+        narrow = Factored.teacher(teacher.queries.to(real), teacher.keys.to(real), is_causal=True)
+        actual = squeeze_factored(
+            narrow,
+            values.to(real),
+            projection.to(real),
+            student_heads,
+            query_mask=None if mask is None else torch.from_numpy(mask),
+            **options,
+        )
+        assert actual.plan == expected.plan
+        assert len(actual.alphas) == len(expected.alphas)
+        for got, want in zip(actual.alphas, expected.alphas, strict=True):
+            assert got.dtype == real
+            if strategy != "hard" or dtype == "float64":
+                assert_agrees(got, want, dtype, "alpha")
+        if strategy == "hard" and dtype == "float32":
+            continue  # near a* = 1/2 the choice may fall either way
+        assert actual.mixing.dtype == real
+        if strategy == "simplex" and alpha_per == "row" and dtype == "float32":
+            # A row that sees few keys has many best weights, all with one map (NUM-5).
+            assert_agrees(actual.supervision.probs(), expected.probs, dtype, "probs")
+            assert_agrees(actual.residual, expected.residual, dtype, "residual")
+            continue
+        assert_agrees(actual.mixing, expected.mixing, dtype, "alpha")
+        assert_agrees(actual.residual, expected.residual, dtype, "residual")
+        if dtype == "float64":
+            assert int(actual.num_clipped) == expected.num_clipped
+            assert int(actual.num_degenerate) == expected.num_degenerate
+            np.testing.assert_allclose(to_float64(actual.supervision.probs()), expected.probs, atol=1e-9)
+        warm = shd_ref.squeeze_heads(probs, outputs, student_heads, query_mask=mask, temperature=2.0, **options)
+        np.testing.assert_allclose(to_float64(actual.supervision.probs(temperature=2.0)), warm.probs, atol=2e-4)
+
+
+def test_printed_rule_and_sinks() -> None:
+    mass = torch.rand(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    teacher, values, projection, probs = teacher_case(row_mass=mass)
+    outputs = shd_ref.value_outputs(values.numpy(), projection.numpy())
+    for rule in ("least_squares", "as_printed"):
+        expected = shd_ref.squeeze_heads(probs, outputs, 3, alpha_rule=rule, row_sums="at_most_one")
+        actual = squeeze_factored(teacher, values, projection, 3, alpha_rule=rule)
+        assert_agrees(actual.mixing, expected.mixing, "float64", "alpha")
+        assert_agrees(actual.residual, expected.residual, "float64", "residual")
+        np.testing.assert_allclose(to_float64(actual.supervision.mass()), expected.probs.sum(-1), atol=1e-9)
+
+
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+def test_gram_tensor_agrees(alpha_per: str) -> None:
+    teacher, values, projection, probs = teacher_case(6)
+    mask = row_mask(2, 12)
+    expected = shd_ref.gram_tensor(probs, values.numpy(), projection.numpy(), query_mask=mask, alpha_per=alpha_per)
+    actual = gram_tensor_from_qk(teacher, values, projection, query_mask=torch.from_numpy(mask), alpha_per=alpha_per)
+    np.testing.assert_allclose(to_float64(actual), expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"values": torch.zeros(2, 7, 11, 5)}, "argument-shape"),
+        ({"values": torch.zeros(2, 3, 12, 5)}, "argument-shape"),
+        ({"values": torch.full((2, 7, 12, 5), torch.nan)}, "not-finite"),
+        ({"output_projection": torch.zeros(34, 16)}, "argument-shape"),
+        ({"query_mask": torch.ones(2, 11, dtype=torch.bool)}, "argument-shape"),
+        ({"num_student_heads": 8}, "heads-exceed"),
+        ({"strategy": "best"}, "argument-value"),
+        ({"alpha_rule": "best"}, "argument-value"),
+        ({"alpha_per": "head"}, "argument-value"),
+    ],
+    ids=str,
+)
+def test_refuses(changes: dict[str, Any], code: str) -> None:
+    teacher, values, projection, _ = teacher_case()
+    arguments: dict[str, Any] = {
+        "teacher": teacher,
+        "values": values,
+        "output_projection": projection,
+        "num_student_heads": 2,
+    }
+    with pytest.raises(ShdError) as caught:
+        squeeze_factored(**arguments | changes)
+    assert caught.value.code == code
+
+
+def test_matched_rounds() -> None:
+    teacher, values, projection, probs = teacher_case(6)
+    outputs = shd_ref.value_outputs(values.numpy(), projection.numpy())
+    plan = (((0, 5), (2, 3)), ((0, 2),))
+    expected = shd_ref.squeeze_heads(probs, outputs, 3, plan=plan)
+    assert_agrees(
+        squeeze_factored(teacher, values, projection, 3, plan=plan).mixing, expected.mixing, "float64", "alpha"
+    )
