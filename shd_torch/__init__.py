@@ -27,6 +27,7 @@ from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import shd_loss
 from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
 from shd_torch.online import OnlineSupervision, OnlineTeacher, layer_kls
+from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
 from shd_torch.supervision import Dense, Supervision
 from shd_torch.support import IntersectedMaps, intersect_support
@@ -37,6 +38,7 @@ __all__ = [
     "AlignedMaps",
     "AttentionCall",
     "AttentionCapture",
+    "BetaSchedule",
     "Captured",
     "Coded",
     "CodedSupervision",
@@ -45,6 +47,7 @@ __all__ = [
     "Factored",
     "FactoredSqueeze",
     "IntersectedMaps",
+    "LossBalancer",
     "MergePlan",
     "OnlineSupervision",
     "OnlineTeacher",

@@ -93,7 +93,7 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
     def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
         key = self.keys[index]
         record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
-        sample = self._sample(self._indices[index])
+        sample = self.sample(index)
         if self._augment is not None and self._key(sample) != key:
             raise ShdError(
                 "inputs-invalid",
@@ -102,6 +102,10 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
                 "CACHE-59",
             )
         return sample, record
+
+    def sample(self, index: int) -> Any:
+        """A sample without its record, augmented as the teacher saw it."""
+        return self._sample(self._indices[index])
 
     def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CodedSupervision]:
         """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.kl.loss import attention_kl
 from shd_torch.loss import REDUCTIONS
 from shd_torch.projections import Projection, ProjectionWatch
+from shd_torch.supervision import Supervision
 from shd_torch.taps import RawCall, record
 
 
@@ -54,6 +55,21 @@ class OnlineSupervision:
     def supervisions(self) -> list[Factored]:
         """One a layer, good at any temperature."""
         return [squeeze.supervision for squeeze in self.squeezes]
+
+    def supervise(self, length: int | None = None) -> list[Factored]:
+        """The same; the teacher saw the student's positions, so that nothing is padded to ``length``."""
+        return self.supervisions
+
+
+class Teaching(Protocol):
+    """What teaches a batch: ``OnlineSupervision``, or what a cache holds of it (``CodedSupervision``)."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Student layers, zero-based."""
+
+    def supervise(self, length: int | None = None) -> Sequence[Supervision]:
+        """One a layer, padded to so many positions."""
 
 
 class OnlineTeacher:
@@ -206,7 +222,7 @@ class OnlineTeacher:
 
 def layer_kls(
     captured: Captured,
-    taught: OnlineSupervision | Sequence[OnlineSupervision],
+    taught: Teaching | Sequence[Teaching],
     *,
     loss_mask: Tensor | None = None,
     temperature: float = 1.0,
@@ -218,7 +234,7 @@ def layer_kls(
 
     Args:
         captured: the student's attention on the same batch; it must hold every layer that is taught.
-        taught: by one teacher or several, which may differ in everything but the positions they see.
+        taught: by one teacher or several, live or cached, which may differ in everything but the positions they see.
         loss_mask: boolean ``(B, L)``, True = the row counts.
         temperature: T_a of both maps.
         beta: weight of the term.
@@ -233,14 +249,15 @@ def layer_kls(
         ShdError: what ``attention_kl`` raises; ``capture-failed`` where a layer was not captured.
     """
     check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
-    teachers = [taught] if isinstance(taught, OnlineSupervision) else list(taught)
+    teachers = list(taught) if isinstance(taught, Sequence) else [taught]
     if not teachers:
         raise ShdError("argument-value", "taught must come from at least one teacher; got none")
     terms: dict[int, Tensor] = {}
     for teacher in teachers:
         calls = [captured.layer(layer) for layer in teacher.layers]
         num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
-        for layer, call, supervision in zip(teacher.layers, calls, teacher.supervisions, strict=True):
+        supervisions = teacher.supervise(max(call.query.shape[2] for call in calls))
+        for layer, call, supervision in zip(teacher.layers, calls, supervisions, strict=True):
             term = attention_kl(
                 call.query,
                 call.key,

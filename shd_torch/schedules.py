@@ -1,0 +1,82 @@
+"""How much the SHD term weighs: schedules of beta over the training, and a balancer against the base loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+
+KINDS: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
+"""How beta goes from its peak to its end."""
+
+
+@dataclass(frozen=True)
+class BetaSchedule:
+    """Beta as a function of training progress: a linear rise, then a way down to ``end``.
+
+    Attributes:
+        peak: beta after the rise, at least 0.
+        kind: ``"constant"`` (stays at the peak), ``"linear"`` or ``"cosine"``.
+        warmup: part of the training that the rise from 0 takes, in [0, 1).
+        end: beta at the end of a linear or cosine way, at least 0.
+    """
+
+    peak: float
+    kind: str = "constant"
+    warmup: float = 0.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ShdError("argument-value", f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        for name, value in (("peak", self.peak), ("end", self.end)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ShdError("argument-value", f"{name} must be a finite number, at least 0; got {value}")
+        if not 0 <= self.warmup < 1:
+            raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup}")
+
+    def __call__(self, progress: float) -> float:
+        """Beta at this part of the training, 0 at its first step and 1 behind its last."""
+        progress = min(max(progress, 0.0), 1.0)
+        if progress < self.warmup:
+            return self.peak * progress / self.warmup
+        if self.kind == "constant":
+            return self.peak
+        way = (progress - self.warmup) / (1.0 - self.warmup)
+        left = 1.0 - way if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
+        return self.end + (self.peak - self.end) * left
+
+
+@dataclass(frozen=True)
+class LossBalancer:
+    """Scales the SHD term to a fraction of the base loss at every step, whatever their scales are.
+
+    Beta then multiplies a term that is as large as ``fraction`` of the base loss. Nothing flows through the scale.
+    A term that has nearly been learned is not blown up: the scale never exceeds ``limit``.
+
+    Attributes:
+        fraction: of the base loss, above 0.
+        limit: the largest scale.
+    """
+
+    fraction: float = 1.0
+    limit: float = 1e3
+
+    def __post_init__(self) -> None:
+        for name, value in (("fraction", self.fraction), ("limit", self.limit)):
+            if not (math.isfinite(value) and value > 0):
+                raise ShdError("argument-value", f"{name} must be a finite number above 0; got {value}")
+
+    @torch.no_grad()
+    def scale(self, base: Tensor, term: Tensor) -> Tensor:
+        """``min(fraction |base| / term, limit)``, ``()``; the same on every rank of a running process group."""
+        both = torch.stack([base.detach().abs().float(), term.detach().float()])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(both)
+        return (self.fraction * both[0] / both[1].clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=self.limit)

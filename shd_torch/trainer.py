@@ -1,0 +1,276 @@
+"""``SHDTrainer``: Hugging Face's trainer with the SHD term, from a cache or from live teachers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from shd_ref.cache import Manifest, StoredRecord
+from shd_ref.errors import ShdError
+from shd_torch.capture import capture_attention
+from shd_torch.dataset import SupervisedDataset, pack_supervision
+from shd_torch.online import LayerKeywords, OnlineTeacher, layer_kls
+from shd_torch.schedules import BetaSchedule, LossBalancer
+from shd_torch.shares import batch_share
+
+try:
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError(
+        "shd_torch.trainer needs transformers and accelerate: pip install 'squeezing-heads[hf]'"
+    ) from error
+
+
+class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
+    """``transformers.Trainer`` that adds ``beta * KL(merged map || student map)`` to the student's own loss.
+
+    The student keeps its fused attention; its queries and keys are captured while it trains. Evaluation, checkpoints
+    and everything else are the base class's: a checkpoint holds the student alone. Ranks and accumulated batches
+    with different numbers of rows add up to the whole batch (``batch_share``).
+
+    Logged beside ``loss``, as means over the steps since the last log: ``base_loss``, ``shd_loss`` (nats, before
+    beta), ``shd_loss_layer_<i>``, ``beta`` (of the last step, with the balancer's scale), ``clipped_alphas`` (part of
+    all merge weights that were outside [0, 1]) and ``wait_seconds`` (for data, a step).
+
+    Args:
+        *args: as for ``transformers.Trainer``.
+        beta: weight of the term, a number or a function of progress in [0, 1] such as ``BetaSchedule``.
+        teacher: live teachers, which see every batch without its labels; or None where ``train_dataset`` is a
+            ``SupervisedDataset``, whose cache then supervises. Several terms are averaged.
+        temperature: T_a of both maps.
+        balancer: scales the term to a part of the base loss before beta.
+        kl: more keywords of ``attention_kl``: ``backend``, ``value``, ``support``, ``product_dtype``, ``check``.
+            ``check`` is on at the first step only, unless it is given.
+        **kwargs: as for ``transformers.Trainer``.
+
+    Raises:
+        ShdError: ``argument-value`` without a teacher or a ``SupervisedDataset``, or with ``DataParallel``; during
+            training what ``layer_kls`` raises, and ``inputs-invalid`` for batches that are not padded on the right.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        beta: float | Callable[[float], float],
+        teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
+        temperature: float = 1.0,
+        balancer: LossBalancer | None = None,
+        kl: LayerKeywords | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.beta = BetaSchedule(beta) if isinstance(beta, int | float) else beta
+        self.teachers = [] if teacher is None else [teacher] if isinstance(teacher, OnlineTeacher) else list(teacher)
+        self.temperature, self.balancer, self.kl = temperature, balancer, LayerKeywords(**(kl or {}))
+        if self.args.n_gpu > 1:
+            raise ShdError(
+                "argument-value",
+                f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process "
+                "(DataParallel): start it with torchrun or accelerate",
+            )
+        if isinstance(self.train_dataset, SupervisedDataset):
+            self.data_collator = SupervisedCollator(
+                self.data_collator, self.train_dataset.cache.manifest, self.train_dataset.layers
+            )
+        elif not self.teachers:
+            raise ShdError(
+                "argument-value",
+                "train_dataset must be a SupervisedDataset, or teacher an OnlineTeacher; got neither",
+            )
+        self._record = _StepRecord()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """As the base class does it; of supervised data the samples alone."""
+        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]  # type: ignore[index]  # a mapping by name
+        return super().get_eval_dataloader(_Samples(chosen) if isinstance(chosen, SupervisedDataset) else chosen)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """As the base class does it; of supervised data the samples alone."""
+        supervised = isinstance(test_dataset, SupervisedDataset)
+        return super().get_test_dataloader(_Samples(test_dataset) if supervised else test_dataset)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The micro-batches of a step; counts their rows and how long they were waited for."""
+        started = time.perf_counter()
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._record.wait_seconds += time.perf_counter() - started
+        self._record.rows_in_step = sum(_count_rows(batch) for batch in batches)
+        return batches, num_items
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The student's own loss, and in training the SHD term beside it."""
+        given = dict(inputs)
+        stored, counts = given.pop("supervision", None), given.pop("alpha_counts", None)
+        if not model.training:
+            return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+        taught: list[Any] = [] if stored is None else [stored.to(self.args.device, non_blocking=True)]
+        seen = {name: value for name, value in given.items() if not name.startswith("labels")}
+        online = [teacher(**seen) for teacher in self.teachers]
+        taught += online
+        layers = sorted({layer for each in taught for layer in each.layers})
+        with capture_attention(model, layers) as captured:
+            base, outputs = super().compute_loss(model, given, True, num_items_in_batch)
+        mask = given.get("attention_mask")
+        keywords = LayerKeywords(**({"check": self.state.global_step == 0} | self.kl))
+        terms = layer_kls(
+            captured,
+            taught,
+            loss_mask=mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
+            temperature=self.temperature,
+            **keywords,
+        )
+        # The base class divides by the number of micro-batches what is not a part of the whole step yet.
+        parts = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
+        share = batch_share(
+            torch.tensor(_count_rows(inputs), device=base.device), num_rows_in_all=self._record.rows_in_step
+        )
+        term = torch.stack(list(terms.values())).sum()
+        beta = self.beta(self.state.global_step / max(self.state.max_steps, 1))
+        scale = torch.tensor(beta, device=base.device)
+        if self.balancer is not None:
+            scale = scale * self.balancer.scale(base, term)
+        self._record.add(base / parts, {layer: share * each.detach() for layer, each in terms.items()}, scale)
+        self._record.count_alphas(counts, online)
+        loss = base + parts * scale * share * term
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the terms of the steps since the last log to the training's own."""
+        if "loss" in logs:
+            terms = self._record.means(self.state.global_step)
+            # Ranks see different samples; every rank logs at the same step.
+            reduced = self.accelerator.reduce(torch.tensor(list(terms.values()), device=self.args.device), "mean")
+            logs |= dict(zip(terms, reduced.tolist(), strict=True))
+        super().log(logs, start_time)
+
+    def _is_scaled(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether the base loss is normalised over the whole accumulated batch, as ``training_step`` sees it."""
+        declared = getattr(self, "loss_is_scaled_for_ga", None)
+        if declared is not None:
+            return bool(declared)
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return counted or self.compute_loss_func is not None
+
+
+@dataclass(frozen=True)
+class SupervisedCollator:
+    """Any collator for samples, with the records of a cache beside them in one buffer.
+
+    Attributes:
+        collate: of samples, to a mapping.
+        manifest: of the cache.
+        layers: student layers that are read.
+    """
+
+    collate: Callable[[list[Any]], Mapping[str, Any]]
+    manifest: Manifest
+    layers: tuple[int, ...]
+
+    def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """Samples with records become a mapping with ``supervision``; samples alone what they always became.
+
+        Raises:
+            ShdError: ``inputs-invalid`` where the attention mask is not that of the records, padded on the right.
+        """
+        if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], StoredRecord):
+            return dict(self.collate(list(batch)))
+        samples, records = zip(*batch, strict=True)
+        joined = dict(self.collate(list(samples)))
+        mask = joined.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            _check_padding(mask, [record.length for record in records])
+        joined["supervision"] = pack_supervision(records, self.manifest, self.layers)
+        alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
+        joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
+        return joined
+
+
+class _Samples(Dataset[Any]):
+    """Supervised data without its supervision."""
+
+    def __init__(self, supervised: SupervisedDataset) -> None:
+        self._supervised = supervised
+
+    def __len__(self) -> int:
+        return len(self._supervised)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._supervised.sample(index)
+
+
+class _StepRecord:
+    """Sums of what is logged, on the device until somebody logs."""
+
+    def __init__(self) -> None:
+        self.rows_in_step = 0
+        self.wait_seconds = 0.0
+        self._last_step = 0
+        self._sums: dict[str, Tensor] = {}
+        self._beta = torch.zeros(())
+        self._clipped, self._alphas = torch.zeros((), dtype=torch.int64), 0
+
+    def add(self, base: Tensor, terms: dict[int, Tensor], beta: Tensor) -> None:
+        sums = {"base_loss": base.detach(), "shd_loss": torch.stack(list(terms.values())).sum()}
+        sums |= {f"shd_loss_layer_{layer}": term for layer, term in terms.items()}
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._beta = beta
+
+    def count_alphas(self, counts: Tensor | None, online: Sequence[Any]) -> None:
+        if counts is not None:
+            self._clipped, self._alphas = self._clipped + counts[0].cpu(), self._alphas + int(counts[1])
+        for each in online:
+            for squeeze in each.squeezes:
+                self._clipped = self._clipped.to(squeeze.num_clipped.device) + squeeze.num_clipped
+                self._alphas += sum(alpha.numel() for alpha in squeeze.alphas)
+
+    def means(self, step: int) -> dict[str, float]:
+        """Means over the steps since the last call, which this one ends."""
+        steps = max(step - self._last_step, 1)
+        means = {name: float(value) / steps for name, value in self._sums.items()}
+        means["beta"] = float(self._beta)
+        means["clipped_alphas"] = float(self._clipped) / max(self._alphas, 1)
+        means["wait_seconds"] = self.wait_seconds / steps
+        rows = self.rows_in_step
+        self.__init__()  # type: ignore[misc]
+        self.rows_in_step, self._last_step = rows, step
+        return means
+
+
+def _count_rows(inputs: Mapping[str, Any]) -> int:
+    """Query rows of a batch that count."""
+    if "supervision" in inputs:
+        return sum(inputs["supervision"].lengths)
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return int(mask.sum())
+    first = next(value for value in inputs.values() if isinstance(value, Tensor))
+    return first.shape[0] * (first.shape[1] if first.ndim == 2 else 1)
+
+
+def _check_padding(mask: Tensor, lengths: Sequence[int]) -> None:
+    expected = torch.arange(mask.shape[1]) < torch.tensor(lengths)[:, None]
+    wrong = (mask.bool() != expected).any(1)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ShdError(
+            "inputs-invalid",
+            f"attention_mask must be ones for the {lengths[first]} positions that the teacher saw, then zeros; "
+            f"sample {first} of a batch has {mask[first].tolist()}: set the tokenizer's padding_side to 'right', and "
+            "truncate as for precompute",
+            "CACHE-83",
+        )
