@@ -21,6 +21,7 @@ from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, samp
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 from shd_torch.coded import Coded
+from shd_torch.factored_codes import FactoredCodes, pack_factored
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
@@ -103,10 +104,15 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
             )
         return sample, record
 
-    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CodedSupervision]:
-        """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
+    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CodedSupervision | FactoredCodes]:
+        """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer.
+
+        Both kinds ``supervise`` and ``decode`` alike; ``FactoredCodes`` come from a cache of queries and keys.
+        """
         samples, records = zip(*batch, strict=True)
-        return default_collate(list(samples)), pack_supervision(records, self.cache.manifest, self.layers)
+        manifest = self.cache.manifest
+        pack = pack_supervision if manifest.factors is None else pack_factored
+        return default_collate(list(samples)), pack(records, manifest, self.layers)
 
     def _choose_seeds(self) -> dict[int, int]:
         seeds = self.cache.seeds()
@@ -243,7 +249,7 @@ def check_cache(
         cache: the open cache.
         num_student_heads: H_s of the student.
         num_student_layers: its number of layers; every layer of the cache must lie below it.
-        temperature: the T_a that ``shd_loss`` will be called with.
+        temperature: the T_a that ``shd_loss`` will be called with; a cache of queries and keys serves any.
         plan: the merge plan, if the student relies on one; where layers have their own, all of them in order.
         teacher_sha256: of the teacher, where it is at hand.
 
@@ -253,7 +259,11 @@ def check_cache(
     manifest = cache.manifest
     wanted: list[tuple[str, object, object]] = [
         ("num_student_heads", num_student_heads, manifest.num_student_heads),
-        ("temperature", None if temperature is None else float(temperature), manifest.temperature),
+        (
+            "temperature",
+            None if temperature is None or manifest.factors is not None else float(temperature),
+            manifest.temperature,
+        ),
         ("plan", plan, manifest.plan if manifest.plans is None else manifest.plans),
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
