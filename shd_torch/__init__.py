@@ -20,6 +20,7 @@ from shd_torch.coded import Coded
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
 from shd_torch.factored import Factored
+from shd_torch.factored_codes import FactoredCodes
 from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.gradients import shd_loss_gradient, shd_loss_gradient_qk
 from shd_torch.gram import gram_tensor, gram_tensor_from_qk, merge_gram, solve_alpha_from_gram
@@ -45,6 +46,7 @@ __all__ = [
     "Dense",
     "ExportReport",
     "Factored",
+    "FactoredCodes",
     "FactoredSqueeze",
     "IntersectedMaps",
     "LossBalancer",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, samp
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 from shd_torch.coded import Coded
+from shd_torch.factored_codes import FactoredCodes, pack_factored
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
@@ -107,10 +109,19 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
         """A sample without its record, augmented as the teacher saw it."""
         return self._sample(self._indices[index])
 
-    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CodedSupervision]:
+    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CachedSupervision]:
         """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
-        samples, records = zip(*batch, strict=True)
-        return default_collate(list(samples)), pack_supervision(records, self.cache.manifest, self.layers)
+        return self.collate_with(default_collate)(batch)
+
+    def collate_with(
+        self, collate: Callable[[list[Any]], Any]
+    ) -> Callable[[Sequence[tuple[Any, StoredRecord]]], tuple[Any, CachedSupervision]]:
+        """The same with another collation of the samples, such as one that pads them (on the right).
+
+        Args:
+            collate: from a list of samples to a batch; where it can be pickled, so can the result.
+        """
+        return partial(_collate, collate=collate, manifest=self.cache.manifest, layers=self.layers)
 
     def _choose_seeds(self) -> dict[int, int]:
         seeds = self.cache.seeds()
@@ -232,6 +243,16 @@ def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers
     )
 
 
+CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
+"""A batch of a cache of maps, or of queries and keys: both ``supervise`` and ``decode`` alike."""
+
+
+def pack_records(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CachedSupervision:
+    """Put the records of a batch into one buffer, in the form that their cache has."""
+    pack = pack_supervision if manifest.factors is None else pack_factored
+    return pack(records, manifest, layers)
+
+
 def check_cache(
     cache: CacheReader,
     *,
@@ -247,7 +268,7 @@ def check_cache(
         cache: the open cache.
         num_student_heads: H_s of the student.
         num_student_layers: its number of layers; every layer of the cache must lie below it.
-        temperature: the T_a that ``shd_loss`` will be called with.
+        temperature: the T_a that ``shd_loss`` will be called with; a cache of queries and keys serves any.
         plan: the merge plan, if the student relies on one; where layers have their own, all of them in order.
         teacher_sha256: of the teacher, where it is at hand.
 
@@ -257,7 +278,11 @@ def check_cache(
     manifest = cache.manifest
     wanted: list[tuple[str, object, object]] = [
         ("num_student_heads", num_student_heads, manifest.num_student_heads),
-        ("temperature", None if temperature is None else float(temperature), manifest.temperature),
+        (
+            "temperature",
+            None if temperature is None or manifest.factors is not None else float(temperature),
+            manifest.temperature,
+        ),
         ("plan", plan, manifest.plan if manifest.plans is None else manifest.plans),
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
@@ -274,3 +299,14 @@ def check_cache(
             f"num_student_layers must be above {last}, the last student layer of {cache.folder}; got "
             f"{num_student_layers}: precompute with --student-layers {num_student_layers}",
         )
+
+
+def _collate(
+    batch: Sequence[tuple[Any, StoredRecord]],
+    *,
+    collate: Callable[[list[Any]], Any],
+    manifest: Manifest,
+    layers: tuple[int, ...],
+) -> tuple[Any, CachedSupervision]:
+    samples, records = zip(*batch, strict=True)
+    return collate(list(samples)), pack_records(records, manifest, layers)

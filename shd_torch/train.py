@@ -23,6 +23,7 @@ from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
+from shd_torch.factored_codes import FactoredCodes
 from shd_torch.loss import shd_loss
 
 
@@ -216,7 +217,7 @@ def _join(data: ArrayDataset, options: TrainOptions, cache: CacheReader | None) 
 
 def _batches(
     data: ArrayDataset, joined: SupervisedDataset | None, options: TrainOptions, sampler: Any
-) -> Iterator[tuple[dict[str, Tensor], CodedSupervision | None]]:
+) -> Iterator[tuple[dict[str, Tensor], CodedSupervision | FactoredCodes | None]]:
     if joined is None:
         for batch in DataLoader(data, options.batch_size, sampler=sampler):
             yield batch, None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from shd_ref.cache import Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
-from shd_torch.dataset import SupervisedDataset, pack_supervision
+from shd_torch.dataset import SupervisedDataset, pack_records
 from shd_torch.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
@@ -193,7 +193,7 @@ class SupervisedCollator:
         mask = joined.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             _check_padding(mask, [record.length for record in records])
-        joined["supervision"] = pack_supervision(records, self.manifest, self.layers)
+        joined["supervision"] = pack_records(records, self.manifest, self.layers)
         alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
         joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
         return joined

@@ -17,6 +17,19 @@ from shd_ref.cache.codecs import (
 )
 from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
+from shd_ref.cache.factored import (
+    DEFAULT_FACTORED_CODEC,
+    FACTORED_CODECS,
+    CodedFactors,
+    LayerFactors,
+    decode_factors,
+    encode_factors,
+    factored_kl_bound,
+    factored_size,
+    pack_factors,
+    rebuild_maps,
+    unpack_factors,
+)
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
 from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
@@ -32,6 +45,8 @@ __all__ = [
     "CODECS",
     "COMPRESSIONS",
     "DEFAULT_CODEC",
+    "DEFAULT_FACTORED_CODEC",
+    "FACTORED_CODECS",
     "FORMAT_VERSION",
     "ON_ERROR",
     "SUPPORTS",
@@ -39,7 +54,9 @@ __all__ = [
     "CacheReader",
     "CacheWriter",
     "CodecError",
+    "CodedFactors",
     "Dataset",
+    "LayerFactors",
     "LayerPair",
     "Manifest",
     "Matching",
@@ -61,15 +78,22 @@ __all__ = [
     "codec_error",
     "dataset_fingerprint",
     "decode",
+    "decode_factors",
     "encode",
+    "encode_factors",
+    "factored_kl_bound",
+    "factored_size",
     "kl_bound",
     "merge_codec_errors",
     "pack",
+    "pack_factors",
     "packed_size",
+    "rebuild_maps",
     "sample_key",
     "sqrt8_table",
     "trim_sample",
     "u4_table",
     "unpack",
+    "unpack_factors",
     "verify_cache",
 ]

@@ -12,15 +12,16 @@ from typing import Any, Final, TypeAlias
 from shd_ref.cache.codecs import CODECS
 from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
+from shd_ref.cache.factored import LayerFactors, check_layers, factored_size
 from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher, require, sample_order
 from shd_ref.cache.layout import MAX_LAYERS, manifest_path
-from shd_ref.cache.packing import SUPPORTS
+from shd_ref.cache.packing import SUPPORTS, packed_size
 from shd_ref.errors import ShdError
 
-FORMAT_VERSION: Final = "2"
+FORMAT_VERSION: Final = "3"
 """The newest version of the format. A cache has the lowest that can say what it holds (CACHE-26)."""
 
-_VERSIONS: Final = ("1", "2")
+_VERSIONS: Final = ("1", "2", "3")
 _CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
 ON_ERROR: Final = ("stop", "skip")
 ALPHA_PER: Final = ("map", "row")
@@ -44,8 +45,9 @@ class Manifest:
         alpha_per: ``"map"`` or ``"row"``.
         temperature: the attention temperature that the stored maps are bound to, above 0.
         support: ``"full"`` or ``"causal"``.
-        codec: one of ``CODECS``.
+        codec: one of ``CODECS``, or of ``FACTORED_CODECS`` where factors are given.
         compression: of blobs: ``"none"`` or ``"zstd"``.
+        factors: of every layer, where records hold the teacher's queries and keys instead of maps (CACHE-101).
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
 
     Raises:
@@ -72,6 +74,7 @@ class Manifest:
     on_error: str = optional("stop")
     plans: tuple[Plan, ...] | None = optional(None)
     matching: Matching | None = optional(None)  # noqa: RUF009  (None, which nobody can change)
+    factors: tuple[LayerFactors, ...] | None = optional(None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
@@ -94,7 +97,10 @@ class Manifest:
         require(self.alpha_per in ALPHA_PER, f"alpha_per must be one of {ALPHA_PER}", self.alpha_per)
         require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
         require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
-        require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
+        if self.factors is None:
+            require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
+        else:
+            self._check_factors(self.factors)
         require(self.compression in COMPRESSIONS, f"compression must be one of {COMPRESSIONS}", self.compression)
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error)
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
@@ -108,6 +114,8 @@ class Manifest:
     @property
     def format_version(self) -> str:
         """The lowest version that has all that this cache uses (CACHE-26)."""
+        if self.factors is not None:
+            return "3"
         plain = (self.compression, self.on_error, self.inputs.seed) == ("none", "stop", None)
         plain = plain and self.plans is None and self.matching is None
         return "1" if plain and self.codec in _CODECS_OF_VERSION_1 else "2"
@@ -131,6 +139,12 @@ class Manifest:
     def layer_plans(self) -> tuple[Plan, ...]:
         """The plan of every layer, in the order of ``layers`` (CACHE-17)."""
         return (self.plan,) * len(self.layers) if self.plans is None else self.plans
+
+    def blob_sizes(self, length: int) -> tuple[int, ...]:
+        """Bytes of each layer's blob of a record of that length, before compression (CACHE-40, CACHE-107)."""
+        if self.factors is None:
+            return (packed_size(self.codec, self.support, self.num_student_heads, length),) * len(self.layers)
+        return tuple(factored_size(self.codec, self.num_teacher_heads, layer, length) for layer in self.factors)
 
     def to_bytes(self) -> bytes:
         """The manifest file."""
@@ -182,6 +196,14 @@ class Manifest:
             for name in sorted(mine.keys() | theirs.keys())
             if mine.get(name) != theirs.get(name)
         ]
+
+    def _check_factors(self, factors: tuple[LayerFactors, ...]) -> None:
+        require(len(factors) == len(self.layers), f"factors must be {len(self.layers)}", len(factors))
+        problem = check_layers(self.codec, factors, self.num_teacher_heads)
+        if problem is not None:
+            raise ShdError("argument-value", problem, "CACHE-101")
+        require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per)
+        require(self.temperature == 1.0, "temperature must be 1 where factors are given", self.temperature)
 
     def shard_samples(self, shard: int) -> list[int]:
         """Sample indices of one shard, in the order in which it stores them (CACHE-25).

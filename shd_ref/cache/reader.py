@@ -16,9 +16,10 @@ from shd_ref.cache.codecs import decode
 from shd_ref.cache.compression import expand_blob
 from shd_ref.cache.distortion import CodecError, merge_codec_errors
 from shd_ref.cache.documents import checksum_of
+from shd_ref.cache.factored import decode_factors, rebuild_maps, unpack_factors
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import committed_shards, receipt_path, seal_path
-from shd_ref.cache.packing import packed_size, unpack
+from shd_ref.cache.packing import unpack
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, mixing_shape
 from shd_ref.cache.records import StoredRecord
@@ -117,7 +118,7 @@ class CacheReader:
         spans = self._spans[position]
         alphas = self._read_blob(shard, index, "alphas", spans[0])
         num_alphas = self.manifest.num_alphas if len(alphas) else 0
-        size = packed_size(self.manifest.codec, self.manifest.support, self.manifest.num_student_heads, length)
+        sizes = dict(zip(self.manifest.student_layers, self.manifest.blob_sizes(length), strict=True))
         mixing = self._read_blob(shard, index, "mixing", spans[1]) if spans[1, 1] else None
         return StoredRecord(
             index=index,
@@ -126,7 +127,7 @@ class CacheReader:
             blobs={
                 layer: expand_blob(
                     self._read_blob(shard, index, f"layer {layer}", spans[columns[layer]]),
-                    size,
+                    sizes[layer],
                     f"{self.folder}: record {index} layer {layer}",
                 )
                 for layer in wanted
@@ -137,11 +138,37 @@ class CacheReader:
         )
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
-        """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero."""
+        """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
+
+        Where records hold queries and keys, the maps are made from them (CACHE-110).
+        """
         manifest = self.manifest
+        if manifest.factors is not None and record.mixing is not None:
+            column = manifest.student_layers.index(layer)
+            queries, keys = self.decode_factors(record, layer)
+            scale = manifest.factors[column].scale
+            return rebuild_maps(queries, keys, scale, manifest.support, record.mixing[column])
         heads = manifest.num_student_heads
         codes = unpack(record.blobs[layer], manifest.codec, manifest.support, heads, record.length)
         return decode(manifest.codec, codes)
+
+    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)`` of one student layer, float32.
+
+        Raises:
+            ShdError: ``argument-value`` for a cache of maps.
+        """
+        manifest = self.manifest
+        if manifest.factors is None:
+            message = (
+                f"{self.folder} must hold queries and keys to decode them; it holds maps (codec {manifest.codec})"
+            )
+            raise ShdError("argument-value", message, "CACHE-100")
+        factors = manifest.factors[manifest.student_layers.index(layer)]
+        blob = record.blobs[layer]
+        return decode_factors(
+            unpack_factors(blob, manifest.codec, manifest.num_teacher_heads, factors, record.length)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_open"}

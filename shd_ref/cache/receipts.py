@@ -14,7 +14,6 @@ from shd_ref.cache.documents import build, encode_document, optional, parse_memb
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import check_key
 from shd_ref.cache.layout import receipt_path
-from shd_ref.cache.packing import packed_size
 from shd_ref.errors import ShdError
 
 _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
@@ -209,11 +208,14 @@ def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
     if len(record.layers) != len(manifest.layers):
         yield f"layers must be {len(manifest.layers)}; got {len(record.layers)}"
-    codes = packed_size(manifest.codec, manifest.support, manifest.num_student_heads, record.length)
-    coded = (codes,) if manifest.compression == "none" else range(1, codes + 1)
     full = 4 * math.prod(alphas_shape(manifest, record.length, manifest.num_alphas))
-    allowed: list[tuple[Blob, Sequence[int]]] = [(blob, coded) for blob in record.layers]
+    allowed: list[tuple[Blob, Sequence[int]]] = [
+        (blob, (size,) if manifest.compression == "none" else range(1, size + 1))
+        for blob, size in zip(record.layers, manifest.blob_sizes(record.length), strict=False)
+    ]
     allowed.append((record.alphas, (0, full)))
+    if record.mixing is None and manifest.factors is not None:
+        yield "mixing must be there where the manifest has factors"
     if record.mixing is not None:
         allowed.append((record.mixing, (4 * math.prod(mixing_shape(manifest, record.length)),)))
     for blob, sizes in allowed:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs import check_codes
 from shd_ref.cache.compression import compress_blob
 from shd_ref.cache.documents import MAX_INTEGER
+from shd_ref.cache.factored import CodedFactors, check_coded_factors, pack_factors
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import check_key
 from shd_ref.cache.packing import pack
@@ -27,11 +28,12 @@ class NewRecord:
         index: position in the data set.
         key: ``sample_key`` of its inputs.
         length: n, counted positions, at least 1.
-        codes: per layer of the manifest, ``(H_s, L, L)`` codes with L >= n.
+        codes: per layer of the manifest, ``(H_s, L, L)`` codes with L >= n; none where ``factors`` are given.
         alphas: float32 ``(num_layers, n_pairs)``, or ``(num_layers, n_pairs, L)`` where every row has its own; rounds
             follow each other. ``n_pairs`` is 0 for strategies that have none.
         mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
         seed: of the sample's augmentation, where the manifest names a column of seeds.
+        factors: per layer, where the manifest has factors: queries and keys of the n counted positions.
     """
 
     index: int
@@ -41,6 +43,7 @@ class NewRecord:
     alphas: NDArray[np.float32]
     mixing: NDArray[np.float32] | None = None
     seed: int | None = None
+    factors: Sequence[CodedFactors] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +76,15 @@ def check_record(record: NewRecord, manifest: Manifest) -> int:
         ShdError: ``argument-value``, ``argument-shape`` or ``argument-dtype``, naming the record.
     """
     check_key(record.key)
-    length, heads = record.length, manifest.num_student_heads
-    if length < 1 or len(record.codes) != len(manifest.layers):
-        raise _misfit(record, f"length must be at least 1 and codes {len(manifest.layers)} layers", len(record.codes))
-    for layer, codes in zip(manifest.student_layers, record.codes, strict=True):
-        if codes.ndim != 3 or codes.shape != (heads, codes.shape[1], codes.shape[1]) or codes.shape[1] < length:
-            raise _misfit(record, f"codes of layer {layer} must be ({heads}, L, L) with L >= {length}", codes.shape)
+    length = record.length
+    given = record.codes if manifest.factors is None else record.factors
+    if length < 1 or len(given) != len(manifest.layers) or len(record.codes) + len(record.factors) != len(given):
+        held = f"{len(record.codes)} codes and {len(record.factors)} factors"
+        raise _misfit(record, f"length must be at least 1 and codes or factors {len(manifest.layers)} layers", held)
+    if manifest.factors is None:
+        _check_maps(record, manifest)
+    else:
+        _check_factors(record, manifest)
     num_alphas = record.alphas.shape[1] if record.alphas.ndim > 1 else -1
     if num_alphas not in (0, manifest.num_alphas):
         raise _misfit(record, f"alphas must hold {manifest.num_alphas} pairs, or none", record.alphas.shape)
@@ -110,7 +116,10 @@ def layer_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.ui
         ShdError: as ``check_codes`` and ``pack``; ``support-mismatch`` when a counted row has mass on padding.
     """
     length = record.length
-    for layer, codes in zip(manifest.student_layers, record.codes, strict=True):
+    for coded in record.factors:
+        check_coded_factors(coded)
+        yield compress_blob(pack_factors(coded), manifest.compression)
+    for layer, codes in zip(manifest.student_layers if record.codes else (), record.codes, strict=True):
         rows = codes[:, :length]
         if rows[:, :, length:].any():
             message = f"record {record.index} layer {layer}: keys from {length} on must have no probability"
@@ -118,6 +127,31 @@ def layer_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.ui
         square = rows[:, :, :length]
         check_codes(manifest.codec, square)
         yield compress_blob(pack(square, manifest.support, manifest.codec), manifest.compression)
+
+
+def _check_maps(record: NewRecord, manifest: Manifest) -> None:
+    length, heads = record.length, manifest.num_student_heads
+    for layer, codes in zip(manifest.student_layers, record.codes, strict=True):
+        if codes.ndim != 3 or codes.shape != (heads, codes.shape[1], codes.shape[1]) or codes.shape[1] < length:
+            raise _misfit(record, f"codes of layer {layer} must be ({heads}, L, L) with L >= {length}", codes.shape)
+
+
+def _check_factors(record: NewRecord, manifest: Manifest) -> None:
+    length, heads = record.length, manifest.num_teacher_heads
+    if record.mixing is None:
+        raise _misfit(record, "mixing must be given where the manifest has factors", None)
+    dtype, has_steps = np.dtype(manifest.codec), manifest.codec == "int8"
+    for factors, coded in zip(manifest.factors or (), record.factors, strict=True):
+        parts = ((heads, coded.queries, coded.query_steps), (factors.num_key_heads, coded.keys, coded.key_steps))
+        for count, codes, steps in parts:
+            if codes.shape != (count, length, factors.width):
+                raise _misfit(record, f"factors must be ({count}, {length}, {factors.width})", codes.shape)
+            if (steps is not None) != has_steps or (steps is not None and steps.shape != (count, length)):
+                found = None if steps is None else steps.shape
+                raise _misfit(record, f"steps must be ({count}, {length}) for int8, else None", found)
+            if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
+                message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
+                raise ShdError("argument-dtype", message, "CACHE-102")
 
 
 def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:

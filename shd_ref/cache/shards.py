@@ -18,7 +18,6 @@ from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.distortion import CodecError
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import alphas_blob, layer_blob, mixing_blob
-from shd_ref.cache.packing import packed_size
 from shd_ref.cache.receipts import Blob, Receipt, Record, RecordShape, Skipped, alphas_shape, mixing_shape
 from shd_ref.cache.records import NewRecord, check_record, float_blobs, layer_blobs
 from shd_ref.cache.storage import PendingFile
@@ -99,7 +98,7 @@ def write_blobs(
     num_alphas = [check_record(record, manifest) for record in records]
     if manifest.compression == "none":
         blobs: list[Iterable[NDArray[np.uint8]]] = [layer_blobs(record, manifest) for record in records]
-        sizes = [_layer_sizes(manifest, record) for record in records]
+        sizes = [manifest.blob_sizes(record.length) for record in records]
     else:
         compressed = [list(layer_blobs(record, manifest)) for record in records]
         blobs, sizes = [*compressed], [tuple(map(len, layers)) for layers in compressed]
@@ -132,11 +131,6 @@ def write_blobs(
         ),
         skipped=tuple(skipped),
     )
-
-
-def _layer_sizes(manifest: Manifest, record: NewRecord) -> tuple[int, ...]:
-    size = packed_size(manifest.codec, manifest.support, manifest.num_student_heads, record.length)
-    return (size,) * len(manifest.layers)
 
 
 class _HashedStream:

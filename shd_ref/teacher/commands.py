@@ -36,6 +36,8 @@ from shd_ref.teacher.options import (
     CalibrationSamples,
     Codec,
     Compression,
+    FactoredCodec,
+    Form,
     HeadsOfStudents,
     InputsPath,
     LayerPairs,
@@ -151,8 +153,19 @@ def precompute(
     calibration_samples: CalibrationSamples = 16,
     alpha_per: AlphaPerOption = AlphaPer.map,
     temperature: Temperature = 1.0,
+    form: Annotated[
+        Form,
+        typer.Option(
+            help="What to store: merged maps, or the teacher's queries and keys with the mixing (factored), "
+            "smaller for long samples and with the temperature left free; shd plan compares."
+        ),
+    ] = Form.maps,
+    factored_codec: Annotated[
+        FactoredCodec, typer.Option(help="Of queries and keys: int8: 1 byte a number; float16: 2.")
+    ] = FactoredCodec.int8,
     codec: Annotated[
-        Codec, typer.Option(help="sqrt8-row, sqrt8-abs: 1 byte an entry; u4: half a byte; bf16: 2; float32: 4.")
+        Codec,
+        typer.Option(help="Of maps: sqrt8-row, sqrt8-abs: 1 byte an entry; u4: half a byte; bf16: 2; float32: 4."),
     ] = Codec.sqrt8_row,
     compression: Annotated[
         Compression, typer.Option(help="zstd: smaller on slow disks; needs the extra 'zstd'.")
@@ -205,6 +218,8 @@ def precompute(
             strategy=strategy.value,
             alpha_per=alpha_per.value,
             temperature=temperature,
+            form=form.value,
+            factored_codec=factored_codec.value,
             codec=codec.value,
             compression=compression.value,
             on_error=on_error.value,

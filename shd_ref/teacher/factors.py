@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.body import FLOAT, Body
+from shd_ref.teacher.body import FLOAT, Body, batch_heads
 from shd_ref.teacher.find import AttentionSite
 from shd_ref.teacher.logits import Logits, read_logits
 from shd_ref.teacher.measure import Layout, replay
 from shd_ref.teacher.nodes import constant_of, float_attribute, int_attribute, name_of
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.shapes import probe_tensors
-from shd_ref.teacher.squeeze import batch_heads
 from shd_ref.teacher.walk import before_rounding, operands, repeat_chain
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.

@@ -63,8 +63,12 @@ def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]
     rows = np.array(True) if mask is None else mask[:count, None, :]  # (B, 1, L)
     suspect = np.zeros(count, dtype=np.bool_)
     for layer in work.graph.layers:
-        codes, alphas = outputs[layer.codes][:count], outputs[layer.alphas][:count]
-        suspect |= ~np.isfinite(alphas).reshape(count, -1).all(axis=1)
+        suspect |= ~np.isfinite(outputs[layer.alphas][:count]).reshape(count, -1).all(axis=1)
+        if layer.queries is not None and layer.keys is not None:
+            for factor in (outputs[layer.queries][:count], outputs[layer.keys][:count]):
+                suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
+            continue
+        codes = outputs[layer.codes][:count]
         # A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the maps tell which.
         doubtful = ((codes == 0).all(axis=-1) | (codes != codes).any(axis=-1) | np.isinf(codes).any(axis=-1)) & rows
         suspect |= doubtful.any(axis=(1, 2))

@@ -12,9 +12,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from shd_ref.cache import CODECS, CodecError, codec_error, decode, encode, merge_codec_errors, pack, packed_size
+from shd_ref.cache import (
+    CODECS,
+    FACTORED_CODECS,
+    CodecError,
+    LayerFactors,
+    codec_error,
+    decode,
+    encode,
+    factored_size,
+    merge_codec_errors,
+    pack,
+    packed_size,
+)
 from shd_ref.cache.compression import compress_blob
 from shd_ref.errors import ShdError
+from shd_ref.teacher.factors import find_factors
 from shd_ref.teacher.inputs import Batch
 from shd_ref.teacher.job import find_support
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
@@ -56,7 +69,7 @@ class FactoredForecast:
 
     Attributes:
         dtype: ``float16``, or ``int8`` with a float32 scale per head and position.
-        bytes_per_sample: of the mean sample.
+        bytes_per_sample: of the mean sample, with its alphas and mixing.
         total_bytes: of the whole data set.
     """
 
@@ -78,10 +91,10 @@ class Forecast:
         teacher_seconds: a sample, of the teacher as it is, in batches as asked for.
         squeeze_seconds: a sample, of the squeezed graph.
         codecs: by codec.
-        factored: empty where the graph does not tell the width of queries and keys.
+        factored: empty where the maps are not what queries and keys make.
         form: ``"dense"`` or ``"factored"``: which is smaller, ``sqrt8-row`` or int8 factors, whose errors are alike.
             That turns with the length: ``L H_s`` bytes a row (half of it if causal) against about
-            ``d_k (H_t + H_kv)``. Caches hold dense maps only.
+            ``d_k (H_t + H_kv)``.
         recommended: the codec to take, see ``forecast_cache``.
         pays: whether reading it is faster than running the teacher.
     """
@@ -227,18 +240,18 @@ def _forecast_codec(
 
 
 def _forecast_factored(work: TeacherRun, lengths: Any, num_samples: int) -> tuple[FactoredForecast, ...]:
-    widths = [(site.num_heads, site.num_kv_heads, site.d_k) for _, site in work.layers]
-    if any(size is None for sizes in widths for size in sizes):
+    found = find_factors(work.model, [site for _, site in work.layers])
+    if not all(factors.supported for factors in found):
         return ()
-    mean = float(lengths.mean())
-    mixing = 4.0 * work.options.num_student_heads * work.num_teacher_heads * len(work.layers)
-    heads = [((heads or 0) + (kv_heads or 0), width or 0) for heads, kv_heads, width in widths]
-    float16 = mixing + mean * sum(2 * count * width for count, width in heads)
-    int8 = mixing + mean * sum(count * (width + 4) for count, width in heads)
-    return (
-        FactoredForecast("float16", float16, float16 * num_samples),
-        FactoredForecast("int8", int8, int8 * num_samples),
-    )
+    heads, pairs = work.num_teacher_heads, sum(len(one_round) for one_round in work.plans[0])
+    floats = 4.0 * len(work.layers) * (pairs + work.options.num_student_heads * heads)
+    layers = [LayerFactors(factors.num_kv_heads, factors.d, factors.scale) for factors in found]
+    forecasts = []
+    for codec in FACTORED_CODECS:
+        sizes = [sum(factored_size(codec, heads, layer, int(length)) for layer in layers) for length in lengths]
+        per_sample = floats + float(np.mean(sizes))
+        forecasts.append(FactoredForecast(codec, per_sample, per_sample * num_samples))
+    return tuple(forecasts)
 
 
 def _choose_form(codecs: Sequence[CodecForecast], factored: Sequence[FactoredForecast]) -> str:

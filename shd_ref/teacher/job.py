@@ -12,12 +12,14 @@ import numpy as np
 import shd_ref
 from shd_ref.cache import (
     Dataset,
+    LayerFactors,
     LayerPair,
     Manifest,
     Matching,
     SampleInputs,
     ShardPlan,
     dataset_fingerprint,
+    factored_size,
     packed_size,
 )
 from shd_ref.cache.layout import manifest_path
@@ -80,7 +82,12 @@ def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
     support, count = find_support(work, outputs), len(inputs)
     same = len(set(work.plans)) == 1
     longest = outputs[work.graph.layers[0].merged].shape[2]
-    per_sample = len(work.layers) * packed_size(options.codec, support, options.num_student_heads, longest)
+    factors = tuple(LayerFactors(each.num_kv_heads, each.d, each.scale) for each in work.factors)
+    if options.is_factored:
+        sizes = [factored_size(options.factored_codec, work.num_teacher_heads, each, longest) for each in factors]
+    else:
+        sizes = [packed_size(options.codec, support, options.num_student_heads, longest)] * len(work.layers)
+    per_sample = sum(sizes)
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
     return Manifest(
         spec_version=shd_ref.SPEC_VERSION,
@@ -98,7 +105,8 @@ def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
         alpha_per=options.alpha_per,
         temperature=options.temperature,
         support=support,
-        codec=options.codec,
+        codec=options.stored_codec,
+        factors=factors or None,
         compression=options.compression,
         on_error=options.on_error,
         inputs=SampleInputs(names=inputs.names, mask=inputs.mask, seed=inputs.seed_column),

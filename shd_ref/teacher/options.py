@@ -31,6 +31,20 @@ class Codec(StrEnum):
     float32 = "float32"
 
 
+class Form(StrEnum):
+    """What records hold."""
+
+    maps = "maps"
+    factored = "factored"
+
+
+class FactoredCodec(StrEnum):
+    """How queries and keys are stored."""
+
+    int8 = "int8"
+    float16 = "float16"
+
+
 class Compression(StrEnum):
     """What is done to stored blobs."""
 

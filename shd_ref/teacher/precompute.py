@@ -16,6 +16,7 @@ from shd_ref.cache import CacheWriter, CodecError, NewRecord, Skipped, code_dtyp
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_shards
 from shd_ref.teacher.compare import compare_with_reference
+from shd_ref.teacher.factored import check_factors
 from shd_ref.teacher.faults import Fault, find_faults
 from shd_ref.teacher.inputs import Batch
 from shd_ref.teacher.job import adopt_plans, make_manifest
@@ -171,11 +172,15 @@ class PrecomputeJob:
         self.comparison = compare_with_reference(work.graph, outputs, query_mask=mask)
         self.compared_samples = len(outputs[work.graph.layers[0].codes])
         self.manifest = make_manifest(work, outputs)
+        if work.options.is_factored:
+            check_factors(work, outputs, mask, self.manifest.support)
 
     @property
     def window_shards(self) -> int:
         """Shards whose codes fit into ``WINDOW_BYTES`` together, 0 where not even one does."""
         manifest, longest = self.manifest, max(int(self.work.inputs.lengths.max()), 1)
+        if manifest.factors is not None:
+            return WINDOW_BYTES // (manifest.shards.samples_per_shard * sum(manifest.blob_sizes(longest)))
         entries = manifest.shards.samples_per_shard * len(manifest.layers) * manifest.num_student_heads * longest**2
         return WINDOW_BYTES // (entries * code_dtype(manifest.codec).itemsize)
 
@@ -252,14 +257,15 @@ class PrecomputeJob:
             for shard in sorted(touched & pending.keys()):
                 part = pending[shard]
                 wanted = part.samples - faults.keys()
-                part.records += make_records(work, batch, outputs, wanted)
+                records = make_records(work, batch, outputs, wanted)
+                part.records += records
                 part.skipped += [
                     Skipped(index, faults[index].key, faults[index].reason, work.inputs.seed(index))
                     for index in indices
                     if index in part.samples & faults.keys()
                 ]
                 if part.codec_error is None and first:
-                    part.codec_error = measure_codec(work, batch, outputs, wanted)
+                    part.codec_error = measure_codec(work, batch, outputs, records, self.manifest.support)
                 if part.full:
                     del pending[shard]
                     receipt = writer.write_shard(shard, part.records, part.codec_error or _UNMEASURED, part.skipped)

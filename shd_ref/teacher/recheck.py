@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shd_ref.cache import CacheReader, decode, encode
+from shd_ref.cache import CacheReader, StoredRecord, decode, decode_factors, encode, rebuild_maps
 from shd_ref.errors import ShdError
+from shd_ref.teacher.factored import code_layer
+from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.records import mixing_of
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
 from shd_ref.teacher.sources import Arrays, Source
+from shd_ref.teacher.squeeze import SqueezedLayer
 from shd_ref.tolerances import load_tolerances
 
 
@@ -65,9 +70,7 @@ def recheck_records(
             record = reader.read(work.inputs.key(index))
             for student_layer, layer in zip(manifest.student_layers, work.graph.layers, strict=True):
                 stored = reader.decode(record, student_layer)
-                n = record.length
-                merged = np.asarray(outputs[layer.merged][number, :, :n, :n], dtype=np.float32)
-                again = decode(manifest.codec, encode(manifest.codec, merged))
+                again = _map_again(work, outputs, layer, number, reader, record)
                 difference = 0.5 * np.abs(stored - again).sum(axis=-1)
                 rows += difference.size
                 tv_max = max(tv_max, float(difference.max()))
@@ -81,6 +84,21 @@ def recheck_records(
                         f"got {difference.max():.4f}: the cache was made another way",
                     )
     return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max)
+
+
+def _map_again(
+    work: TeacherRun, outputs: Outputs, layer: SqueezedLayer, number: int, reader: CacheReader, record: StoredRecord
+) -> NDArray[np.float32]:
+    """The maps of one layer as the cache would hold them, had it been made now."""
+    manifest, n = reader.manifest, record.length
+    if manifest.factors is None:
+        merged = np.asarray(outputs[layer.merged][number, :, :n, :n], dtype=np.float32)
+        return decode(manifest.codec, encode(manifest.codec, merged))
+    column = manifest.student_layers.index(layer.student_layer)
+    queries, keys = decode_factors(code_layer(manifest.codec, layer, outputs, number, n))
+    alphas = np.stack([outputs[each.alphas][number] for each in work.graph.layers])
+    mixing = mixing_of(work, alphas)[column]
+    return rebuild_maps(queries, keys, manifest.factors[column].scale, manifest.support, mixing)
 
 
 def rerun_teacher(
@@ -114,8 +132,12 @@ def rerun_teacher(
         alpha_rule=manifest.alpha_rule,
         alpha_per=manifest.alpha_per,
         temperature=manifest.temperature,
-        codec=manifest.codec,
         on_error=manifest.on_error,
+    )
+    options = (
+        replace(options, codec=manifest.codec)
+        if manifest.factors is None
+        else replace(options, form="factored", factored_codec=manifest.codec)
     )
     work = TeacherRun(Path(teacher), inputs, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
     count = len(work.inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CodecError, NewRecord, codec_error, decode, encode, merge_codec_errors
 from shd_ref.mixing import compose_mixing
+from shd_ref.teacher.factored import code_factors, measure_factors
 from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.inputs import Batch
 from shd_ref.teacher.run import TeacherRun
@@ -30,32 +31,50 @@ def make_records(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Conta
     numbers = [number for number, index in enumerate(batch.indices) if index in wanted]
     if not numbers:
         return []
-    codec, inputs = work.options.codec, work.inputs
-    codes = [outputs[layer.codes][numbers] for layer in work.graph.layers]
+    codec, inputs, factored = work.options.codec, work.inputs, work.options.is_factored
+    codes = [] if factored else [outputs[layer.codes][numbers] for layer in work.graph.layers]
     if codec != CODED_IN_GRAPH:
         codes = [encode(codec, maps) for maps in codes]
     alphas = np.stack([outputs[layer.alphas][numbers] for layer in work.graph.layers], axis=1)
+    longest = next(outputs[layer.queries or layer.codes].shape[2] for layer in work.graph.layers)
     records = []
     for place, number in enumerate(numbers):
         index = batch.indices[number]
+        length = longest if inputs.mask is None else batch.lengths[number]
         records.append(
             NewRecord(
                 index=index,
                 key=inputs.key(index),
-                length=codes[0].shape[2] if inputs.mask is None else batch.lengths[number],
+                length=length,
                 codes=[layer[place] for layer in codes],
                 alphas=alphas[place],
                 # Weights by row follow from the alphas and would double a record; weights by map are small.
-                mixing=_mixing(work, alphas[place]) if work.options.alpha_per == "map" else None,
+                mixing=mixing_of(work, alphas[place]) if work.options.alpha_per == "map" else None,
                 seed=inputs.seed(index),
+                factors=code_factors(work, batch, outputs, number, length) if factored else (),
             )
         )
     return records
 
 
-def measure_codec(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int]) -> CodecError:
-    """What coding cost the rows of these samples that count, from outputs with check outputs."""
-    numbers = [number for number, index in enumerate(batch.indices) if index in wanted]
+def measure_codec(
+    work: TeacherRun, batch: Batch, outputs: Outputs, records: Sequence[NewRecord], support: str
+) -> CodecError:
+    """What coding cost the rows of these samples that count, from outputs with check outputs.
+
+    Args:
+        work: the run.
+        batch: what was fed.
+        outputs: what came back.
+        records: what ``make_records`` made of it.
+        support: of the manifest.
+
+    Raises:
+        ShdError: ``graph-unsupported`` for maps that queries and keys do not make.
+    """
+    numbers = [batch.indices.index(record.index) for record in records]
+    if work.options.is_factored:
+        return measure_factors(work, outputs, numbers, records, support)
     mask = work.query_mask(batch)
     errors = []
     for layer in work.graph.layers:
@@ -67,7 +86,7 @@ def measure_codec(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Cont
     return merge_codec_errors(errors)
 
 
-def _mixing(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:
+def mixing_of(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:
     """C of every layer, ``(num_layers, H_s, H_t)``, from alphas before clipping ``(num_layers, n)``."""
     num_layers, heads = len(work.layers), work.num_teacher_heads
     if work.options.strategy == "mean":

@@ -13,11 +13,14 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from shd_ref.cache import Teacher
+from shd_ref.alpha import check_option
+from shd_ref.cache import DEFAULT_FACTORED_CODEC, Teacher
+from shd_ref.cache.factored import check_factored_codec
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
+from shd_ref.teacher.factors import SiteFactors, find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
@@ -26,6 +29,9 @@ from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 from shd_ref.teacher.union import unite_graphs
+
+FORMS: Final = ("maps", "factored")
+"""What records hold: merged maps, or the teacher's queries and keys."""
 
 MATCHED: Final = "matched"
 """The plan that is chosen on the data."""
@@ -44,7 +50,10 @@ class PrecomputeOptions:
         matched_by: ``residual`` or ``similarity``, for matched plans.
         calibration_samples: how many samples they are matched on.
         plans: in place of ``plan``: rounds for every layer, in the order of the student's layers.
-        codec: one of ``shd_ref.cache.CODECS``. ``sqrt8-row`` is coded inside the graph, the others on the host.
+        form: ``maps``, or ``factored``: queries and keys, which are smaller for long samples.
+        factored_codec: one of ``shd_ref.cache.FACTORED_CODECS``, of queries and keys.
+        codec: of maps, one of ``shd_ref.cache.CODECS``. ``sqrt8-row`` is coded inside the graph, the others on the
+            host.
         compression: of stored blobs: ``none`` or ``zstd``.
         on_error: what to do with a sample on which the teacher gives NaN: ``stop``, or ``skip`` and name it.
         seed_column: column of the inputs with each sample's augmentation seed, stored beside its maps.
@@ -61,10 +70,22 @@ class PrecomputeOptions:
     alpha_rule: str = "least_squares"
     alpha_per: str = "map"
     temperature: float = 1.0
+    form: str = "maps"
+    factored_codec: str = DEFAULT_FACTORED_CODEC
     codec: str = "sqrt8-row"
     compression: str = "none"
     on_error: str = "stop"
     seed_column: str | None = None
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether records hold queries and keys."""
+        return self.form == "factored"
+
+    @property
+    def stored_codec(self) -> str:
+        """The codec of what records hold."""
+        return self.factored_codec if self.is_factored else self.codec
 
 
 @dataclass(frozen=True)
@@ -104,6 +125,7 @@ class TeacherRun:
         inputs: the samples, checked against the graph.
         layers: ``(student_layer, site)`` pairs.
         plans: the rounds of merges of each, in the same order.
+        factors: where the queries and keys of each are, in the same order; empty where maps are kept.
 
     Raises:
         ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
@@ -122,7 +144,9 @@ class TeacherRun:
         self.options = options
         self.run = run
         self.model = load_teacher(teacher)
+        _check_form(options)
         self.layers = _choose_sites(find_sites(self.model), options)
+        self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
         self.num_teacher_heads = _common_heads(self.layers)
         check_counts(self.num_teacher_heads, options.num_student_heads)
         self.plans = self._given_plans()
@@ -222,9 +246,12 @@ class TeacherRun:
             alpha_rule=options.alpha_rule,
             alpha_per=options.alpha_per,
             temperature=options.temperature,
-            codec=options.codec,
+            codec="float32" if options.is_factored else options.codec,
             row_mask_input=self.inputs.mask,
             check_outputs=check_outputs,
+            factors={student: each for (student, _), each in zip(self.layers, self.factors, strict=True)}
+            if self.factors
+            else None,
         )
 
 
@@ -303,6 +330,36 @@ def _choose_sites(
                 "graph-unsupported", f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason}"
             )
     return chosen
+
+
+def _check_form(options: PrecomputeOptions) -> None:
+    check_option("form", options.form, FORMS, "CACHE-100")
+    if not options.is_factored:
+        return
+    check_factored_codec(options.factored_codec)
+    for name, value, only in (("alpha_per", options.alpha_per, "map"), ("temperature", options.temperature, 1.0)):
+        if value != only:
+            raise ShdError(
+                "argument-value",
+                f"{name} must be {only} for factored records; got {value}: the temperature is chosen with the loss, "
+                "and one weight per map is stored; use --form maps for others",
+                "CACHE-101",
+            )
+
+
+def _choose_factors(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> tuple[SiteFactors, ...]:
+    found = find_factors(model, [site for _, site in layers])
+    for factors in found:
+        site = factors.site
+        reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
+        if reason is not None:
+            raise ShdError(
+                "graph-unsupported",
+                f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: {reason} "
+                "(--form maps)",
+                "CACHE-103",
+            )
+    return found
 
 
 def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:

@@ -12,11 +12,11 @@ from shd_ref.cache.codecs import CODECS
 from shd_ref.errors import ShdError
 from shd_ref.mixing import STRATEGIES
 from shd_ref.plans import MergePlan, merge_plan
-from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
+from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body, batch_heads
+from shd_ref.teacher.factors import SiteFactors, add_factors
 from shd_ref.teacher.find import AttentionSite, projection_of
 from shd_ref.teacher.function import constant_alphas, every_row, squeeze_function
 from shd_ref.teacher.load import MIN_OPSET, opset_version
-from shd_ref.teacher.measure import Layout
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rule import MergeRule, SqueezeOptions, gram_matrices, make_rule
 
@@ -33,13 +33,16 @@ class SqueezedLayer:
         student_layer: the student's layer, from 0.
         site: the teacher's attention it learns from.
         plan: the rounds that are run.
-        codes: ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for the other codecs.
+        codes: ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for the other codecs; with factors,
+            output with ``check_outputs`` only.
         alphas: float32 ``(B, num_pairs)`` or ``(B, num_pairs, L)``, all rounds in plan order, before clipping;
             1/2 where degenerate or not counted; ``num_pairs`` is 0 for the strategy ``mean``.
         degenerate: bool, same shape: every alpha was optimal; None for strategies that solve for no alpha.
         probs: the teacher's map ``(B, H_t, L, S)`` in float32; output with ``check_outputs`` only.
         values: V ``(B, H_t, S, d_v)`` in float32; likewise.
         merged: the student's maps ``(B, H_s, L, S)`` in float32 before coding; likewise.
+        queries: the teacher's queries ``(B, H_t, L, d)`` in float32; None where maps are kept.
+        keys: the teacher's keys ``(B, H_kv, S, d)``; likewise.
     """
 
     student_layer: int
@@ -51,6 +54,8 @@ class SqueezedLayer:
     probs: str
     values: str
     merged: str
+    queries: str | None = None
+    keys: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ def squeeze_graph(
     codec: str = "sqrt8-row",
     row_mask_input: str | None = None,
     check_outputs: bool = False,
+    factors: Mapping[int, SiteFactors] | None = None,
 ) -> SqueezedGraph:
     """Rewrite a teacher graph to output what ``squeeze_heads`` and the codec would make of its maps.
 
@@ -97,6 +103,7 @@ def squeeze_graph(
         codec: ``sqrt8-row`` codes in the graph; ``float32`` and ``bf16`` output float32 maps.
         row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
+        factors: by student layer: output the teacher's queries and keys in place of codes.
 
     Raises:
         ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
@@ -120,7 +127,10 @@ def squeeze_graph(
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         # Both numbers are known for supported sites.
         rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
-        squeezed.append(_squeeze_layer(body, functions, rule, student_layer, site, mask, check_outputs))
+        layer = _squeeze_layer(
+            body, functions, rule, student_layer, site, mask, check_outputs, has_codes=check_outputs or not factors
+        )
+        squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
     return SqueezedGraph(
         assemble_graph(model, body, functions.values()), tuple(squeezed), options, row_mask_input, check_outputs
     )
@@ -134,6 +144,7 @@ def _squeeze_layer(
     site: AttentionSite,
     row_mask: str | None,
     check_outputs: bool,
+    has_codes: bool,
 ) -> SqueezedLayer:
     """Call the merge function on one site and make its results graph outputs."""
     probs, values = site_tensors(body, site)
@@ -146,12 +157,20 @@ def _squeeze_layer(
         "degenerate": onnx.TensorProto.BOOL,
     }
     names = {name: f"{body.prefix}{name}" for name in results}
-    hidden = () if check_outputs else ("probs", "values", "merged")
+    hidden = {*(() if check_outputs else ("probs", "values", "merged")), *(() if has_codes else ("codes",))}
     for name, source in results.items():
         if name not in hidden:
             by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
             body.output(source, names[name], kinds.get(name, FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
     return SqueezedLayer(student_layer, site, rule.rounds, degenerate=names.pop("degenerate", None), **names)
+
+
+def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
+    """Make queries and keys graph outputs."""
+    queries, keys = f"{body.prefix}queries", f"{body.prefix}keys"
+    for name, source in zip((queries, keys), add_factors(body, factors), strict=True):
+        body.output(source, name, FLOAT, rank=4)
+    return replace(layer, queries=queries, keys=keys)
 
 
 def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
@@ -194,17 +213,6 @@ def share_function(
             function.name += f"_{len(functions)}"
         functions[rule] = function
     return functions[rule]
-
-
-def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
-    """A map, V, queries or keys with the leading axes ``(B, H)``, whatever their layout."""
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
-        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
-        tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
-    if layout in ("heads-batch", "heads-folded"):
-        return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
-    return tensor
 
 
 def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | None:

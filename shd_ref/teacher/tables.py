@@ -20,7 +20,7 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     if summary.skipped:
         table.add_row("skipped", f"[bold red]{summary.skipped}[/]: the teacher gave NaN; their receipts name them")
     ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
-    table.add_row("maps", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than float32")
+    table.add_row("stored", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than its maps in float32")
     alphas = summary.alphas
     if alphas.size:
         low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
@@ -88,7 +88,7 @@ def forecast_advice(forecast: Forecast) -> str:
     )
     if forecast.form == "factored":
         verdict += (
-            "\nat this length the teacher's queries and keys are smaller than its maps: factored supervision from a "
-            "teacher that runs while training is the better form (a cache holds maps)"
+            "\nat this length the teacher's queries and keys are smaller than its maps, at a like error: store them "
+            "(shd precompute --form factored)"
         )
     return f"{times}\n{verdict}"

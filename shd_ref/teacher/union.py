@@ -66,6 +66,8 @@ def _rename_layer(layer: SqueezedLayer, prefix: str) -> SqueezedLayer:
         probs=_renamed(layer.probs, prefix),
         values=_renamed(layer.values, prefix),
         merged=_renamed(layer.merged, prefix),
+        queries=None if layer.queries is None else _renamed(layer.queries, prefix),
+        keys=None if layer.keys is None else _renamed(layer.keys, prefix),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,10 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
         "alphas": floats(record["alphas"]),
         "mixing": floats(record["mixing"]),
         "maps": {
-            layer: read_map(manifest, blob(place), record["length"])
-            for layer, place in zip(layers, record["layers"], strict=True)
+            layer: read_factored(manifest, column, blob(place), floats(record["mixing"]), record["length"])
+            if "factors" in manifest
+            else read_map(manifest, blob(place), record["length"])
+            for column, (layer, place) in enumerate(zip(layers, record["layers"], strict=True))
         },
     }
 
@@ -84,6 +87,37 @@ def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[li
     assert next(codes, 0) == 0  # behind an odd number of half-byte codes lies a zero, otherwise nothing
     assert next(codes, None) is None
     return heads
+
+
+def read_factored(
+    manifest: dict[str, Any], column: int, blob: bytes, mixing: list[float], length: int
+) -> list[list[list[float]]]:
+    """CACHE-101 to CACHE-110."""
+    layer = manifest["factors"][column]
+    teachers, students, width = (
+        manifest["layers"][0]["num_teacher_heads"],
+        manifest["num_student_heads"],
+        layer["width"],
+    )
+    vectors = (teachers + layer["num_key_heads"]) * length
+    if manifest["codec"] == "int8":
+        steps: tuple[float, ...] = struct.unpack(f"<{vectors}f", blob[: 4 * vectors])
+        codes: tuple[float, ...] = struct.unpack(f"<{vectors * width}b", blob[4 * vectors :])
+    else:
+        steps, codes = (1.0,) * vectors, struct.unpack(f"<{vectors * width}e", blob)
+    rows = [[code * steps[i] for code in codes[i * width : (i + 1) * width]] for i in range(vectors)]
+    mixed = [[[0.0] * length for _ in range(length)] for _ in range(students)]
+    for head in range(teachers):
+        key_head = teachers + head // (teachers // layer["num_key_heads"])
+        for i in range(length):
+            seen = range(length if manifest["support"] == "full" else i + 1)
+            query, keys = rows[head * length + i], [rows[key_head * length + j] for j in seen]
+            powers = [math.exp(layer["scale"] * sum(q * k for q, k in zip(query, key, strict=True))) for key in keys]
+            for student in range(students):
+                weight = mixing[(column * students + student) * teachers + head]
+                for j in seen:
+                    mixed[student][i][j] += weight * powers[j] / sum(powers)
+    return mixed
 
 
 def value_of(codec: str, code: Any) -> float:

@@ -17,6 +17,7 @@ from shd_ref.cache import (
     CacheWriter,
     CodecError,
     Dataset,
+    LayerFactors,
     LayerPair,
     Manifest,
     NewRecord,
@@ -26,6 +27,7 @@ from shd_ref.cache import (
     Teacher,
     dataset_fingerprint,
     encode,
+    encode_factors,
     sample_key,
 )
 
@@ -34,6 +36,7 @@ NUM_STUDENT_HEADS = 2
 PLAN = (((0, 1), (2, 3)),)
 OTHER_PLAN = (((1, 3),), ((0, 2),))
 MAX_LENGTH = 9
+FACTORS = (LayerFactors(2, 3, 0.5), LayerFactors(4, 2, 0.75))
 MEASURED = CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16)
 
 
@@ -95,6 +98,17 @@ def probs_of(manifest: Manifest, index: int, layer: int, length: int | None = No
     return rows_of((manifest.num_student_heads, size, size), 31 * index + layer, causal=manifest.support == "causal")
 
 
+def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Queries and keys in small dyadic numbers, whose means float64 holds exactly."""
+    assert manifest.factors is not None
+    layer, heads = manifest.factors[column], (manifest.num_teacher_heads, manifest.factors[column].num_key_heads)
+    queries, keys = (
+        8 * fractions((count, length_of(index), layer.width), 4000 + 100 * index + 10 * column + place) - 4
+        for place, count in enumerate(heads)
+    )
+    return queries, keys
+
+
 def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
     length, layers = length_of(index), len(manifest.layers)
     rows = (length,) if manifest.alpha_per == "row" else ()
@@ -103,10 +117,16 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
         index=index,
         key=key_of(index),
         length=length,
-        codes=[encode(manifest.codec, probs_of(manifest, index, layer)) for layer in manifest.student_layers],
+        codes=[encode(manifest.codec, probs_of(manifest, index, layer)) for layer in manifest.student_layers]
+        if manifest.factors is None
+        else [],
         alphas=fractions((layers, manifest.num_alphas, *rows), 1000 + index),
         mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
         seed=None if manifest.inputs.seed is None else 3**33 + index,
+        factors=[
+            encode_factors(manifest.codec, *factors_of(manifest, index, column))
+            for column in range(0 if manifest.factors is None else layers)
+        ],
     )
     return replace(record, **changes)
 

@@ -1,4 +1,4 @@
-"""The bytes of formats 1 and 2, pinned: a change here is a new format version (CACHE-95).
+"""The bytes of formats 1 to 3, pinned: a change here is a new format version (CACHE-95).
 
 ``python -m cache.golden_jobs`` (in ``tests/``) writes folders that do not exist yet, and never changes one.
 """

@@ -12,7 +12,7 @@ import pytest
 from teacher.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
-from shd_ref.cache import CODECS
+from shd_ref.cache import CODECS, FACTORED_CODECS
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.forecast import Forecast, forecast_cache
@@ -52,6 +52,15 @@ def test_the_forecast_is_what_is_written(teacher: Path, tmp_path: Path, codec: s
     assert row.error.kl_mean == pytest.approx(summary.codec_error.kl_mean, rel=0.5, abs=1e-7)
 
 
+@pytest.mark.parametrize("codec", FACTORED_CODECS)
+def test_the_forecast_of_queries_and_keys_is_what_is_written(teacher: Path, tmp_path: Path, codec: str) -> None:
+    inputs = make_tokens()
+    (row,) = [row for row in forecast_cache(teacher, inputs, OPTIONS).factored if row.dtype == codec]
+    options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec=codec)
+    summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
+    assert row.total_bytes == pytest.approx(summary.stored_bytes + 60 * 4 * (2 + 2 * 4))
+
+
 def test_a_long_data_set_is_read_in_part(teacher: Path) -> None:
     forecast = forecast_cache(teacher, make_tokens(1300), OPTIONS, num_samples=3)
     assert (forecast.num_samples, forecast.read_samples) == (1300, 1000)
@@ -82,8 +91,8 @@ def test_the_form_turns_with_the_length(teacher: Path) -> None:
     short, long = forecast(20), forecast(60)
     assert (short.form, long.form) == ("dense", "factored")
     assert {row.dtype: row.bytes_per_sample for row in long.factored} == {
-        "float16": 4 * 2 * 4 + 60 * 2 * 8 * 3,
-        "int8": 4 * 2 * 4 + 60 * 8 * (3 + 4),
+        "float16": 4 * (2 * 4 + 2) + 60 * 2 * 8 * 3,
+        "int8": 4 * (2 * 4 + 2) + 60 * 8 * (3 + 4),
     }
 
 

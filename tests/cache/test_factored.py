@@ -1,0 +1,188 @@
+"""Factored records: queries and keys in place of maps (CACHE-100 to CACHE-111)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache.makers import FACTORS, factors_of, job, key_of, length_of, record_of, write_cache
+from numpy.typing import NDArray
+
+from shd_ref.cache import (
+    FACTORED_CODECS,
+    CacheReader,
+    CacheWriter,
+    CodecError,
+    LayerFactors,
+    Manifest,
+    codec_error,
+    decode_factors,
+    encode_factors,
+    factored_kl_bound,
+    factored_size,
+    pack_factors,
+    rebuild_maps,
+    unpack_factors,
+    verify_cache,
+)
+from shd_ref.errors import ShdError
+
+
+def vectors(heads: int, length: int, width: int, seed: int, spread: float = 2.0) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    offset = rng.normal(size=(heads, 1, width)) * 3  # real keys share a large part
+    return (spread * rng.normal(size=(heads, length, width)) + offset).astype(np.float32)
+
+
+def kl_rows(exact: NDArray[Any], found: NDArray[Any]) -> NDArray[np.float64]:
+    p, q = exact.astype(np.float64), found.astype(np.float64)
+    terms = np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0)
+    return np.asarray(terms.sum(axis=-1))
+
+
+@pytest.mark.parametrize("support", ["full", "causal"])
+@pytest.mark.parametrize("codec", FACTORED_CODECS)
+@pytest.mark.parametrize(("heads", "key_heads", "length", "width"), [(4, 4, 33, 8), (6, 2, 17, 5), (2, 1, 1, 3)])
+def test_error_stays_below_the_bound(
+    codec: str, support: str, heads: int, key_heads: int, length: int, width: int
+) -> None:
+    queries, keys = vectors(heads, length, width, 1), vectors(key_heads, length, width, 2)
+    scale = width**-0.5
+    coded = decode_factors(encode_factors(codec, queries, keys))
+    exact, found = (rebuild_maps(q, k, scale, support) for q, k in ((queries, keys), coded))
+    bound = factored_kl_bound(codec, queries, keys, scale, support)
+    assert bound.shape == (heads, length)
+    # What float32 maps of equal logits can differ by is no part of the bound.
+    assert (kl_rows(exact, found) <= bound + 2.0**-22 * length).all()
+    # The bound says something: int8 is coarse, float16 is fine.
+    assert length == 1 or 0 < bound.mean() < (10.0 if codec == "int8" else 1e-3)
+    mixing = np.full((2, heads), 1 / heads, dtype=np.float32)
+    mixed = [rebuild_maps(q, k, scale, support, mixing) for q, k in ((queries, keys), coded)]
+    assert (kl_rows(*mixed) <= bound.max(axis=0) + 2.0**-22 * length).all()
+
+
+def test_what_all_keys_share_changes_nothing() -> None:
+    queries, keys = vectors(2, 9, 4, 3), vectors(2, 9, 4, 4)
+    shifted = keys + np.float32(256)  # which int8 would drown in, were keys not centred
+    maps = [rebuild_maps(*decode_factors(encode_factors("int8", queries, k)), 0.5, "full") for k in (keys, shifted)]
+    assert codec_error(maps[0], maps[1]).kl_max < 1e-3
+    queries, keys = decode_factors(encode_factors("float16", queries, keys))
+    np.testing.assert_allclose(keys.mean(axis=1), 0, atol=2.0**-9)
+
+
+@pytest.mark.parametrize("codec", FACTORED_CODECS)
+def test_packing_is_undone(codec: str) -> None:
+    layer = LayerFactors(2, 3, 1)
+    coded = encode_factors(codec, vectors(4, 5, 3, 5), vectors(2, 5, 3, 6))
+    blob = pack_factors(coded)
+    assert len(blob) == factored_size(codec, 4, layer, 5) == 6 * 5 * (6 if codec == "float16" else 7)
+    # Blobs lie anywhere in a file.
+    shifted = np.concatenate([np.zeros(1, np.uint8), blob])[1:]
+    again = unpack_factors(shifted, codec, 4, layer, 5)
+    for name in ("queries", "keys", "query_steps", "key_steps"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(coded, name))
+    with pytest.raises(ShdError, match="blob must be") as caught:
+        unpack_factors(blob[1:], codec, 4, layer, 5)
+    assert caught.value.code == "argument-shape"
+
+
+def test_zeros_and_tiny_numbers_have_no_step() -> None:
+    queries = np.full((1, 2, 3), 1e-40, dtype=np.float32)
+    coded = encode_factors("int8", queries, np.zeros((1, 2, 3), dtype=np.float32))
+    assert coded.query_steps is not None
+    assert not coded.query_steps.any()
+    assert not coded.queries.any()
+
+
+@pytest.mark.parametrize(
+    ("codec", "change", "code"),
+    [
+        ("int4", None, "argument-value"),
+        ("float16", 1e5, "argument-value"),
+        ("int8", np.nan, "not-finite"),
+        ("int8", np.inf, "not-finite"),
+    ],
+)
+def test_what_cannot_be_coded_is_refused(codec: str, change: float | None, code: str) -> None:
+    queries = vectors(2, 3, 4, 7)
+    if change is not None:
+        queries[0, 1, 2] = change
+    with pytest.raises(ShdError) as caught:
+        encode_factors(codec, queries, vectors(2, 3, 4, 8))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("codec", FACTORED_CODECS)
+def test_cache_returns_what_was_written(tmp_path: Path, codec: str, compression: str) -> None:
+    if compression == "zstd":
+        pytest.importorskip("zstandard", reason="needs the extra zstd")
+    manifest = job(codec=codec, factors=FACTORS, support="causal", compression=compression)
+    assert manifest.format_version == "3"
+    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
+    assert verify_cache(tmp_path / "cache").ok
+    for index in range(manifest.dataset.num_samples):
+        record = reader.read(key_of(index))
+        assert record.mixing is not None
+        for column, layer in enumerate(manifest.student_layers):
+            wanted = decode_factors(encode_factors(codec, *factors_of(manifest, index, column)))
+            for got, expected in zip(reader.decode_factors(record, layer), wanted, strict=True):
+                np.testing.assert_array_equal(got, expected)
+            maps = reader.decode(record, layer)
+            assert maps.shape == (manifest.num_student_heads, length_of(index), length_of(index))
+            assert not np.triu(maps, 1).any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"factors": FACTORS[:1]},
+        {"factors": (LayerFactors(3, 3, 0.5), FACTORS[1])},
+        {"factors": (LayerFactors(2, 0, 0.5), FACTORS[1])},
+        {"factors": (LayerFactors(2, 3, 0.0), FACTORS[1])},
+        {"codec": "sqrt8-row"},
+        {"alpha_per": "row"},
+        {"temperature": 2.0},
+        {"factors": None},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ShdError) as caught:
+        job(**({"codec": "int8", "factors": FACTORS} | changes))
+    assert caught.value.code == "argument-value"
+
+
+def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> None:
+    writer = CacheWriter(tmp_path / "cache", manifest)
+    records = [record_of(manifest, index) for index in manifest.shard_samples(0)]
+    records[0] = replace(records[0], **changes)
+    with pytest.raises(ShdError) as caught:
+        writer.write_shard(0, records, CodecError(0.0, 0.0, 0.0, 0))
+    assert caught.value.code == code
+    assert len(writer.missing_shards()) == manifest.shards.num_shards
+
+
+def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    manifest = job(codec="int8", factors=FACTORS)
+    index = manifest.shard_samples(0)[0]
+    good = record_of(manifest, index).factors
+    broken = replace(good[0], queries=np.full_like(good[0].queries, -128))
+    negative = replace(good[0], query_steps=-np.ones_like(good[0].queries[..., 0], dtype=np.float32))
+    half = encode_factors("float16", *factors_of(manifest, index, 0))
+    refuse(tmp_path, manifest, "argument-value", factors=[broken, good[1]])
+    refuse(tmp_path, manifest, "argument-value", factors=[negative, good[1]])
+    refuse(tmp_path, manifest, "argument-shape", factors=[half, good[1]])
+    refuse(tmp_path, manifest, "argument-shape", factors=good[:1])
+    refuse(tmp_path, manifest, "argument-shape", factors=good[::-1])
+    refuse(tmp_path, manifest, "argument-shape", mixing=None)
+
+
+def test_maps_have_no_queries(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job()))
+    with pytest.raises(ShdError, match="must hold queries and keys") as caught:
+        reader.decode_factors(reader.read(key_of(0)), 1)
+    assert caught.value.code == "argument-value"

@@ -1,0 +1,206 @@
+"""Precompute of queries and keys: they make the teacher's maps, and what cannot be kept so is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+from typer.testing import CliRunner
+
+from shd_ref import ShdError
+from shd_ref.cache import CacheReader, codec_error, factored_kl_bound, verify_cache
+from shd_ref.teacher.commands import app
+from shd_ref.teacher.precompute import precompute, precompute_shapes
+from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+
+NUM_SAMPLES = 11
+LENGTH = 9
+OPTIONS = PrecomputeOptions(num_student_heads=2, form="factored")
+RUN = RunOptions(mask="mask", batch_size=4, samples_per_shard=4)
+
+
+def make_inputs(width: int = 12) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, LENGTH + 1, NUM_SAMPLES)
+    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
+    return {"x": rng.normal(size=(NUM_SAMPLES, LENGTH, width)).astype(np.float32) * 2, "mask": mask}
+
+
+def save(model: onnx.ModelProto, folder: Path) -> Path:
+    onnx.save(model, folder / "teacher.onnx")
+    return folder / "teacher.onnx"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(encoder_layer(num_heads=4, num_kv_heads=2, mask="where"), tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.mark.parametrize("codec", ["int8", "float16"])
+def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_path: Path, codec: str) -> None:
+    inputs = make_inputs()
+    exact = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(teacher, inputs, tmp_path / "maps", exact, RUN)
+    summary = precompute(teacher, inputs, tmp_path / "factored", replace(OPTIONS, factored_codec=codec), RUN)
+    assert verify_cache(tmp_path / "factored").ok
+    maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
+    assert factored.manifest.codec == codec
+    assert factored.manifest.factors is not None
+    (layer,) = factored.manifest.factors
+    assert (layer.num_key_heads, len(factored)) == (2, NUM_SAMPLES)
+    rows, bounds = 0, []
+    for key in maps:
+        stored, record = maps.read(key), factored.read(key)
+        assert record.mixing is not None
+        assert stored.mixing is not None
+        np.testing.assert_allclose(record.mixing, stored.mixing, atol=1e-5)
+        error = codec_error(maps.decode(stored, 0), factored.decode(record, 0))
+        bounds.append(factored_kl_bound(codec, *factored.decode_factors(record, 0), layer.scale).max())
+        # The bound of what was decoded stands for that of what was coded: they differ by one rounding.
+        assert error.kl_max <= 1.05 * bounds[-1] + 1e-6
+        rows += error.rows
+    assert 0 < summary.codec_error.kl_max <= 1.05 * max(bounds) + 1e-6
+    assert 0 < summary.codec_error.rows <= rows
+    again = recheck_records(tmp_path / "factored", teacher, inputs, num_records=NUM_SAMPLES)
+    assert again.records == NUM_SAMPLES
+    assert again.tv_max < 1e-4
+
+
+def test_resumed_run_gives_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    precompute(teacher, inputs, tmp_path / "once", OPTIONS, RUN)
+    precompute(teacher, inputs, tmp_path / "twice", OPTIONS, RUN)
+    (tmp_path / "twice" / "SEALED.json").unlink()
+    (tmp_path / "twice" / "receipts" / "000001.json").unlink()
+    summary = precompute(teacher, inputs, tmp_path / "twice", OPTIONS, RUN)
+    assert 0 < summary.resumed < NUM_SAMPLES
+    for path in (tmp_path / "once").rglob("*.json"):
+        assert path.read_bytes() == (tmp_path / "twice" / path.relative_to(tmp_path / "once")).read_bytes()
+
+
+def test_several_students_in_one_pass(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    precompute_shapes(teacher, inputs, tmp_path / "both", OPTIONS, [2, 3], RUN)
+    precompute(teacher, inputs, tmp_path / "alone", OPTIONS, RUN)
+    both, alone = CacheReader(tmp_path / "both" / "heads-2"), CacheReader(tmp_path / "alone")
+    for key in alone:
+        np.testing.assert_allclose(
+            both.decode(both.read(key), 0), alone.decode(alone.read(key), 0), rtol=0, atol=1e-5
+        )
+    assert CacheReader(tmp_path / "both" / "heads-3").manifest.num_student_heads == 3
+
+
+@pytest.mark.parametrize("strategy", ["constant", "mean", "hard"])
+def test_other_strategies(teacher: Path, tmp_path: Path, strategy: str) -> None:
+    inputs = make_inputs()
+    maps, factored = tmp_path / "maps", tmp_path / "factored"
+    dense = PrecomputeOptions(num_student_heads=2, strategy=strategy, codec="float32")
+    precompute(teacher, inputs, maps, dense, RUN)
+    precompute(teacher, inputs, factored, replace(OPTIONS, strategy=strategy, factored_codec="float16"), RUN)
+    reader, wanted = CacheReader(factored), CacheReader(maps)
+    for key in wanted:
+        found = reader.decode(reader.read(key), 0)
+        np.testing.assert_allclose(found, wanted.decode(wanted.read(key), 0), atol=5e-3)
+
+
+def product_graph(change: Any) -> onnx.ModelProto:
+    """Attention whose queries, keys and values are the input; ``change`` makes logits of their product."""
+    build = GraphBuilder()
+    product = build.op("MatMul", "x", build.op("Transpose", "x", perm=[0, 1, 3, 2]))
+    probs = build.op("Softmax", change(build, product), axis=-1)
+    joined = build.op("Transpose", build.op("MatMul", probs, "x"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    return build.model({"x": (TensorProto.FLOAT, ["batch", 2, "rows", 3])}, [output])
+
+
+def windowed(build: GraphBuilder, product: str) -> str:
+    """Positions four and more apart do not see each other: nothing that a probe of length 3 can show."""
+    shape = build.op("Shape", product)
+    size = build.op("Gather", shape, build.const(np.array(2)))
+    positions = build.op("Range", build.const(np.array(0)), size, build.const(np.array(1)))
+    rows, columns = (build.op("Unsqueeze", positions, build.const(np.array([axis]))) for axis in (1, 0))
+    distance = build.op("Abs", build.op("Sub", rows, columns))
+    near = build.op("Less", distance, build.const(np.array(4)))
+    return build.op("Where", near, product, build.const(np.float32(-1e9)))
+
+
+def biased(build: GraphBuilder, product: str) -> str:
+    return build.op("Add", product, build.const(np.float32([[[0.5]], [[0.0]]]) * np.ones((1, 2, 1, 1), np.float32)))
+
+
+def softcapped(build: GraphBuilder, product: str) -> str:
+    cap = build.const(np.float32(5))
+    return build.op("Mul", build.op("Tanh", build.op("Div", product, cap)), cap)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (product_graph(windowed), "window"),
+        (product_graph(biased), "bias"),
+        (product_graph(softcapped), "softcapped at 5"),
+        (bare_attention(2), "no product of queries and keys"),
+    ],
+    ids=["window", "bias", "softcap", "no queries"],
+)
+def test_what_queries_and_keys_cannot_make_is_refused(model: onnx.ModelProto, message: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    inputs = {
+        "x": rng.normal(size=(4, 2, 8, 3)).astype(np.float32),
+        "logits_0": rng.normal(size=(4, 2, 8, 8)).astype(np.float32),
+        "values_0": rng.normal(size=(4, 2, 8, 4)).astype(np.float32),
+    }
+    options = replace(OPTIONS, num_student_heads=1)
+    with pytest.raises(ShdError, match=message) as caught:
+        precompute(save(model, tmp_path), inputs, tmp_path / "cache", options, RunOptions())
+    assert caught.value.code == "graph-unsupported"
+    assert "--form maps" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_padding_in_front_is_refused(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    inputs["mask"][3] = inputs["mask"][3, ::-1]
+    inputs["mask"][3, 0] = 0
+    with pytest.raises(ShdError, match="pad on the right") as caught:
+        precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_sample_with_nan_is_named_and_skipped(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    inputs["x"][5, 0, 0] = np.nan
+    with pytest.raises(ShdError, match="sample 5 ") as caught:
+        precompute(teacher, inputs, tmp_path / "stopped", OPTIONS, RUN)
+    assert caught.value.code == "not-finite"
+    summary = precompute(teacher, inputs, tmp_path / "skipped", replace(OPTIONS, on_error="skip"), RUN)
+    assert (summary.samples, summary.skipped) == (NUM_SAMPLES - 1, 1)
+    assert verify_cache(tmp_path / "skipped").ok
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 2.0}, {"alpha_per": "row"}, {"form": "both"}], ids=str)
+def test_options_that_do_not_go_with_it(teacher: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ShdError) as caught:
+        precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, **changes), RUN)
+    assert caught.value.code == "argument-value"
+
+
+def test_command_line(teacher: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **make_inputs())
+    source = ["--inputs", str(tmp_path / "data.npz")]
+    command = ["precompute", str(teacher), *source, "--mask", "mask", "--student-heads", "2", "--form", "factored"]
+    cache = str(tmp_path / "cache")
+    result = CliRunner().invoke(app, [*command, "--factored-codec", "float16", "--out", cache])
+    assert result.exit_code == 0, result.output
+    assert CacheReader(cache).manifest.codec == "float16"
+    result = CliRunner().invoke(app, ["verify", cache, "--teacher", str(teacher), *source])
+    assert result.exit_code == 0, result.output

@@ -1,0 +1,191 @@
+"""Cached queries and keys in PyTorch: the maps of the reference, and a training step without any map."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache.makers import FACTORS, MEASURED, job, key_of, length_of, records_of, write_cache
+from torch import Tensor
+from torch_path.models import hf_inputs, hf_model
+
+from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, codec_error
+from shd_ref.tolerances import load_tolerances
+from shd_torch import (
+    FactoredCodes,
+    ShdError,
+    SupervisedDataset,
+    attention_kl,
+    capture_attention,
+    check_cache,
+    shd_loss,
+)
+from shd_torch.factored_codes import pack_factored
+
+INDICES = (3, 0, 7, 3)
+
+
+def batch_of(reader: CacheReader, indices: tuple[int, ...], layers: tuple[int, ...] = (1, 2)) -> FactoredCodes:
+    return pack_factored([reader.read(key_of(index)) for index in indices], reader.manifest, layers)
+
+
+def convex(folder: Path, **changes: Any) -> CacheReader:
+    """A cache whose mixing is convex, as that of a teacher is and that of ``makers`` is not."""
+    manifest = job(8, factors=FACTORS, **changes)
+    writer = CacheWriter(folder, manifest)
+    for shard in writer.missing_shards():
+        records = records_of(manifest, shard)
+        for record in records:
+            assert record.mixing is not None
+            record.mixing[:, 0, 2:] = 0  # the plan's groups
+            record.mixing[:, 1, :2] = 0
+            record.mixing[...] /= record.mixing.sum(-1, keepdims=True)
+        writer.write_shard(shard, records, MEASURED)
+    writer.seal()
+    return CacheReader(folder)
+
+
+@pytest.mark.parametrize("support", ["full", "causal"])
+@pytest.mark.parametrize("codec", FACTORED_CODECS)
+@pytest.mark.parametrize("indices", [INDICES, (5, 5)], ids=["ragged", "even"])
+def test_makes_the_maps_of_the_reference(tmp_path: Path, codec: str, support: str, indices: tuple[int, ...]) -> None:
+    reader = convex(tmp_path, codec=codec, support=support)
+    batch = batch_of(reader, indices)
+    longest = max(map(length_of, indices))
+    for size in (longest, longest + 3):
+        layers = batch.supervise(size)
+        assert batch.query_mask(size).sum(1).tolist() == [length_of(i) for i in indices]
+        for layer, supervision, maps in zip((1, 2), layers, batch.decode(size), strict=True):
+            supervision.check(None, layer)
+            assert supervision.shape == tuple(maps.shape) == (len(indices), 2, size, size)
+            torch.testing.assert_close(supervision.mass(), maps.sum(-1))
+            for number, index in enumerate(indices):
+                n = length_of(index)
+                expected = reader.decode(reader.read(key_of(index)), layer)
+                np.testing.assert_allclose(maps[number, :, :n, :n].numpy(), expected, rtol=1e-4, atol=1e-6)
+                assert not maps[number, :, n:].any()
+                assert not maps[number, :, :, n:].any()
+    with pytest.raises(ShdError, match="at least the longest"):
+        batch.supervise(longest - 1)
+
+
+def test_one_buffer_that_is_picklable_and_moves(tmp_path: Path) -> None:
+    reader = convex(tmp_path, codec="int8")
+    batch = batch_of(reader, INDICES, layers=(2,))
+    assert (batch.buffer.dtype, batch.buffer.ndim, batch.layers) == (torch.uint8, 1, (2,))
+    again: FactoredCodes = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(again.to("cpu").decode()[0], batch.decode()[0])
+    assert batch.supervise(dtype=torch.float16)[0].queries.dtype == torch.float16
+
+
+def test_caches_of_maps_have_no_factors(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path, job()))
+    with pytest.raises(ShdError, match="manifest must have factors") as caught:
+        batch_of(reader, (0,))
+    assert caught.value.code == "argument-value"
+
+
+def test_every_temperature_is_right(tmp_path: Path) -> None:
+    reader = convex(tmp_path, codec="float16")
+    check_cache(reader, temperature=3.0)
+    (first, _) = batch_of(reader, (4,)).supervise()
+    queries, keys = (torch.from_numpy(part)[None] for part in reader.decode_factors(reader.read(key_of(4)), 1))
+    maps = (FACTORS[0].scale * queries @ keys.repeat_interleave(2, 1).mT / 3.0).softmax(-1)
+    torch.testing.assert_close(
+        first.probs(temperature=3.0), (first.mixing[:, :, :, None, None] * maps[:, None]).sum(2)
+    )
+
+
+# From a teacher's export to the gradient of a student.
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, inputs: dict[str, Tensor]) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor[index] for name, tensor in self.inputs.items()}
+
+
+def gradients(student: torch.nn.Module, loss: Tensor) -> Tensor:
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return torch.cat([part.flatten() for part in found if part is not None])
+
+
+def loss_change(exact: Tensor, coded: Tensor, student_probs: Tensor, counted: Tensor) -> float:
+    """The most that other maps can change the mean KL to the student: by the cross entropy, and by Fannes' bound."""
+    moved = 0.5 * (exact - coded).abs().sum(-1).movedim(1, -1)[counted].mean().item()
+    lowest = student_probs.movedim(1, -1)[counted].flatten()
+    least = -math.log(lowest[lowest > 0].min().item())
+    entropy = -moved * math.log(moved) - (1 - moved) * math.log1p(-moved)
+    return 2 * moved * least + moved * math.log(exact.shape[-1]) + entropy
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+    pytest.importorskip("onnxscript", reason="export needs onnxscript")
+    from shd_ref.teacher.precompute import precompute
+    from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_torch import export_teacher
+
+    inputs = hf_inputs(name, batch=6, length=12)
+    teacher = export_teacher(hf_model(name), hf_inputs(name), tmp_path / "teacher.onnx").path
+    arrays = {key: tensor.numpy() for key, tensor in inputs.items()}
+    run = RunOptions(num_threads=1)
+    forms: dict[str, dict[str, str]] = {"maps": {"codec": "float32"}}
+    forms |= {codec: {"form": "factored", "factored_codec": codec} for codec in FACTORED_CODECS}
+    for form, options in forms.items():
+        precompute(teacher, arrays, tmp_path / form, PrecomputeOptions(num_student_heads=2, **options), run)  # type: ignore[arg-type]
+    joined = {form: SupervisedDataset(Tokens(inputs), tmp_path / form) for form in forms}
+    student = hf_model(name, num_attention_heads=2)
+    torch.manual_seed(1)
+    for parameter in student.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    batch, dense = joined["maps"].collate([joined["maps"][i] for i in range(6)])
+    counted = batch["attention_mask"].bool()
+    with capture_attention(student) as captured:
+        student(**batch)
+    exact = dense.decode(12)
+    expected = shd_loss(exact, captured.logits, loss_mask=counted)
+    limits = load_tolerances()
+    for codec in FACTORED_CODECS:
+        reader = joined[codec].cache
+        assert reader.manifest.factors is not None
+        assert {layer.num_key_heads for layer in reader.manifest.factors} == {2 if name == "llama" else 4}
+        _, codes = joined[codec].collate([joined[codec][i] for i in range(6)])
+        assert isinstance(codes, FactoredCodes)
+        with capture_attention(student) as fused:
+            student(**batch)
+        losses = [
+            attention_kl(call.query, call.key, supervision, loss_mask=counted, **call.mask_keywords)
+            for call, supervision in zip(fused.calls, codes.supervise(12), strict=True)
+        ]
+        loss = torch.stack(losses).sum()
+        maps = codes.decode(12)
+        with capture_attention(student) as captured:
+            student(**batch)
+        same = shd_loss(maps, captured.logits, loss_mask=counted)
+        limit = limits["agreement"]["float32"]["loss"]
+        torch.testing.assert_close(loss, same, atol=limit["atol"], rtol=limit["rtol"])
+        found, wanted = gradients(student, loss), gradients(student, same)
+        assert (found - wanted).norm() <= limits["kernels"]["gradient"]["float32"] * wanted.norm()
+        allowed = sum(
+            loss_change(one, other, logits.softmax(-1), counted)
+            for one, other, logits in zip(exact, maps, captured.logits, strict=True)
+        )
+        assert abs(loss.item() - expected.item()) <= allowed
+        assert allowed < (0.5 if codec == "int8" else 0.05) * expected.item()
+        error = codec_error(torch.cat(exact).numpy(), torch.cat(maps).numpy())
+        assert error.kl_max < (1e-3 if codec == "int8" else 1e-6)
