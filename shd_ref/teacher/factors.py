@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, Body
+from shd_ref.teacher.external import read_graph
 from shd_ref.teacher.find import AttentionSite
 from shd_ref.teacher.logits import Logits, read_logits
 from shd_ref.teacher.measure import Layout, replay
@@ -78,7 +79,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     Raises:
         ShdError: ``graph-unsupported`` where the graph does not run on the probe.
     """
-    graph = ir.from_proto(model).graph
+    graph = read_graph(model)
     nodes = {name_of(value): node for node in graph for value in node.outputs[:1]}
     read = [read_logits(nodes[site.softmax].inputs[0]) if site.supported else None for site in sites]
     wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}

@@ -286,9 +286,7 @@ class _FidelityTest:
 
     def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
         graph = replace_attention(self.model, self.sites, rules, output=self.output, row_mask_input=self.inputs.mask)
-        session = open_session(
-            graph.model.SerializeToString(), provider=self.run.provider, num_threads=self.run.num_threads
-        )
+        session = open_session(graph.model, provider=self.run.provider, num_threads=self.run.num_threads)
         return graph, session
 
     def _wanted(self, number: int) -> Results:

@@ -12,6 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.external import read_graph
 from shd_ref.teacher.measure import Layout, Measure, measure_site
 from shd_ref.teacher.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.packages import ir, onnx
@@ -88,7 +89,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except onnx.shape_inference.InferenceError:
         inferred = model  # a graph that inference rejects can still be probed
-    graph = ir.from_proto(inferred).graph
+    graph = read_graph(inferred)
     try:
         graph.sort()
     except ValueError as error:

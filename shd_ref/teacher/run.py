@@ -257,7 +257,7 @@ class _Shared:
             graphs = [member.make_graph(check_outputs=check_outputs) for member in self.members]
             model, self._graphs[check_outputs] = unite_graphs(graphs)
             run = self.members[0].run
-            session = open_session(model.SerializeToString(), provider=run.provider, num_threads=run.num_threads)
+            session = open_session(model, provider=run.provider, num_threads=run.num_threads)
             self._sessions[check_outputs] = [output.name for output in model.graph.output], session
         return self._sessions[check_outputs]
 

@@ -164,6 +164,36 @@ def encoder_layer(
     return build.model(inputs, [output], opset)
 
 
+def attention_operator(
+    opset: int = 23, *, num_kv_heads: int = 2, rank: int = 3, masked: bool = False, **attributes: Any
+) -> onnx.ModelProto:
+    """Self-attention of four heads by the standard operator Attention, with an output projection."""
+    build = GraphBuilder()
+    tensors = []
+    for seed, count in enumerate((4, num_kv_heads, num_kv_heads), 1):
+        heads = build.op("MatMul", "x", build.const(random_projection(12, count * 3, seed)))
+        if rank == 4:
+            heads = build.op("Reshape", heads, build.const(np.array([0, 0, count, 3])))
+            heads = build.op("Transpose", heads, perm=[0, 2, 1, 3])
+        tensors.append(heads)
+    if masked:
+        column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))
+        row = build.op(
+            "Unsqueeze", build.op("Mul", "mask", build.const(np.array([0]))), build.const(np.array([1, 3]))
+        )
+        tensors.append(build.op("Cast", build.op("Add", column, row), to=TensorProto.BOOL))  # (B, 1, L, L)
+    counts = {"q_num_heads": 4, "kv_num_heads": num_kv_heads} if rank == 3 else {}
+    output = build.op("Attention", *tensors, **counts, **attributes)
+    if rank == 4:
+        joined = build.op("Transpose", output, perm=[0, 2, 1, 3])
+        output = build.op("Reshape", joined, build.const(np.array([0, 0, 12])))
+    output = build.op("MatMul", output, build.const(random_projection(12, 14, 4)))
+    inputs: dict[str, tuple[int, Sequence[str | int]]] = {"x": (TensorProto.FLOAT, ["batch", "length", 12])}
+    if masked:
+        inputs["mask"] = (TensorProto.INT64, ["batch", "length"])
+    return build.model(inputs, [output], opset)
+
+
 def token_teacher(num_heads: int = 4, vocabulary: int = 50) -> onnx.ModelProto:
     """``encoder_layer`` on ``input_ids (B, L)`` and ``attention_mask (B, L)``."""
     model = encoder_layer(num_heads=num_heads, mask="where")
