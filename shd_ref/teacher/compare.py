@@ -86,6 +86,7 @@ def _compare_layer(
             temperature=options.temperature,
             alpha_rule=options.alpha_rule,
             alpha_per=options.alpha_per,
+            row_sums=layer.site.row_sums,
         )
 
     expected, merged = reference(options.strategy), outputs[layer.merged]

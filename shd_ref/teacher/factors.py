@@ -16,10 +16,11 @@ from shd_ref.teacher.find import AttentionSite
 from shd_ref.teacher.logits import Logits, read_logits
 from shd_ref.teacher.measure import Layout, replay
 from shd_ref.teacher.nodes import constant_of, float_attribute, int_attribute, name_of
+from shd_ref.teacher.operators import SCALING_OPS
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.shapes import probe_tensors
 from shd_ref.teacher.squeeze import batch_heads
-from shd_ref.teacher.walk import before_rounding, operands, repeat_chain
+from shd_ref.teacher.tracing import before_rounding, operands, repeat_chain
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
 _MASKED: Final = -1e3
@@ -80,8 +81,8 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
         ShdError: ``graph-unsupported`` where the graph does not run on the probe.
     """
     graph = read_graph(model)
-    nodes = {name_of(value): node for node in graph for value in node.outputs[:1]}
-    read = [read_logits(nodes[site.softmax].inputs[0]) if site.supported else None for site in sites]
+    values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    read = [read_logits(values[site.logits]) if site.supported else None for site in sites]
     wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
     wanted |= {site.probs for site in sites if site.supported}
     arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
@@ -125,7 +126,7 @@ def _tensors(logits: Logits) -> Iterator[ir.Value]:
         queries, keys = operands(logits.product)
         values += [queries, keys, logits.product.outputs[0]]
         for node in repeat_chain(keys):
-            values += [value for value in (node.inputs[0], node.outputs[0]) if value is not None]
+            values += [value for value in (*node.inputs, node.outputs[0]) if value is not None]
     yield from (value for value in values if constant_of(value) is None)
 
 
@@ -203,7 +204,10 @@ def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) 
 
     The operators that repeat heads are replayed on indices, so that equal heads are the same numbers for sure.
     """
-    chain = tuple(reversed(repeat_chain(keys)))
+    chain = repeat_chain(keys)
+    scaled = (place for place, node in enumerate(chain) if node.op_type in SCALING_OPS)
+    uneven = (place for place in scaled if _value(operands(chain[place])[1], arrays).size != 1)
+    chain = tuple(reversed(chain[: next(uneven, None)]))
     source = None if not chain else chain[0].inputs[0]
     if source is None or constant_of(source) is not None:
         return ()

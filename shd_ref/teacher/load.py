@@ -8,6 +8,7 @@ from typing import Final
 from shd_ref.errors import ShdError
 from shd_ref.teacher.bounds import check_sizes
 from shd_ref.teacher.external import INLINE_BYTES, check_external_data, data_folder, load_external_data
+from shd_ref.teacher.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import DecodeError, onnx
 from shd_ref.teacher.parts import all_nodes
 
@@ -15,8 +16,7 @@ MIN_OPSET: Final = 13
 """The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
 
 _TARGET_OPSET: Final = 18
-CONTRIB_DOMAIN: Final = "com.microsoft"
-_KNOWN_DOMAINS: Final = frozenset({"", "ai.onnx", "ai.onnx.ml", CONTRIB_DOMAIN})
+_KNOWN_DOMAINS: Final = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", CONTRIB_DOMAIN})
 
 
 def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.ModelProto:
@@ -62,7 +62,7 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
 
 def opset_version(model: onnx.ModelProto) -> int:
     """The version of the standard operators that a graph uses."""
-    return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    return max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
 
 
 def _inline_functions(model: onnx.ModelProto, file: Path) -> onnx.ModelProto:
@@ -76,7 +76,7 @@ def _inline_functions(model: onnx.ModelProto, file: Path) -> onnx.ModelProto:
 
 def _decompose_attention(model: onnx.ModelProto) -> onnx.ModelProto:
     """The operator Attention by its own definition; a provider may fuse it without ever forming the map."""
-    if not any(node.op_type == "Attention" and node.domain in ("", "ai.onnx") for node in all_nodes(model.graph)):
+    if not any(node.op_type == "Attention" and node.domain in STANDARD_DOMAINS for node in all_nodes(model.graph)):
         return model
     try:
         return onnx.inliner.inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)

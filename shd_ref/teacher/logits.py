@@ -13,7 +13,7 @@ import numpy as np
 
 from shd_ref.teacher.nodes import constant_of, int_attribute
 from shd_ref.teacher.packages import ir
-from shd_ref.teacher.walk import is_value_product
+from shd_ref.teacher.tracing import is_value_product
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape"})
 _ARITHMETIC: Final = _PASSING | {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 IR_VERSION = 9  # of the oldest onnxruntime that the project supports
+
+Change = Callable[["GraphBuilder", str], str]
 
 
 class GraphBuilder:
@@ -162,6 +164,33 @@ def encoder_layer(
         "mask": (TensorProto.INT64, ["batch", "length"]),
     }
     return build.model(inputs, [output], opset)
+
+
+def attention_on_inputs(
+    change_logits: Change | None = None,
+    change_probs: Change | None = None,
+    *,
+    opset: int = 18,
+    **extra: tuple[int, Sequence[str | int]],
+) -> onnx.ModelProto:
+    """Attention of two heads of width 3 on inputs ``q (B, 2, rows, 3)`` and ``k (B, 2, keys, 3)``, which is V too.
+
+    Args:
+        change_logits: appends nodes between ``Q K^T`` and the softmax, and names their result.
+        change_probs: likewise between the softmax and V.
+        extra: more inputs.
+    """
+    build = GraphBuilder()
+    logits = build.op("MatMul", "q", build.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    logits = logits if change_logits is None else change_logits(build, logits)
+    probs = build.op("Softmax", logits, axis=-1)
+    probs = probs if change_probs is None else change_probs(build, probs)
+    joined = build.op("Transpose", build.op("MatMul", probs, "k"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    queries = (TensorProto.FLOAT, ["batch", 2, "rows", 3])
+    keys = (TensorProto.FLOAT, ["batch", 2, "keys", 3])
+    return build.model({"q": queries, "k": keys, **extra}, [output], opset)
 
 
 def attention_operator(
