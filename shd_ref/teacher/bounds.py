@@ -11,7 +11,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.parts import all_graphs, all_nodes, all_tensors
 
-_MOST_ENTRIES: Final = 2**30  # a mask of 32768 x 32768
+_MOST_ENTRIES: Final = 2**28  # a mask of 16384 x 16384
 _SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
 
@@ -49,13 +49,13 @@ def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
 def _holds(tensor: onnx.TensorProto) -> bool:
     try:
         bits = _bits_of(tensor.data_type)
-    except ValueError:
+    except (TypeError, ValueError):
         return False
     return bool(len(tensor.raw_data) == -(-math.prod(tensor.dims) * bits // 8))
 
 
 def _bits_of(data_type: int) -> int:
-    """Bits of one entry; ``ValueError`` for a number that is no type."""
+    """Bits of one entry; an error for what is no type, or has none."""
     return round(ir.DataType(data_type).itemsize * 8)
 
 

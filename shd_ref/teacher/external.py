@@ -79,8 +79,15 @@ def data_folder(model: onnx.ModelProto) -> str | None:
 
 
 def read_graph(model: onnx.ModelProto) -> ir.Graph:
-    """The model's graph, with access to the data in its files."""
-    graph = ir.from_proto(model).graph
+    """The model's graph, with access to the data in its files.
+
+    Raises:
+        ShdError: ``graph-invalid`` for a graph that is no graph.
+    """
+    try:
+        graph = ir.from_proto(model).graph
+    except (ir.serde.SerdeError, TypeError, ValueError) as error:
+        raise ShdError("graph-invalid", f"the teacher graph is broken: {error}: copy or export it again") from error
     folder = data_folder(model)
     if folder is not None:
         ir.external_data.set_base_dir(graph, folder)

@@ -7,8 +7,9 @@ the way, ``measure`` reads heads and layout off them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
@@ -18,6 +19,9 @@ from shd_ref.teacher.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.shapes import Shapes, probe_shapes, static_shapes
 from shd_ref.teacher.walk import Walk, walk_graph
+
+_LARGEST_WEIGHT: Final = 1e15
+"""Products of larger weights leave the range of float32."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     """
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except onnx.shape_inference.InferenceError:
+    except Exception:  # inference raises what its C++ throws
         inferred = model  # a graph that inference rejects can still be probed
     graph = read_graph(inferred)
     try:
@@ -129,6 +133,8 @@ def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_erro
             "the rows of the output projection are not in head order: "
             "re-export with eager attention, so that heads are joined before their projection"
         )
+    if reason is None and weight is not None and not (np.abs(weight) < _LARGEST_WEIGHT).all():
+        reason = "its output projection holds NaN or numbers beyond reason: copy or export the model again"
     return AttentionSite(
         layer=layer,
         name=name,

@@ -11,6 +11,7 @@ from shd_ref.teacher.external import INLINE_BYTES, check_external_data, data_fol
 from shd_ref.teacher.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import DecodeError, onnx
 from shd_ref.teacher.parts import all_nodes
+from shd_ref.teacher.wiring import check_wiring
 
 MIN_OPSET: Final = 13
 """The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
@@ -46,6 +47,7 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     if not model.graph.node or not model.opset_import:
         raise ShdError("graph-invalid", f"teacher graph {file} holds no ONNX graph: copy or export it again")
     size = check_external_data(model, file)
+    check_wiring(model.graph, file)
     check_sizes(model, file)
     if model.functions:
         model = _inline_functions(model, file)

@@ -81,7 +81,7 @@ def open_session(
         if folder is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
-        session = onnxruntime.InferenceSession(source, options, providers=[name])
+        session = onnxruntime.InferenceSession(source, options, providers=[name], enable_fallback=False)
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         if name != PROVIDERS["cpu"]:
             raise ShdError("provider-unavailable", f"{_remedy(name, [])} ({error})") from error

@@ -241,7 +241,12 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
         if not value.uses():
             pruned.graph.inputs.remove(value)
             pruned.graph.initializers.pop(value.name or "", None)
-    return ir.to_proto(pruned)
+    try:
+        return ir.to_proto(pruned)
+    except ir.serde.SerdeError as error:
+        raise ShdError(
+            "graph-invalid", f"the teacher graph cannot be written again: {error}: export it again"
+        ) from error
 
 
 def check_opset(model: onnx.ModelProto) -> int:
