@@ -8,7 +8,18 @@ STANDARD_DOMAINS: Final = ("", "ai.onnx")
 CONTRIB_DOMAIN: Final = "com.microsoft"
 
 MAP_CARRIERS: Final = frozenset(
-    {"Cast", "DequantizeLinear", "Dropout", "Identity", "Mul", "QuantizeLinear", "Reshape", "Slice", "Where"}
+    {
+        "Cast",
+        "DequantizeLinear",
+        "Dropout",
+        "DynamicQuantizeLinear",
+        "Identity",
+        "Mul",
+        "QuantizeLinear",
+        "Reshape",
+        "Slice",
+        "Where",
+    }
 )
 """What the map may pass through between the softmax and its product with V."""
 
@@ -34,7 +45,22 @@ REPEAT_OPS: Final = frozenset({"Concat", "Expand", "Gather", "Tile"})
 SCALING_OPS: Final = frozenset({"Div", "Mul"})
 
 LOGIT_OPS: Final = frozenset(
-    {"Add", "Cast", "Clip", "Concat", "Div", "Identity", "Max", "Mul", "Reshape", "Sub", "Tanh", "Where"}
+    {
+        "Add",
+        "Cast",
+        "Clip",
+        "Concat",
+        "DequantizeLinear",
+        "Div",
+        "Identity",
+        "Max",
+        "Mul",
+        "QuantizeLinear",
+        "Reshape",
+        "Sub",
+        "Tanh",
+        "Where",
+    }
 )
 """Backward from the softmax: scale, mask, softcap and sink on the way to ``Q K^T``."""
 

@@ -55,7 +55,8 @@ def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def _is_weight_product(node: ir.Node) -> bool:
-    return node.op_type in ("Gemm", *PRODUCTS) and any(is_constant(value) for value in node.inputs[:2])
+    products = PRODUCTS | INTEGER_PRODUCTS | {"Gemm"}
+    return node.op_type in products and any(is_constant(value) for value in operands(node))
 
 
 def is_cross(scores: ir.Node) -> bool | None:
@@ -68,7 +69,7 @@ def is_cross(scores: ir.Node) -> bool | None:
 
 
 def _projection_source(projection: ir.Node) -> ir.Value | None:
-    value = next((value for value in projection.inputs[:2] if not is_constant(value)), None)
+    value = next((value for value in operands(projection) if not is_constant(value)), None)
     while value is not None and (node := value.producer()) is not None and node.op_type in LAYOUT_OPS:
         value = node.inputs[0]
     return value

@@ -101,6 +101,8 @@ def _walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
         )
     elif node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
         yield from _walk_softmax(node, node.inputs[0], _over_last_axis(node, opset))
+    elif node.op_type == "QLinearSoftmax":
+        yield _quantised(node, "its softmax gives integers (QLinearSoftmax)")
     elif node.op_type == "Div" and (logits := _exponent(node)) is not None:
         yield from _walk_softmax(node, logits, True)
 
@@ -112,7 +114,7 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
             yield _refused(softmax, "the map is transposed on its way to the values")
         return
     if product.op_type in INTEGER_PRODUCTS:
-        yield Walk(softmax, f"map and values meet in {product.op_type}: use the float or the QDQ form of the model")
+        yield _quantised(softmax, f"map and values meet in {product.op_type}")
         return
     if product.op_type in OPAQUE_PRODUCTS:
         yield _refused(softmax, f"map and values meet in {product.op_type}")
@@ -146,6 +148,10 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
         repeats=list_repeats(values),
         **common,
     )
+
+
+def _quantised(softmax: ir.Node, why: str) -> Walk:
+    return Walk(softmax, f"{why}: use the float or the QDQ form of the model")
 
 
 def _refused(softmax: ir.Node, why: str) -> Walk:

@@ -25,8 +25,9 @@ def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = fro
     constants |= {tensor.values.name for tensor in graph.sparse_initializer}
     made = [name for node in graph.node for name in node.output if name]
     names = [*given, *constants, *made]
-    if not all(isinstance(name, str) for name in names):  # bytes, where they are no text
-        raise _broken(file, "a tensor has a name that is no text")
+    kinds = [text for node in graph.node for text in (node.op_type, node.domain, node.name)]
+    if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are no text
+        raise _broken(file, "a tensor or node has a name that is no text")
     if len(set(given)) < len(given) or len({*given, *constants, *made}) < len({*given, *constants}) + len(made):
         raise _broken(file, "a tensor has two sources")
     known = outer.union(names)
