@@ -121,7 +121,7 @@ def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
 
 def _tensors(logits: Logits) -> Iterator[ir.Value]:
     """What has to be measured of a site: computed tensors only."""
-    values = [value for _, value in (*logits.multipliers, *logits.addends)] + logits.fills
+    values = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
     if logits.product is not None:
         queries, keys = operands(logits.product)
         values += [queries, keys, logits.product.outputs[0]]
@@ -176,15 +176,19 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
         return f"its logits are softcapped at {logits.softcap:g}"
     for _, value in logits.multipliers:
         factor = _value(value, arrays)
-        if factor.ndim and factor.shape[-1] != 1:
+        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > _product_rank(logits, arrays)):
             return "its logits are multiplied entry by entry"
-    for sign, value in logits.addends:
-        added = sign * _value(value, arrays).astype(np.float64)
+    for scale, value in logits.addends:
+        added = scale * _value(value, arrays).astype(np.float64)
         if not ((added == 0) | (added <= _MASKED)).all():
             return "a bias is added to its logits"
-    if any((_value(value, arrays) > _MASKED).any() for value in logits.fills):
+    if any((scale * _value(value, arrays).astype(np.float64) > _MASKED).any() for scale, value in logits.fills):
         return "its masked logits are replaced by numbers that still count"
     return None
+
+
+def _product_rank(logits: Logits, arrays: Arrays) -> int:
+    return 0 if logits.product is None else arrays[name_of(logits.product.outputs[0])].ndim
 
 
 def _value(value: ir.Value, arrays: Arrays) -> NDArray[Any]:

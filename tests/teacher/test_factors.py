@@ -187,6 +187,9 @@ REFUSED = {
     "several products": lambda b, z: b.op("Add", z, b.op("MatMul", "q", b.op("Transpose", "k", perm=[0, 1, 3, 2]))),
     "pass through Clip": lambda b, z: b.op("Clip", z, number(b, -1.0), number(b, 1.0)),
     "entry by entry": lambda b, z: b.op("Mul", z, b.const(np.linspace(1, 2, 3, dtype=np.float32))),
+    "a bias is added": lambda b, z: b.op(
+        "Mul", b.op("Add", z, b.const(np.triu(np.full((3, 3), -1e4, np.float32), 1))), number(b, 0.01)
+    ),
     "still count": lambda b, z: b.op("Where", b.op("Greater", z, number(b, 0.0)), z, number(b, -1.0)),
 }
 
