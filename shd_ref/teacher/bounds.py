@@ -19,19 +19,18 @@ def check_sizes(model: onnx.ModelProto, file: Path) -> None:
     """Tensors must hold what their shapes say, and no shape that the graph states may be absurd.
 
     Args:
-        model: parsed, with its external data checked but not read.
+        model: parsed, with its external data checked (``check_external_data``) but not read.
         file: where it is from, for messages.
 
     Raises:
         ShdError: ``graph-invalid``.
     """
     for tensor in all_tensors(model):
-        _check_shape(file, tensor.name, tensor.dims)
-        if tensor.HasField("raw_data") and not _holds(tensor):
+        if min(tensor.dims, default=0) < 0 or not _holds(tensor):
             raise ShdError(
                 "graph-invalid",
                 f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
-                f"{list(tensor.dims)}; got {len(tensor.raw_data)} bytes: copy or export it again",
+                f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again",
             )
     for name, shape in _stated_shapes(model):
         _check_shape(file, name, shape)
@@ -47,16 +46,18 @@ def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
 
 
 def _holds(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor's data has the size of its shape; a weight may be of any size that is there."""
+    count = math.prod(tensor.dims)
     try:
-        bits = _bits_of(tensor.data_type)
-    except (TypeError, ValueError):
-        return False
-    return bool(len(tensor.raw_data) == -(-math.prod(tensor.dims) * bits // 8))
-
-
-def _bits_of(data_type: int) -> int:
-    """Bits of one entry; an error for what is no type, or has none."""
-    return round(ir.DataType(data_type).itemsize * 8)
+        bits = round(ir.DataType(tensor.data_type).itemsize * 8)
+        if onnx.external_data_helper.uses_external_data(tensor):
+            length = onnx.external_data_helper.ExternalDataInfo(tensor).length
+            return length is None or bool(length == -(-count * bits // 8))
+        if tensor.HasField("raw_data"):
+            return bool(len(tensor.raw_data) == -(-count * bits // 8))
+        return bits < 8 or len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type))) >= count
+    except (KeyError, TypeError, ValueError):  # no data type, or one without numbers
+        return tensor.data_type == onnx.TensorProto.STRING
 
 
 def _stated_shapes(model: onnx.ModelProto) -> Iterator[tuple[str, list[int]]]:
