@@ -11,6 +11,7 @@ def load_app() -> Any:
     # Each module registers its command.
     import shd_ref.report.command
     import shd_ref.teacher.fidelity_command
+    import shd_ref.teacher.inspect_command
     import shd_ref.teacher.plan_command  # noqa: F401
     from shd_ref.teacher.commands import app
 

@@ -191,7 +191,7 @@ def open_backend(model: onnx.ModelProto, backend: str) -> _Run:
     """A model ready to run in a backend of ``BACKENDS``: feeds by name to outputs by name."""
     names = [output.name for output in model.graph.output]
     if backend == "onnxruntime":
-        session = open_session(model.SerializeToString(), num_threads=1)
+        session = open_session(model, num_threads=1)
     else:
         session = onnx.reference.ReferenceEvaluator(model)
 

@@ -53,5 +53,9 @@ def calibrate_plans(
             mask = None if inputs.mask is None else batch.arrays[inputs.mask][places].astype(np.bool_)
             if len(places):
                 calibration.append((probs, outputs, mask))
-        plans.append(matched_plan(calibration, num_student_heads, by, alpha_per=alpha_per))
+        plans.append(
+            matched_plan(
+                calibration, num_student_heads, by, alpha_per=alpha_per, row_sums=reader.sites[number].row_sums
+            )
+        )
     return tuple(plans)

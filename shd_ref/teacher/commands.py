@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 import shd_ref
@@ -49,6 +47,7 @@ from shd_ref.teacher.options import (
     Plan,
     PlanOption,
     Provider,
+    SitesOption,
     Strategy,
     StrategyOption,
     StudentLayers,
@@ -102,44 +101,6 @@ def root(
 
 
 @app.command()
-def inspect(
-    teacher: TeacherPath,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-) -> None:
-    """List every attention site of a teacher graph, and what can be squeezed.
-
-    The graph is walked along its data flow, so the exporter's naming does not matter. Exit code 1 when no site
-    can be squeezed.
-    """
-    from shd_ref.teacher.find import find_sites
-    from shd_ref.teacher.load import load_teacher
-
-    with reported_errors():
-        sites = find_sites(load_teacher(teacher))
-    fields = ("layer", "name", "op_type", "num_heads", "num_kv_heads", "d_k", "d_v", "d_model", "supported", "reason")
-    if as_json:
-        print(json.dumps({"teacher": str(teacher), "sites": [{f: getattr(s, f) for f in fields} for s in sites]}))
-    else:
-        table = Table(
-            title=f"{teacher.name}: {len(sites)} attention site{'s' * (len(sites) != 1)}", title_justify="left"
-        )
-        for title, justify in (("layer", "right"), ("name", "left")):
-            table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
-        for title in ("heads", "kv heads", "d_k", "d_v", "D"):
-            table.add_column(title, justify="right")
-        table.add_column("squeeze", overflow="fold")
-        for site in sites:
-            sizes = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model)
-            verdict = "[green]yes[/]" if site.supported else f"[red]no[/]: {site.reason}"
-            table.add_row(str(site.layer), site.name, *("?" if n is None else str(n) for n in sizes), verdict)
-        console.print(table)
-    if not any(site.supported for site in sites):
-        if not sites:
-            messages.print("no attention found: export the model with eager attention (shd-torch export does)")
-        raise typer.Exit(1)
-
-
-@app.command()
 def precompute(
     teacher: TeacherPath,
     inputs: InputsPath,
@@ -147,6 +108,7 @@ def precompute(
     out: Annotated[Path, typer.Option(help="Folder of the cache; give the same one again to resume.")],
     student_layers: StudentLayers = None,
     layers: LayerPairs = None,
+    sites: SitesOption = None,
     strategy: StrategyOption = Strategy.shd,
     plan: PlanOption = Plan.progressive,
     matched_by: MatchedByOption = MatchedBy.residual,
@@ -212,6 +174,7 @@ def precompute(
             num_student_heads=heads[0],
             num_student_layers=student_layers,
             layer_pairs=parse_layer_pairs(layers),
+            sites=sites,
             plan=plan.value,
             matched_by=matched_by.value,
             calibration_samples=calibration_samples,

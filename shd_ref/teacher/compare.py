@@ -86,6 +86,7 @@ def _compare_layer(
             temperature=options.temperature,
             alpha_rule=options.alpha_rule,
             alpha_per=options.alpha_per,
+            row_sums=layer.site.row_sums,
         )
 
     expected, merged = reference(options.strategy), outputs[layer.merged]
@@ -94,7 +95,7 @@ def _compare_layer(
     if options.codec != "float32":
         # bf16 is coded on the host, from the graph's float32 maps.
         codes = outputs[layer.codes] if options.codec == "sqrt8-row" else encode(options.codec, merged)
-        mismatch = float(np.mean(codes != encode(options.codec, expected.probs)))
+        mismatch = float(np.mean(codes != encode(options.codec, expected.probs.astype(np.float32))))
     for name, got in (("probs", difference), ("code_mismatch", mismatch)):
         limit = limits[name][dtype]
         if not got <= limit:  # also where it is NaN

@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, Body, batch_heads
+from shd_ref.teacher.external import read_graph
 from shd_ref.teacher.find import AttentionSite
 from shd_ref.teacher.logits import Logits, read_logits
 from shd_ref.teacher.measure import Layout, replay
 from shd_ref.teacher.nodes import constant_of, float_attribute, int_attribute, name_of
+from shd_ref.teacher.operators import SCALING_OPS
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.shapes import probe_tensors
-from shd_ref.teacher.walk import before_rounding, operands, repeat_chain
+from shd_ref.teacher.tracing import before_rounding, operands, repeat_chain
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
 _MASKED: Final = -1e3
@@ -77,9 +79,9 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     Raises:
         ShdError: ``graph-unsupported`` where the graph does not run on the probe.
     """
-    graph = ir.from_proto(model).graph
-    nodes = {name_of(value): node for node in graph for value in node.outputs[:1]}
-    read = [read_logits(nodes[site.softmax].inputs[0]) if site.supported else None for site in sites]
+    graph = read_graph(model)
+    values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    read = [read_logits(values[site.logits]) if site.supported else None for site in sites]
     wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
     wanted |= {site.probs for site in sites if site.supported}
     arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
@@ -118,12 +120,12 @@ def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
 
 def _tensors(logits: Logits) -> Iterator[ir.Value]:
     """What has to be measured of a site: computed tensors only."""
-    values = [value for _, value in (*logits.multipliers, *logits.addends)] + logits.fills
+    values = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
     if logits.product is not None:
         queries, keys = operands(logits.product)
         values += [queries, keys, logits.product.outputs[0]]
         for node in repeat_chain(keys):
-            values += [value for value in (node.inputs[0], node.outputs[0]) if value is not None]
+            values += [value for value in (*node.inputs, node.outputs[0]) if value is not None]
     yield from (value for value in values if constant_of(value) is None)
 
 
@@ -173,15 +175,19 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
         return f"its logits are softcapped at {logits.softcap:g}"
     for _, value in logits.multipliers:
         factor = _value(value, arrays)
-        if factor.ndim and factor.shape[-1] != 1:
+        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > _product_rank(logits, arrays)):
             return "its logits are multiplied entry by entry"
-    for sign, value in logits.addends:
-        added = sign * _value(value, arrays).astype(np.float64)
+    for scale, value in logits.addends:
+        added = scale * _value(value, arrays).astype(np.float64)
         if not ((added == 0) | (added <= _MASKED)).all():
             return "a bias is added to its logits"
-    if any((_value(value, arrays) > _MASKED).any() for value in logits.fills):
+    if any((scale * _value(value, arrays).astype(np.float64) > _MASKED).any() for scale, value in logits.fills):
         return "its masked logits are replaced by numbers that still count"
     return None
+
+
+def _product_rank(logits: Logits, arrays: Arrays) -> int:
+    return 0 if logits.product is None else arrays[name_of(logits.product.outputs[0])].ndim
 
 
 def _value(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
@@ -201,7 +207,10 @@ def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) 
 
     The operators that repeat heads are replayed on indices, so that equal heads are the same numbers for sure.
     """
-    chain = tuple(reversed(repeat_chain(keys)))
+    chain = repeat_chain(keys)
+    scaled = (place for place, node in enumerate(chain) if node.op_type in SCALING_OPS)
+    uneven = (place for place in scaled if _value(operands(chain[place])[1], arrays).size != 1)
+    chain = tuple(reversed(chain[: next(uneven, None)]))
     source = None if not chain else chain[0].inputs[0]
     if source is None or constant_of(source) is not None:
         return ()

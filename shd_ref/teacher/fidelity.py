@@ -27,6 +27,7 @@ from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.rule import MergeRule, SqueezeOptions, make_rule
 from shd_ref.teacher.run import RunOptions
+from shd_ref.teacher.selection import select_sites
 from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, ArraySource, Source
 
@@ -64,6 +65,7 @@ class FidelityOptions:
             array that is also the model's input is taken as the text itself: position i is judged by token i + 1.
         samples: how many samples, seeded; all where there are fewer.
         calibration_samples: for matched plans.
+        sites: which attention sites to squeeze, see ``select_sites``; default: all that can be.
     """
 
     student_heads: tuple[int, ...]
@@ -73,6 +75,7 @@ class FidelityOptions:
     targets: str | None = None
     samples: int = 128
     calibration_samples: int = CALIBRATION_SAMPLES
+    sites: str | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ class _FidelityTest:
     def __init__(self, teacher: Path, inputs: Source | Arrays, options: FidelityOptions, run: RunOptions) -> None:
         self.options, self.run = options, run
         self.model = load_teacher(teacher)
-        sites = find_sites(self.model)
+        sites = select_sites(find_sites(self.model), options.sites)
         self.sites = tuple(site for site in sites if site.supported)
         self.skipped = tuple(f"{site.name}: {site.reason}" for site in sites if not site.supported)
         if not self.sites:
@@ -286,9 +289,7 @@ class _FidelityTest:
 
     def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
         graph = replace_attention(self.model, self.sites, rules, output=self.output, row_mask_input=self.inputs.mask)
-        session = open_session(
-            graph.model.SerializeToString(), provider=self.run.provider, num_threads=self.run.num_threads
-        )
+        session = open_session(graph.model, provider=self.run.provider, num_threads=self.run.num_threads)
         return graph, session
 
     def _wanted(self, number: int) -> Results:

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -23,6 +23,7 @@ from shd_ref.teacher.options import (
     MaskOption,
     MaxLengthOption,
     Provider,
+    SitesOption,
     TeacherPath,
     TextOption,
     Threads,
@@ -31,7 +32,8 @@ from shd_ref.teacher.options import (
 )
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.fidelity import Fidelity, FidelityReport
+    from shd_ref.teacher.fidelity import Fidelity, FidelityOptions, FidelityReport
+    from shd_ref.teacher.run import RunOptions
 
 
 class FidelityPlan(StrEnum):
@@ -86,6 +88,7 @@ def fidelity(
     ] = None,
     samples: Annotated[int, typer.Option(help="How many samples to run, chosen by the seed.", min=1)] = 128,
     calibration_samples: CalibrationSamples = 16,
+    sites: SitesOption = None,
     tokenizer: TokenizerOption = None,
     text_column: TextOption = "text",
     max_length: MaxLengthOption = None,
@@ -115,6 +118,7 @@ def fidelity(
             targets=targets,
             samples=samples,
             calibration_samples=calibration_samples,
+            sites=sites,
         )
         run = RunOptions(
             mask=mask,
@@ -137,7 +141,7 @@ def fidelity(
             heads: _precompute_command(
                 [str(teacher), *words_of_inputs(inputs, tokenizer, text_column, max_length)],
                 result,
-                options.calibration_samples,
+                options,
                 run,
             )
             for heads, result in report.best().items()
@@ -178,7 +182,7 @@ def _table(teacher: Path, report: FidelityReport) -> Table:
     return table
 
 
-def _precompute_command(subject: list[str], best: Fidelity, calibration_samples: int, run: Any) -> str:
+def _precompute_command(subject: list[str], best: Fidelity, options: FidelityOptions, run: RunOptions) -> str:
     """The command line that squeezes as the best setting does."""
     from shd_ref.teacher.fidelity import ALPHAS
 
@@ -190,12 +194,14 @@ def _precompute_command(subject: list[str], best: Fidelity, calibration_samples:
     if alpha_per != "map":
         words += ["--alpha-per", alpha_per]
     if plan in ("matched", "similar"):
-        words += ["--plan", "matched", "--calibration-samples", str(calibration_samples)]
+        words += ["--plan", "matched", "--calibration-samples", str(options.calibration_samples)]
         words += ["--seed", str(run.seed)] if run.seed else []
     elif plan == "balanced":
         words += ["--plan", plan]
     if plan == "similar":
         words += ["--matched-by", "similarity"]
+    if options.sites is not None:
+        words += ["--sites", options.sites]
     if run.mask is not None:
         words += ["--mask", run.mask]
     return shlex.join([*words, "--out", f"cache-{heads}"])

@@ -7,16 +7,21 @@ the way, ``measure`` reads heads and layout off them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.external import read_graph
 from shd_ref.teacher.measure import Layout, Measure, measure_site
 from shd_ref.teacher.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.shapes import Shapes, probe_shapes, static_shapes
-from shd_ref.teacher.walk import Walk, walk_from
+from shd_ref.teacher.walk import Walk, walk_graph
+
+_LARGEST_WEIGHT: Final = 1e15
+"""Products of larger weights leave the range of float32."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,8 @@ class AttentionSite:
     Attributes:
         layer: position among the graph's attention sites, from 0.
         name: name of the softmax (or fused operator) node, made unique.
-        op_type: ``"Softmax"`` or the fused operator.
-        softmax: name of the tensor that the softmax gives; empty for fused operators.
+        op_type: ``"Softmax"``, ``"Div"`` for one written out, or the fused operator.
+        logits: name of what the softmax reads; empty where ``supported`` is False.
         probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
         values: name of V's tensor, as the product consumes it; empty likewise.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
@@ -39,6 +44,7 @@ class AttentionSite:
         d_model: D, columns of W_o.
         dtype: of the map, such as ``"float32"``; None where shape inference does not tell.
         cross: True where queries and keys come from different tensors; None where undecided.
+        row_sums: ``"one"``, or ``"at_most_one"`` where attention sinks take part of a row's mass (MAP-9).
         output_projection: W_o ``(H * d_v, D)``, rows in head order, float32 or float64.
         supported: whether ``squeeze_graph`` can squeeze this site.
         reason: why not, and what to do about it.
@@ -47,7 +53,7 @@ class AttentionSite:
     layer: int
     name: str
     op_type: str
-    softmax: str = ""
+    logits: str = ""
     probs: str = ""
     values: str = ""
     layout: Layout | None = None
@@ -59,6 +65,7 @@ class AttentionSite:
     d_model: int | None = None
     dtype: str | None = None
     cross: bool | None = None
+    row_sums: str = "one"
     output_projection: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     supported: bool = False
     reason: str | None = None
@@ -86,15 +93,14 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     """
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except onnx.shape_inference.InferenceError:
+    except Exception:  # inference raises what its C++ throws
         inferred = model  # a graph that inference rejects can still be probed
-    graph = ir.from_proto(inferred).graph
+    graph = read_graph(inferred)
     try:
         graph.sort()
     except ValueError as error:
         raise ShdError("graph-invalid", f"the graph's nodes feed one another in a circle: {error}") from error
-    opset = graph.opset_imports.get("", 1)
-    walks = [walk for node in graph for walk in walk_from(node, opset)]
+    walks = list(walk_graph(graph))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]
     probe_error = None
@@ -127,11 +133,13 @@ def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_erro
             "the rows of the output projection are not in head order: "
             "re-export with eager attention, so that heads are joined before their projection"
         )
+    if reason is None and weight is not None and not (np.abs(weight) < _LARGEST_WEIGHT).all():
+        reason = "its output projection holds NaN or numbers beyond reason: copy or export the model again"
     return AttentionSite(
         layer=layer,
         name=name,
         op_type=walk.node.op_type,
-        softmax=name_of(walk.node.outputs[0]) if walk.node.op_type == "Softmax" else "",
+        logits="" if walk.logits is None else name_of(walk.logits),
         probs="" if walk.probs is None else name_of(walk.probs),
         values="" if walk.values is None else name_of(walk.values),
         layout=None if measure is None else measure.layout,
@@ -143,6 +151,7 @@ def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_erro
         d_model=None if weight is None else int(weight.shape[1]),
         dtype=dtype_name(walk.probs),
         cross=walk.cross,
+        row_sums="at_most_one" if walk.sinks else "one",
         output_projection=weight,
         supported=reason is None,
         reason=reason,

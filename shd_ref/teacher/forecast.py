@@ -275,9 +275,7 @@ def _recommend(codecs: Sequence[CodecForecast], bandwidth: float) -> CodecForeca
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
-    session = open_session(
-        work.model.SerializeToString(), provider=work.run.provider, num_threads=work.run.num_threads
-    )
+    session = open_session(work.model, provider=work.run.provider, num_threads=work.run.num_threads)
     fed = {value.name for value in session.get_inputs()}
     return lambda batch: session.run(None, {name: array for name, array in batch.arrays.items() if name in fed})
 

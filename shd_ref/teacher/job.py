@@ -44,7 +44,7 @@ def find_support(work: TeacherRun, outputs: Outputs) -> str:
     if rows != columns:
         raise ShdError(
             "graph-unsupported",
-            f"the cache holds square maps (self-attention); got L={rows}, S={columns}: select other layers",
+            f"the cache holds square maps (self-attention); got L={rows}, S={columns}: select other sites",
         )
     return "causal" if rows > 1 and all(not np.triu(maps, 1).any() for maps in merged) else "full"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shd_ref.teacher.nodes import constant_of, int_attribute
 from shd_ref.teacher.packages import ir
-from shd_ref.teacher.walk import is_value_product
+from shd_ref.teacher.tracing import is_value_product
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape"})
 _ARITHMETIC: Final = _PASSING | {
@@ -39,8 +39,8 @@ class Logits:
         product: the node of ``Q K^T``; None where it was not reached.
         scale: all constant factors of the product together.
         multipliers: computed factors, each with the operator (``Mul`` or ``Div``) that applies it.
-        addends: tensors that are added, each with its sign: masks or biases.
-        fills: what masked entries are replaced by.
+        addends: tensors that are added, masks or biases, each with the factor of all that follows.
+        fills: what masked entries are replaced by, likewise.
         softcap: c of ``c * tanh(z / c)``.
         sinks: whether columns without a key join the softmax.
         reason: why this form cannot be read.
@@ -49,8 +49,8 @@ class Logits:
     product: ir.Node | None = None
     scale: float = 1.0
     multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
-    addends: list[tuple[int, ir.Value]] = field(default_factory=list)
-    fills: list[ir.Value] = field(default_factory=list)
+    addends: list[tuple[float, ir.Value]] = field(default_factory=list)
+    fills: list[tuple[float, ir.Value]] = field(default_factory=list)
     softcap: float | None = None
     sinks: bool = False
     reason: str | None = None
@@ -88,11 +88,11 @@ def _step(node: ir.Node, found: Logits) -> ir.Value | None:
     elif node.op_type in ("Mul", "Div") and not (node.op_type == "Div" and inputs[0] is not side):
         _multiply(node.op_type, others[0], found)
     elif node.op_type in ("Add", "Sub") and not (node.op_type == "Sub" and inputs[0] is not side):
-        found.addends.append((1 if node.op_type == "Add" else -1, others[0]))
+        found.addends.append((found.scale if node.op_type == "Add" else -found.scale, others[0]))
     elif node.op_type == "Where" and inputs[0] is not side:
-        found.fills.append(next(value for value in inputs[1:] if value is not side))
+        found.fills.append((found.scale, next(value for value in inputs[1:] if value is not side)))
     elif node.op_type == "Max":
-        found.fills.extend(others)
+        found.fills.extend((found.scale, value) for value in others)
     elif node.op_type == "Tanh":
         if found.softcap is not None or found.multipliers:
             found.reason = "its logits are bounded in a way that is no softcap"
@@ -101,8 +101,6 @@ def _step(node: ir.Node, found: Logits) -> ir.Value | None:
         found.sinks = True
     else:
         found.reason = f"its logits pass through {node.op_type}"
-    if found.softcap is not None and node.op_type in ("Add", "Sub", "Where", "Concat"):
-        found.reason = "a mask or bias is added before the softcap"
     return side
 
 

@@ -6,6 +6,7 @@ of indices, and W_o's rows say where every number came from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -20,6 +21,8 @@ from shd_ref.teacher.walk import Walk
 
 Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
 """Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
+
+_MOST_INDICES: Final = 2**26  # 512 MB
 
 _HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 0}
 
@@ -81,9 +84,11 @@ def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
 def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:
     """Apply operators that move or repeat numbers to an array of flat indices, of the shape that the first reads.
 
-    None where a shape is missing, or an operator does something else.
+    None where a shape is missing or absurd, or an operator does something else.
     """
-    indices = np.arange(np.prod(context)).reshape(context)
+    if math.prod(context) > _MOST_INDICES:
+        return None
+    indices = np.arange(math.prod(context)).reshape(context)
     for node in path:
         shape = shapes.get(name_of(node.outputs[0]))
         if node.op_type == "Transpose":

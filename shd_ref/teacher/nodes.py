@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.operators import STANDARD_DOMAINS
 from shd_ref.teacher.packages import ir, onnx
 
 _CONSTANT_OPS: Final = frozenset(
@@ -23,13 +24,25 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
     if tensor is not None:
         return tensor.numpy()
     node = value.producer()
-    if node is None or node.op_type not in _CONSTANT_OPS or node.domain not in ("", "ai.onnx"):
+    if node is None or node.op_type not in _CONSTANT_OPS or node.domain not in STANDARD_DOMAINS:
+        return None
+    if not is_constant(value):
         return None
     inputs = [constant_of(source) for source in node.inputs]
-    if any(array is None for array, source in zip(inputs, node.inputs, strict=True) if source is not None):
-        return None
     feeds = {name_of(s): a for s, a in zip(node.inputs, inputs, strict=True) if s is not None}
     return np.asarray(next(iter(onnx.reference.ReferenceEvaluator(ir.to_proto(node)).run(None, feeds))))
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether ``constant_of`` gives a value, found without computing it."""
+    if value is None:
+        return False
+    if ir.convenience.get_const_tensor(value) is not None:
+        return True
+    node = value.producer()
+    if node is None or node.op_type not in _CONSTANT_OPS or node.domain not in STANDARD_DOMAINS:
+        return False
+    return all(is_constant(source) for source in node.inputs if source is not None)
 
 
 def int_attribute(node: ir.Node, *names: str) -> int | None:

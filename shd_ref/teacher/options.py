@@ -112,6 +112,14 @@ LayerPairs = Annotated[
     str | None,
     typer.Option(help="Explicit layer pairs student:teacher, zero-based, such as 0:3,1:7. Holes are allowed."),
 ]
+SitesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Attention sites, as shd inspect numbers and names them: 0,2,4-7, names, patterns such as encoder*, "
+        "self or cross; default: all.",
+        metavar="SITES",
+    ),
+]
 StrategyOption = Annotated[Strategy, typer.Option(help="How maps are merged.")]
 PlanOption = Annotated[
     Plan,

@@ -21,6 +21,7 @@ from shd_ref.teacher.options import (
     Plan,
     PlanOption,
     Provider,
+    SitesOption,
     StudentHeads,
     StudentLayers,
     TeacherPath,
@@ -38,6 +39,7 @@ def plan_cache(
     student_heads: StudentHeads,
     student_layers: StudentLayers = None,
     layers: LayerPairs = None,
+    sites: SitesOption = None,
     plan: PlanOption = Plan.progressive,
     alpha_per: AlphaPerOption = AlphaPer.map,
     tokenizer: TokenizerOption = None,
@@ -67,6 +69,7 @@ def plan_cache(
             num_student_heads=student_heads,
             num_student_layers=student_layers,
             layer_pairs=parse_layer_pairs(layers),
+            sites=sites,
             plan=plan.value,
             alpha_per=alpha_per.value,
         )

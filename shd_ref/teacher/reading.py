@@ -45,7 +45,7 @@ class AttentionReader:
             for name, tensor in zip(self._names(number), site_tensors(body, site), strict=True):
                 body.output(body.op("Cast", tensor, to=FLOAT), name, FLOAT, rank=4)
         graph = assemble_graph(model, body, ())
-        self._session = open_session(graph.SerializeToString(), provider=provider, num_threads=num_threads)
+        self._session = open_session(graph, provider=provider, num_threads=num_threads)
 
     def read(
         self, number: int, batch: Batch, *, on_error: str = "stop"

@@ -25,6 +25,7 @@ from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
+from shd_ref.teacher.selection import select_sites
 from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
@@ -43,8 +44,9 @@ class PrecomputeOptions:
 
     Attributes:
         num_student_heads: H_s.
-        num_student_layers: L_s; by default as many as the teacher has attention sites.
+        num_student_layers: L_s; by default as many as the teacher has attention sites, or as were selected.
         layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map.
+        sites: which of the teacher's attention sites the default map runs over, see ``select_sites``; default all.
         plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan`` on a sample of the data,
             layer by layer, with the run's seed.
         matched_by: ``residual`` or ``similarity``, for matched plans.
@@ -62,6 +64,7 @@ class PrecomputeOptions:
     num_student_heads: int
     num_student_layers: int | None = None
     layer_pairs: tuple[tuple[int, int], ...] | None = None
+    sites: str | None = None
     plan: str | MergePlan = "progressive"
     matched_by: str = "residual"
     calibration_samples: int = CALIBRATION_SAMPLES
@@ -284,7 +287,7 @@ class _Shared:
             graphs = [member.make_graph(check_outputs=check_outputs) for member in self.members]
             model, self._graphs[check_outputs] = unite_graphs(graphs)
             run = self.members[0].run
-            session = open_session(model.SerializeToString(), provider=run.provider, num_threads=run.num_threads)
+            session = open_session(model, provider=run.provider, num_threads=run.num_threads)
             self._sessions[check_outputs] = [output.name for output in model.graph.output], session
         return self._sessions[check_outputs]
 
@@ -319,6 +322,11 @@ def _choose_sites(
             "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
             "export the model with eager attention",
         )
+    if options.sites is not None and options.layer_pairs is not None:
+        raise ShdError(
+            "argument-value", "sites must not be given with layer pairs, which select sites themselves", "LAYER-4"
+        )
+    sites = select_sites(sites, options.sites)
     num_layers = options.num_student_layers or len(sites)
     if options.layer_pairs is not None:
         num_layers = max(num_layers, 1 + max((student for student, _ in options.layer_pairs), default=0))
@@ -327,7 +335,9 @@ def _choose_sites(
     for _, site in chosen:
         if not site.supported:
             raise ShdError(
-                "graph-unsupported", f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason}"
+                "graph-unsupported",
+                f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason} "
+                "(or select other sites)",
             )
     return chosen
 

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.external import data_folder
+from shd_ref.teacher.packages import onnx
 
 if TYPE_CHECKING:
     from shd_ref.teacher.inputs import Batch
@@ -33,14 +35,17 @@ _DTYPES: Final[dict[str, str]] = {
 
 
 def open_session(
-    model: bytes | str | Path, *, provider: str = "CPUExecutionProvider", num_threads: int | None = None
+    model: onnx.ModelProto | bytes | str | Path,
+    *,
+    provider: str = "CPUExecutionProvider",
+    num_threads: int | None = None,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` on exactly this provider.
 
     onnxruntime falls back to the CPU with no more than a log line; here that is an error.
 
     Args:
-        model: a serialised model, or the path of one.
+        model: from ``load_teacher`` or made of such a one, serialised, or the path of one.
         provider: ``"cpu"``, ``"cuda"``, or onnxruntime's name of an execution provider.
         num_threads: threads inside one operator; default: onnxruntime's choice.
 
@@ -66,9 +71,17 @@ def open_session(
         # (Not session.disable_cpu_ep_fallback: it also forbids what onnxruntime keeps on the CPU on purpose, the
         # arithmetic on shapes, so no transformer would load.)
         onnxruntime.preload_dlls()
-    source = model if isinstance(model, bytes) else str(model)
+    if isinstance(model, str | Path):
+        source: bytes | str = str(model)
+    elif isinstance(model, bytes):
+        source = model
+    else:
+        source = model.SerializeToString()
+        folder = data_folder(model)
+        if folder is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
-        session = onnxruntime.InferenceSession(source, options, providers=[name])
+        session = onnxruntime.InferenceSession(source, options, providers=[name], enable_fallback=False)
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         if name != PROVIDERS["cpu"]:
             raise ShdError("provider-unavailable", f"{_remedy(name, [])} ({error})") from error

@@ -49,7 +49,7 @@ def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDA
     probe.CopyFrom(model)
     del probe.graph.output[:]
     probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = open_session(probe.SerializeToString(), num_threads=1)
+    session = open_session(probe, num_threads=1)
     failure: Exception | None = None
     for fill in (1, 0):
         feeds = {

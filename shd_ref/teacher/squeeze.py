@@ -124,6 +124,7 @@ def squeeze_graph(
     squeezed = []
     mask = row_mask_of(body, model, row_mask_input)
     for student_layer, site in layers:
+        _check_sinks(site, options)
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         # Both numbers are known for supported sites.
         rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
@@ -248,7 +249,12 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
         if not value.uses():
             pruned.graph.inputs.remove(value)
             pruned.graph.initializers.pop(value.name or "", None)
-    return ir.to_proto(pruned)
+    try:
+        return ir.to_proto(pruned)
+    except ir.serde.SerdeError as error:
+        raise ShdError(
+            "graph-invalid", f"the teacher graph cannot be written again: {error}: export it again"
+        ) from error
 
 
 def check_opset(model: onnx.ModelProto) -> int:
@@ -265,6 +271,17 @@ def check_opset(model: onnx.ModelProto) -> int:
             "(load_teacher converts older graphs by itself where all their operators are standard)",
         )
     return opset
+
+
+def _check_sinks(site: AttentionSite, options: SqueezeOptions) -> None:
+    """Lossy codecs and softening scale rows to one, and would lose what the sinks took."""
+    if site.row_sums == "at_most_one" and (options.codec != "float32" or options.temperature != 1.0):
+        raise ShdError(
+            "graph-unsupported",
+            f"site {site.name} has attention sinks, so its rows sum to less than one: use codec 'float32' and "
+            f"temperature 1, which keep the sums; got codec {options.codec!r}, temperature {options.temperature:g}",
+            "MAP-9",
+        )
 
 
 def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 IR_VERSION = 9  # of the oldest onnxruntime that the project supports
+
+Change = Callable[["GraphBuilder", str], str]
 
 
 class GraphBuilder:
@@ -161,6 +163,63 @@ def encoder_layer(
         "x": (TensorProto.FLOAT, ["batch", "length", d_model]),
         "mask": (TensorProto.INT64, ["batch", "length"]),
     }
+    return build.model(inputs, [output], opset)
+
+
+def attention_on_inputs(
+    change_logits: Change | None = None,
+    change_probs: Change | None = None,
+    *,
+    opset: int = 18,
+    **extra: tuple[int, Sequence[str | int]],
+) -> onnx.ModelProto:
+    """Attention of two heads of width 3 on inputs ``q (B, 2, rows, 3)`` and ``k (B, 2, keys, 3)``, which is V too.
+
+    Args:
+        change_logits: appends nodes between ``Q K^T`` and the softmax, and names their result.
+        change_probs: likewise between the softmax and V.
+        extra: more inputs.
+    """
+    build = GraphBuilder()
+    logits = build.op("MatMul", "q", build.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    logits = logits if change_logits is None else change_logits(build, logits)
+    probs = build.op("Softmax", logits, axis=-1)
+    probs = probs if change_probs is None else change_probs(build, probs)
+    joined = build.op("Transpose", build.op("MatMul", probs, "k"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    queries = (TensorProto.FLOAT, ["batch", 2, "rows", 3])
+    keys = (TensorProto.FLOAT, ["batch", 2, "keys", 3])
+    return build.model({"q": queries, "k": keys, **extra}, [output], opset)
+
+
+def attention_operator(
+    opset: int = 23, *, num_kv_heads: int = 2, rank: int = 3, masked: bool = False, **attributes: Any
+) -> onnx.ModelProto:
+    """Self-attention of four heads by the standard operator Attention, with an output projection."""
+    build = GraphBuilder()
+    tensors = []
+    for seed, count in enumerate((4, num_kv_heads, num_kv_heads), 1):
+        heads = build.op("MatMul", "x", build.const(random_projection(12, count * 3, seed)))
+        if rank == 4:
+            heads = build.op("Reshape", heads, build.const(np.array([0, 0, count, 3])))
+            heads = build.op("Transpose", heads, perm=[0, 2, 1, 3])
+        tensors.append(heads)
+    if masked:
+        column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))
+        row = build.op(
+            "Unsqueeze", build.op("Mul", "mask", build.const(np.array([0]))), build.const(np.array([1, 3]))
+        )
+        tensors.append(build.op("Cast", build.op("Add", column, row), to=TensorProto.BOOL))  # (B, 1, L, L)
+    counts = {"q_num_heads": 4, "kv_num_heads": num_kv_heads} if rank == 3 else {}
+    output = build.op("Attention", *tensors, **counts, **attributes)
+    if rank == 4:
+        joined = build.op("Transpose", output, perm=[0, 2, 1, 3])
+        output = build.op("Reshape", joined, build.const(np.array([0, 0, 12])))
+    output = build.op("MatMul", output, build.const(random_projection(12, 14, 4)))
+    inputs: dict[str, tuple[int, Sequence[str | int]]] = {"x": (TensorProto.FLOAT, ["batch", "length", 12])}
+    if masked:
+        inputs["mask"] = (TensorProto.INT64, ["batch", "length"])
     return build.model(inputs, [output], opset)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,19 +8,25 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+from teacher.attention_graphs import (
+    GraphBuilder,
+    attention_on_inputs,
+    attention_operator,
+    bare_attention,
+    encoder_layer,
+    random_projection,
+)
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.factors import SiteFactors, add_factors, find_factors
 from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.squeeze import assemble_graph, site_tensors
 from shd_ref.tolerances import load_tolerances
 
 HEADS = 4
-KEYS = (TensorProto.FLOAT, ["batch", 2, "keys", 3])
-QUERIES = (TensorProto.FLOAT, ["batch", 2, "rows", 3])
 
 
 def only_factors(model: onnx.ModelProto) -> SiteFactors:
@@ -83,20 +90,35 @@ def test_maps_follow_from_queries_and_keys(form: dict[str, Any]) -> None:
     assert only_factors(model).num_kv_heads == form.get("num_kv_heads", HEADS)
 
 
+@pytest.mark.parametrize("attributes", [{}, {"scale": 0.3}, {"is_causal": 1}], ids=str)
+def test_the_attention_operator_gives_queries_and_keys(attributes: dict[str, Any], tmp_path: Path) -> None:
+    onnx.save(attention_operator(num_kv_heads=2, **attributes), tmp_path / "teacher.onnx")
+    model = load_teacher(tmp_path / "teacher.onnx")
+    feeds = {"x": np.random.default_rng(0).normal(size=(2, 4, 12)).astype(np.float32)}
+    check_factors(model, feeds, np.tri(4, dtype=bool) if "is_causal" in attributes else True)
+    assert only_factors(model).num_kv_heads == 2
+
+
+def test_past_keys_are_part_of_the_keys() -> None:
+    build = GraphBuilder()
+    keys = build.op("Concat", "past", "k", axis=2)
+    repeated = build.op("Gather", keys, build.const(np.array([0, 0])), axis=1)
+    probs = build.op("Softmax", build.op("MatMul", "q", build.op("Transpose", repeated, perm=[0, 1, 3, 2])), axis=-1)
+    joined = build.op("Transpose", build.op("MatMul", probs, repeated), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    kinds = {"q": (2, "rows"), "k": (1, "rows"), "past": (1, "past")}
+    inputs = {name: (TensorProto.FLOAT, ["batch", heads, axis, 3]) for name, (heads, axis) in kinds.items()}
+    model = build.model(inputs, [output])
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 2, 3, 3), "k": (2, 1, 3, 3), "past": (2, 1, 4, 3)}
+    check_factors(model, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}, True)
+    assert only_factors(model).num_kv_heads == 1
+
+
 def test_half_precision_teachers_give_queries_and_keys() -> None:
     factors = only_factors(encoder_layer(float16=True, mask="where"))
     assert factors.supported
-
-
-def with_logits(change: Any, **extra: tuple[int, list[str | int]]) -> onnx.ModelProto:
-    """Attention on inputs ``q`` and ``k`` with two heads of width 3, whose product ``change`` makes logits of."""
-    build = GraphBuilder()
-    product = build.op("MatMul", "q", build.op("Transpose", "k", perm=[0, 1, 3, 2]))
-    probs = build.op("Softmax", change(build, product), axis=-1)
-    joined = build.op("Transpose", build.op("MatMul", probs, "k"), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
-    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
-    return build.model({"q": QUERIES, "k": KEYS, **extra}, [output])
 
 
 def feeds_of(*shape: int) -> dict[str, NDArray[Any]]:
@@ -141,7 +163,7 @@ SCALED = {
 @pytest.mark.parametrize("form", SCALED)
 def test_scales_are_read_off(form: str) -> None:
     change, scale = SCALED[form]
-    model = with_logits(change)
+    model = attention_on_inputs(change)
     rows = 3 if "folded" not in form else 4
     if "folded" in form:  # the sizes are fixed, so that the probe must have them too
         for value in model.graph.input:
@@ -155,7 +177,7 @@ def test_causal_masks_and_multiplied_masks_are_no_bias() -> None:
         low = np.triu(np.full((3, 3), -1e9, np.float32), 1)
         return build.op("Add", product, build.const(low))
 
-    model = with_logits(causal)
+    model = attention_on_inputs(causal)
     check_factors(model, feeds_of(2, 3, 3), np.tri(3, dtype=bool))
 
 
@@ -165,13 +187,16 @@ REFUSED = {
     "several products": lambda b, z: b.op("Add", z, b.op("MatMul", "q", b.op("Transpose", "k", perm=[0, 1, 3, 2]))),
     "pass through Clip": lambda b, z: b.op("Clip", z, number(b, -1.0), number(b, 1.0)),
     "entry by entry": lambda b, z: b.op("Mul", z, b.const(np.linspace(1, 2, 3, dtype=np.float32))),
+    "a bias is added": lambda b, z: b.op(
+        "Mul", b.op("Add", z, b.const(np.triu(np.full((3, 3), -1e4, np.float32), 1))), number(b, 0.01)
+    ),
     "still count": lambda b, z: b.op("Where", b.op("Greater", z, number(b, 0.0)), z, number(b, -1.0)),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_queries_and_keys_do_not_tell_is_refused(reason: str) -> None:
-    factors = only_factors(with_logits(REFUSED[reason]))
+    factors = only_factors(attention_on_inputs(REFUSED[reason]))
     assert factors.site.supported
     assert not factors.supported
     assert reason in str(factors.reason)

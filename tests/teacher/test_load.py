@@ -6,11 +6,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
+from teacher.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.compare import compare_with_reference
+from shd_ref.teacher.external import data_folder
 from shd_ref.teacher.find import find_sites
 from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.squeeze import squeeze_graph
 
 
 def save_external(model: onnx.ModelProto, folder: Path) -> Path:
@@ -134,10 +138,54 @@ def test_malformed_offsets_are_refused(tmp_path: Path) -> None:
     assert "wrongly" in str(refused(path))
 
 
-def test_models_above_two_gigabytes_are_refused(tmp_path: Path) -> None:
-    path = save_external(encoder_layer(), tmp_path)
-    with (tmp_path / "teacher.data").open("r+b") as data:
-        data.truncate(2**31)  # sparse: takes no space
-    with pytest.raises(ShdError, match="2 GB") as caught:
-        load_teacher(path)
-    assert caught.value.code == "graph-unsupported"
+def test_large_models_leave_their_data_in_their_files(tmp_path: Path) -> None:
+    """Nothing that is read, squeezed or run needs the weights in one message, which could hold 2 GB at most."""
+    whole = encoder_layer(num_heads=8, d_v=24)
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.normal(size=(2, 5, 192)).astype(np.float32), "mask": np.ones((2, 5), np.int64)}
+    (tmp_path / "elsewhere").mkdir()
+    path = save_external(encoder_layer(num_heads=8, d_v=24), tmp_path / "elsewhere")
+    small, large = load_teacher(path), load_teacher(path, inline_bytes=0)
+    assert len(large.SerializeToString()) < 20_000 < len(small.SerializeToString())
+    assert find_sites(large) == find_sites(small)
+    outputs = []
+    for model in (whole, large):
+        squeezed = squeeze_graph(model, tuple(enumerate(find_sites(model))), num_student_heads=4, check_outputs=True)
+        outputs.append(run_session(open_session(squeezed.model, num_threads=1), feeds))
+        compare_with_reference(squeezed, outputs[-1])
+    for name, wanted in outputs[0].items():
+        np.testing.assert_array_equal(outputs[1][name], wanted)
+
+
+def test_a_data_folder_that_the_file_names_is_ignored(tmp_path: Path) -> None:
+    model = encoder_layer()
+    model.metadata_props.add(key="squeezing_heads.data_folder", value="/etc")
+    onnx.save(model, tmp_path / "teacher.onnx")
+    assert data_folder(load_teacher(tmp_path / "teacher.onnx")) is None
+    assert data_folder(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0)) == str(tmp_path.resolve())
+
+
+def test_the_standard_attention_operator_is_decomposed(tmp_path: Path) -> None:
+    for opset in (23, 24):
+        model = attention_operator(opset)
+        assert "Attention" in {node.op_type for node in model.graph.node}
+        onnx.save(model, tmp_path / "teacher.onnx")
+        (site,) = find_sites(load_teacher(tmp_path / "teacher.onnx"))
+        assert site.supported, site.reason
+        assert (site.num_heads, site.num_kv_heads, site.d_v) == (4, 2, 3)
+
+
+def test_absurd_shapes_are_refused(tmp_path: Path) -> None:
+    build = GraphBuilder()
+    huge = build.op("ConstantOfShape", build.const(np.array([2**20, 2**20])))
+    model = build.model({"x": (TensorProto.FLOAT, ["batch", 3])}, [build.op("Add", "x", huge)])
+    onnx.save(model, tmp_path / "teacher.onnx")
+    assert "at most 268435456 entries" in str(refused(tmp_path / "teacher.onnx"))
+    build = GraphBuilder()
+    model = build.model({"x": (TensorProto.FLOAT, ["batch", 2**40])}, [build.op("Identity", "x")])
+    onnx.save(model, tmp_path / "teacher.onnx")
+    assert "dynamic axes" in str(refused(tmp_path / "teacher.onnx"))
+    model = encoder_layer()
+    model.graph.initializer[0].dims[0] += 1
+    onnx.save(model, tmp_path / "teacher.onnx")
+    assert "numbers of its shape" in str(refused(tmp_path / "teacher.onnx"))

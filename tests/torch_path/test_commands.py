@@ -15,9 +15,10 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
 from shd_ref.cache import CacheReader  # noqa: E402  (after the skips)
-from shd_ref.teacher.commands import app as shd  # noqa: E402
+from shd_ref.cli import load_app  # noqa: E402
 from shd_torch.commands import app as shd_torch  # noqa: E402
 
+shd = load_app()
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
 

@@ -1,0 +1,327 @@
+"""Forms of attention as exporters write them: each understood and equal to the reference, or refused for a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from teacher.attention_graphs import (
+    Change,
+    GraphBuilder,
+    attention_on_inputs,
+    attention_operator,
+    encoder_layer,
+    random_projection,
+)
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.compare import Comparison, compare_with_reference
+from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.squeeze import squeeze_graph
+
+Feeds = Mapping[str, NDArray[Any]]
+
+
+def only_site(model: onnx.ModelProto) -> AttentionSite:
+    (site,) = find_sites(model)
+    return site
+
+
+def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **options: Any) -> Comparison:
+    """Squeeze every site; the graph's merged maps are those of NumPy on the graph's own maps."""
+    sites = find_sites(model)
+    assert sites
+    assert all(site.supported for site in sites), [site.reason for site in sites]
+    graph = squeeze_graph(model, tuple(enumerate(sites)), num_student_heads=heads, check_outputs=True, **options)
+    session = open_session(graph.model, num_threads=1)
+    fed = {value.name: feeds[value.name] for value in session.get_inputs()}
+    outputs = run_session(session, fed)
+    for layer in graph.layers:
+        assert outputs[layer.probs].std() > 0.01, "maps that are all alike compare nothing"
+    return compare_with_reference(graph, outputs)
+
+
+def inputs_of(rows: int = 4, keys: int = 4) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    return {
+        "q": 2 * rng.normal(size=(3, 2, rows, 3)).astype(np.float32),
+        "k": 2 * rng.normal(size=(3, 2, keys, 3)).astype(np.float32),
+    }
+
+
+def number(build: GraphBuilder, value: float) -> str:
+    return build.const(np.float32(value))
+
+
+def causal(build: GraphBuilder) -> str:
+    return build.const(np.tri(4, dtype=np.float32))
+
+
+def written_out(build: GraphBuilder, logits: str) -> str:
+    highest = build.op("ReduceMax", logits, build.const(np.array([-1])), keepdims=1)
+    powers = build.op("Exp", build.op("Sub", logits, highest))
+    return build.op("Div", powers, build.op("ReduceSum", powers, build.const(np.array([-1])), keepdims=1))
+
+
+LOGITS: dict[str, Change] = {
+    "Where": lambda b, z: b.op("Where", b.op("Cast", causal(b), to=TensorProto.BOOL), z, number(b, -np.inf)),
+    "Mul and Sub": lambda b, z: b.op(
+        "Sub",
+        b.op("Mul", z, causal(b)),
+        b.op("Mul", number(b, 1e4), b.op("Sub", number(b, 1), causal(b))),
+    ),
+    "Add": lambda b, z: b.op("Add", z, b.const(np.triu(np.full((4, 4), -1e9, np.float32), 1))),
+    "Max": lambda b, z: b.op("Max", b.op("Add", z, number(b, -1.0)), number(b, -3e38)),
+    "softcap": lambda b, z: b.op("Mul", b.op("Tanh", b.op("Div", z, number(b, 5))), number(b, 5)),
+    "relative positions": lambda b, z: b.op(
+        "Add",
+        z,
+        b.op(
+            "Transpose",
+            b.op("Gather", b.const(random_projection(7, 2)), b.const(np.abs(np.arange(4)[:, None] - np.arange(4)))),
+            perm=[2, 0, 1],
+        ),
+    ),
+    "ALiBi": lambda b, z: b.op(
+        "Add",
+        z,
+        b.op(
+            "Mul",
+            b.const(np.float32([0.5, 0.25]).reshape(2, 1, 1)),
+            b.const(-np.abs(np.arange(4, dtype=np.float32)[:, None] - np.arange(4, dtype=np.float32))),
+        ),
+    ),
+    "cast to half and back": lambda b, z: b.op("Cast", b.op("Cast", z, to=TensorProto.FLOAT16), to=TensorProto.FLOAT),
+}
+
+
+@pytest.mark.parametrize("form", LOGITS)
+def test_logits_of_every_form(form: str) -> None:
+    squeeze_and_compare(attention_on_inputs(LOGITS[form]), inputs_of())
+
+
+def guard(build: GraphBuilder, probs: str) -> str:
+    return build.op("Where", build.op("IsNaN", probs), number(build, 0), probs)
+
+
+@pytest.mark.parametrize("opset", range(13, 25))
+def test_every_operator_set(opset: int) -> None:
+    model = attention_on_inputs(LOGITS["Where"], guard, opset=opset)
+    squeeze_and_compare(model, inputs_of())
+
+
+@pytest.mark.parametrize("opset", [11, 12])
+def test_older_operator_sets_are_converted(opset: int, tmp_path: Path) -> None:
+    model = attention_on_inputs(LOGITS["Mul and Sub"], opset=opset)
+    for node in model.graph.node:  # in these sets softmax flattens what comes after its axis
+        if node.op_type == "Softmax":
+            node.attribute[0].i = 3
+    onnx.save(model, tmp_path / "teacher.onnx")
+    squeeze_and_compare(load_teacher(tmp_path / "teacher.onnx"), inputs_of())
+
+
+def test_a_softmax_that_is_written_out() -> None:
+    model = attention_on_inputs()
+    build = GraphBuilder()
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    place = list(model.graph.node).index(softmax)
+    result = written_out(build, softmax.input[0])
+    for node in model.graph.node:
+        for number_of_input, name in enumerate(node.input):
+            node.input[number_of_input] = result if name == softmax.output[0] else name
+    for node in build.nodes:
+        for number_of_input, name in enumerate(node.input):
+            node.input[number_of_input] = f"written_{name}" if name.startswith("constant") else name
+    for tensor in build.initializers:
+        tensor.name = f"written_{tensor.name}"
+    model.graph.initializer.extend(build.initializers)
+    del model.graph.node[place]
+    for offset, node in enumerate(build.nodes):
+        model.graph.node.insert(place + offset, node)
+    assert only_site(model).op_type == "Div"
+    squeeze_and_compare(model, inputs_of())
+
+
+def add_sink(build: GraphBuilder, logits: str) -> str:
+    sinks = build.const(np.float32([1.0, 0.0]).reshape(1, 2, 1, 1))
+    shape = build.op("Shape", logits)
+    wanted = build.op(
+        "Concat",
+        build.op("Slice", shape, build.const(np.array([0])), build.const(np.array([3]))),
+        build.const(np.array([1])),
+        axis=0,
+    )
+    return build.op("Concat", logits, build.op("Expand", sinks, wanted), axis=-1)
+
+
+def cut_sink(build: GraphBuilder, probs: str) -> str:
+    first, last, axis = (build.const(np.array([place])) for place in (0, -1, 3))
+    return build.op("Slice", probs, first, last, axis)
+
+
+def test_rows_with_attention_sinks_keep_their_sums() -> None:
+    model = attention_on_inputs(add_sink, cut_sink)
+    assert only_site(model).row_sums == "at_most_one"
+    squeeze_and_compare(model, inputs_of(), codec="float32")
+    for options in ({"codec": "sqrt8-row"}, {"codec": "float32", "temperature": 2.0}):
+        with pytest.raises(ShdError, match="attention sinks") as caught:
+            squeeze_and_compare(model, inputs_of(), **options)
+        assert caught.value.code == "graph-unsupported"
+
+
+def test_rectangular_maps() -> None:
+    squeeze_and_compare(attention_on_inputs(), inputs_of(rows=3, keys=5))
+
+
+def test_past_keys_and_values() -> None:
+    build = GraphBuilder()
+    split = [build.op("Reshape", "x", build.const(np.array([0, 0, 2, 3]))) for _ in range(2)]
+    query, new = (build.op("Transpose", heads, perm=[0, 2, 1, 3]) for heads in split)
+    keys, values = (build.op("Concat", past, new, axis=2) for past in ("past_key", "past_value"))
+    logits = build.op("MatMul", query, build.op("Transpose", keys, perm=[0, 1, 3, 2]))
+    probs = build.op("Softmax", logits, axis=-1)
+    joined = build.op("Transpose", build.op("MatMul", probs, values), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    past = (TensorProto.FLOAT, ["batch", 2, "past", 3])
+    inputs = {"x": (TensorProto.FLOAT, ["batch", "rows", 6]), "past_key": past, "past_value": past}
+    model = build.model(inputs, [output])
+    assert (only_site(model).num_heads, only_site(model).num_kv_heads) == (2, 2)
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.normal(size=(2, 2, 5, 3)).astype(np.float32) for name in ("past_key", "past_value")}
+    squeeze_and_compare(model, {"x": 3 * rng.normal(size=(2, 3, 6)).astype(np.float32), **feeds})
+    empty = {name: array[:, :, :0] for name, array in feeds.items()}
+    squeeze_and_compare(model, {"x": 3 * rng.normal(size=(2, 3, 6)).astype(np.float32), **empty})
+
+
+@pytest.mark.parametrize("opset", [23, 24])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"rank": 4},
+        {"num_kv_heads": 4},
+        {"num_kv_heads": 1},
+        {"masked": True},
+        {"is_causal": 1},
+        {"softcap": 2.0},
+        {"scale": 2.0},
+    ],
+    ids=str,
+)
+def test_the_standard_attention_operator(form: dict[str, Any], opset: int, tmp_path: Path) -> None:
+    model = attention_operator(opset, **form)
+    onnx.save(model, tmp_path / "teacher.onnx")
+    loaded = load_teacher(tmp_path / "teacher.onnx")
+    feeds: Feeds = {
+        "x": 2 * np.random.default_rng(0).normal(size=(3, 4, 12)).astype(np.float32),
+        "mask": (np.arange(4) < np.array([[4], [3], [1]])).astype(np.int64),
+    }
+    squeeze_and_compare(loaded, feeds, heads=2)
+    fed = {value.name: feeds[value.name] for value in model.graph.input}
+    runs = [run_session(open_session(one, num_threads=1), fed) for one in (model, loaded)]
+    for fused, plain in zip(*(run.values() for run in runs), strict=True):
+        np.testing.assert_allclose(fused, plain, atol=1e-5)
+
+
+def test_weights_that_are_also_inputs() -> None:
+    """As graphs of the first IR versions list every initialiser among the inputs."""
+    model = encoder_layer()
+    for tensor in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    assert only_site(model).supported, only_site(model).reason
+    rng = np.random.default_rng(0)
+    feeds = {"x": 3 * rng.normal(size=(2, 5, 12)).astype(np.float32), "mask": np.ones((2, 5), np.int64)}
+    squeeze_and_compare(model, feeds, heads=2)
+
+
+def test_bfloat16_teachers_are_found() -> None:
+    model = encoder_layer(float16=True, mask="where")
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT16:
+            numbers = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.BFLOAT16, numbers.shape, numbers.ravel()))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "to" and attribute.i == TensorProto.FLOAT16:
+                attribute.i = TensorProto.BFLOAT16
+    site = only_site(model)
+    assert site.supported, site.reason
+    assert (site.num_heads, site.d_v, site.dtype) == (4, 3, "float32")
+    assert site.output_projection is not None
+    np.testing.assert_allclose(site.output_projection, random_projection(12, 14, 4), atol=1e-2)
+
+
+def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same computation in both branches of an If."""
+    nodes, tensors = list(model.graph.node), list(model.graph.initializer)
+    output = model.graph.output[0]
+    then = helper.make_graph(nodes, "then", [], [output], tensors)
+    other = helper.make_graph(nodes, "else", [], [output], tensors)
+    node = helper.make_node("If", ["cached"], ["result"], then_branch=then, else_branch=other)
+    inputs = [*model.graph.input, helper.make_tensor_value_info("cached", TensorProto.BOOL, [])]
+    result = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "merged", inputs, [result])
+    return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def test_attention_inside_control_flow_is_refused() -> None:
+    sites = find_sites(in_branch(attention_on_inputs()))
+    assert [site.supported for site in sites] == [False, False]
+    assert all("inside the body of If" in str(site.reason) and "control flow" in str(site.reason) for site in sites)
+
+
+def turned(build: GraphBuilder, probs: str) -> str:
+    return build.op("Transpose", probs, perm=[0, 1, 3, 2])
+
+
+def by_einsum() -> onnx.ModelProto:
+    model = attention_on_inputs()
+    (product,) = (node for node in model.graph.node if node.op_type == "MatMul" and node.input[1] == "k")
+    product.op_type = "Einsum"
+    product.attribute.append(helper.make_attribute("equation", "bhls,bhsd->bhld"))
+    return model
+
+
+def over_another_axis() -> onnx.ModelProto:
+    model = attention_on_inputs()
+    (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
+    softmax.attribute[0].i = 2
+    return model
+
+
+def normalised_before_projection() -> onnx.ModelProto:
+    model = attention_on_inputs()
+    *_, last = model.graph.node
+    name = last.input[0]
+    scale = numpy_helper.from_array(np.ones(6, np.float32), "norm_scale")
+    model.graph.initializer.append(scale)
+    node = helper.make_node("LayerNormalization", [name, "norm_scale"], ["normed"])
+    model.graph.node.insert(len(model.graph.node) - 1, node)
+    last.input[0] = "normed"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (attention_on_inputs(change_probs=turned), "the map is transposed on its way"),
+        (by_einsum(), "meet in Einsum"),
+        (over_another_axis(), "not over the last axis"),
+        (normalised_before_projection(), "they go to LayerNormalization"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_refused_with_its_reason(model: onnx.ModelProto, reason: str) -> None:
+    site = only_site(model)
+    assert not site.supported
+    assert reason in str(site.reason)
+    assert "export" in str(site.reason)

@@ -1,0 +1,147 @@
+"""What ``shd inspect`` says, and how ``--sites`` selects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from teacher.attention_graphs import attention_on_inputs, bare_attention, encoder_layer, token_teacher
+
+pytest.importorskip("typer", reason="the commands need typer")
+
+from typer.testing import CliRunner  # (after the skip)
+
+from shd_ref.cache import CacheReader
+from shd_ref.cli import load_app
+from shd_ref.errors import ShdError
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.selection import select_sites
+
+RUNNER = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+FOUR = find_sites(bare_attention(2, num_layers=4))
+
+
+def run(*words: object, code: int = 0) -> str:
+    result = RUNNER.invoke(load_app(), [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return str(result.output)
+
+
+def saved(model: onnx.ModelProto, folder: Path) -> Path:
+    onnx.save(model, folder / "teacher.onnx")
+    return folder / "teacher.onnx"
+
+
+def fused() -> onnx.ModelProto:
+    model = encoder_layer()
+    (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
+    softmax.op_type, softmax.domain = "Attention", "com.microsoft"
+    return model
+
+
+def schema_errors(document: Any) -> list[str]:
+    jsonschema = pytest.importorskip("jsonschema")
+    path = Path(__file__).parents[2] / "specs" / "schemas" / "inspect.schema.json"
+    validator = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
+    return [error.message for error in validator.iter_errors(document)]
+
+
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize(
+    "model", [encoder_layer(num_kv_heads=2), bare_attention(3, num_layers=2), fused()], ids=["plain", "bare", "fused"]
+)
+def test_json_follows_its_schema(model: onnx.ModelProto, factored: bool, tmp_path: Path) -> None:
+    sites = find_sites(model)
+    words = ["inspect", saved(model, tmp_path), "--json", *(["--factored"] if factored else [])]
+    document = json.loads(run(*words, code=not any(site.supported for site in sites)))
+    assert schema_errors(document) == []
+    assert [entry["name"] for entry in document["sites"]] == [site.name for site in sites]
+    assert all((entry["factored"] is None) != factored for entry in document["sites"])
+    del document["sites"][0]["cross"]
+    assert schema_errors(document) != []
+
+
+def test_queries_and_keys_are_listed_on_request(tmp_path: Path) -> None:
+    teacher = saved(encoder_layer(num_kv_heads=2), tmp_path)
+    (site,) = json.loads(run("inspect", teacher, "--json", "--factored"))["sites"]
+    assert site["factored"] == {"supported": True, "reason": None, "num_kv_heads": 2, "d": 3, "scale": 1.0}
+    assert run("inspect", teacher, "--factored").count("yes") == 2
+    softcapped = attention_on_inputs(lambda build, logits: build.op("Tanh", logits))
+    assert "softcapped at 1" in run("inspect", saved(softcapped, tmp_path), "--factored")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layers"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("0", [0]),
+        ("3,1", [1, 3]),
+        ("1-2", [1, 2]),
+        ("0, 2-3", [0, 2, 3]),
+        ("2-9", [2, 3]),
+        ("softmax_1", [1]),
+        ("softmax_*", [0, 1, 2, 3]),
+        ("softmax_[02],3", [0, 2, 3]),
+    ],
+)
+def test_sites_are_selected_by_number_and_name(wanted: str | None, layers: list[int]) -> None:
+    assert [site.layer for site in select_sites(FOUR, wanted)] == layers
+
+
+@pytest.mark.parametrize("wanted", ["4", "3-1", "", "1,,2", "nobody", "0,9", "cross", "-1", "9" * 30])
+def test_what_names_no_site_is_refused(wanted: str) -> None:
+    with pytest.raises(ShdError, match=r"from 0 to 3.*which names none") as caught:
+        select_sites(FOUR, wanted)
+    assert caught.value.code == "argument-value"
+
+
+def test_kinds_select(tmp_path: Path) -> None:
+    sites = find_sites(encoder_layer())
+    assert select_sites(sites, "self") == sites
+    assert "self" in run("inspect", saved(encoder_layer(), tmp_path), "--sites", "self")
+    assert "names none" in run("inspect", tmp_path / "teacher.onnx", "--sites", "cross", code=1)
+
+
+def two_layers() -> onnx.ModelProto:
+    """A teacher of two layers with its second one out of reach, as a fused layer among plain ones is."""
+    model = bare_attention(4, num_layers=2)
+    second = [node for node in model.graph.node if node.op_type == "Softmax"][1]
+    second.attribute[0].i = 2
+    return model
+
+
+def test_sites_that_cannot_be_squeezed_can_be_left_out(tmp_path: Path) -> None:
+    teacher = saved(two_layers(), tmp_path)
+    rng = np.random.default_rng(0)
+    data = {"mask": np.ones((6, 5), np.int64)}
+    for layer in range(2):
+        data[f"logits_{layer}"] = rng.normal(size=(6, 4, 5, 5)).astype(np.float32)
+        data[f"values_{layer}"] = rng.normal(size=(6, 4, 5, 4)).astype(np.float32)
+    run_options = RunOptions(mask="mask", num_threads=1)
+    with pytest.raises(ShdError, match="select other sites") as caught:
+        precompute(teacher, data, tmp_path / "all", PrecomputeOptions(2), run_options)
+    assert caught.value.code == "graph-unsupported"
+    precompute(teacher, data, tmp_path / "first", PrecomputeOptions(2, sites="softmax_0"), run_options)
+    (pair,) = CacheReader(tmp_path / "first").manifest.layers
+    assert (pair.student_layer, pair.teacher_layer, pair.site) == (0, 0, "softmax_0")
+    both = PrecomputeOptions(2, sites="0", layer_pairs=((0, 0),))
+    with pytest.raises(ShdError, match="select sites themselves"):
+        precompute(teacher, data, tmp_path / "both", both, run_options)
+
+
+def test_every_command_takes_sites(tmp_path: Path) -> None:
+    teacher = saved(token_teacher(), tmp_path)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 50, (8, 6))
+    np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=np.ones_like(ids))
+    common = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
+    for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ()), ("fidelity", ())):
+        assert "names none" in run(command, *common, *more, "--sites", "7", code=1)
+    assert "--sites self" in run("fidelity", *common, "--sites", "self", "--plans", "adjacent", "--samples", 4)
+    run("precompute", *common, "--out", tmp_path / "cache", "--sites", "self")
