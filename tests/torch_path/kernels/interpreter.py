@@ -14,6 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+SCALER = 2.0**14
+
 
 @contextmanager
 def start_interpreter() -> Iterator[ProcessPoolExecutor]:
@@ -42,6 +44,35 @@ def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> di
     changed = [key for key, value in before.items() if not torch.equal(value, given[key])]
     arrays = {key: None if value is None else value.cpu().numpy() for key, value in result._asdict().items()}
     return arrays | {"changed": changed}
+
+
+def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """``attention_kl`` by the kernels with arrays for tensors: the loss, its gradients, and how it was chosen.
+
+    Args:
+        supervision: fields of ``Coded`` where it has a buffer, else of ``Factored``.
+        arguments: of ``attention_kl``; a mask is the tensor of the teacher as well.
+        device: where to run.
+    """
+    import torch
+    from torch_path.twins import to_tensor
+
+    from shd_torch import Factored, attention_kl, explain_backend
+    from shd_torch.coded import Coded
+
+    def convert(fields: dict[str, Any]) -> dict[str, Any]:
+        return {key: to_tensor(value, device) if hasattr(value, "dtype") else value for key, value in fields.items()}
+
+    given = {"backend": "triton"} | convert(arguments)
+    shared = {name: given[name] for name in ("attn_mask", "is_causal", "window") if name in given}
+    taught = Coded(**convert(supervision)) if "buffer" in supervision else Factored(**shared | convert(supervision))
+    q, k = given.pop("student_q").requires_grad_(), given.pop("student_k").requires_grad_()
+    (choice,) = explain_backend(q, k, taught, **given)
+    loss = attention_kl(q, k, taught, **given)
+    # As a gradient scaler does; small numbers would vanish in float16.
+    dq, dk = torch.autograd.grad(loss, (q, k), loss.new_tensor(SCALER))
+    tensors = {"loss": loss, "dq": dq.double() / SCALER, "dk": dk.double() / SCALER}
+    return {name: value.detach().double().cpu().numpy() for name, value in tensors.items()} | {"choice": choice}
 
 
 def call_reason(*dtypes: str) -> str | None:
