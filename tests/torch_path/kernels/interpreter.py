@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +23,31 @@ def start_interpreter() -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare) as pool:
         yield pool
+
+
+@contextmanager
+def open_adapter() -> Iterator[InterpretedAdapter]:
+    """The kernels as the judge calls them."""
+    with start_interpreter() as pool:
+        yield InterpretedAdapter(pool)
+
+
+class InterpretedAdapter:
+    """``KernelAdapter`` in another process."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self.pool = pool
+
+    def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
+        """One operation on arrays."""
+        return self.pool.submit(call_adapter, operation, dict(inputs), dtype).result(timeout=300)
+
+
+def call_adapter(operation: str, inputs: dict[str, Any], dtype: str) -> Any:
+    """One operation of the judge."""
+    from shd_torch.kl.kernel_adapter import KernelAdapter
+
+    return KernelAdapter("cpu").run_operation(operation, inputs, dtype)
 
 
 def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
