@@ -100,6 +100,7 @@ class Judged:
         dtypes: what it computes in.
         lacks: operations that it does not offer; anything else that is missing fails the test.
         partial: whether it also lacks options of an operation that it offers, each said by itself.
+        only: ids or globs of what it is judged by; None for everything.
         absent: gives the reason why it cannot run here, or None.
     """
 
@@ -108,6 +109,7 @@ class Judged:
     dtypes: tuple[str, ...] = ALL_DTYPES
     lacks: frozenset[str] = frozenset()
     partial: bool = False
+    only: str | None = None
     absent: Callable[[], str | None] = lambda: None
 
 
@@ -143,8 +145,16 @@ def _torch(device: str) -> AbstractContextManager[Any]:
     return nullcontext(importlib.import_module("shd_torch.adapter").Adapter(device))
 
 
-def _kl(backend: str) -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.kl.adapter").KlAdapter(backend))
+def _kl(backend: str, device: str = "cpu") -> AbstractContextManager[Any]:
+    return nullcontext(importlib.import_module("shd_torch.kl.adapter").KlAdapter(backend, device))
+
+
+def _kernels() -> AbstractContextManager[Any]:
+    return nullcontext(importlib.import_module("shd_torch.kl.kernel_adapter").KernelAdapter("cuda"))
+
+
+def _interpreted_kernels() -> AbstractContextManager[Any]:
+    return importlib.import_module("torch_path.kernels.interpreter").open_adapter()
 
 
 def _onnx(backend: str) -> AbstractContextManager[Any]:
@@ -158,6 +168,17 @@ JUDGED = (
     Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING, absent=_without_cuda),
     Judged("attention_kl-dense", lambda: _kl("dense"), partial=True, absent=_without("torch")),
     Judged("attention_kl-sdpa", lambda: _kl("sdpa"), partial=True, absent=_without("torch")),
+    Judged("attention_kl-dense-cuda", lambda: _kl("dense", "cuda"), partial=True, absent=_without_cuda),
+    Judged("attention_kl-sdpa-cuda", lambda: _kl("sdpa", "cuda"), partial=True, absent=_without_cuda),
+    Judged("attention_kl-triton-cuda", _kernels, dtypes=ALL_DTYPES[1:], partial=True, absent=_without_cuda),
+    Judged(
+        "attention_kl-triton-interpreted",
+        _interpreted_kernels,
+        dtypes=("float32",),  # the adapter widens float16 and bfloat16 to it
+        partial=True,
+        only="shd_loss*",  # the vectors: the laws' larger batches take the interpreter a minute
+        absent=_without("torch", "triton"),
+    ),
     Judged(
         "onnx-onnxruntime",
         lambda: _onnx("onnxruntime"),

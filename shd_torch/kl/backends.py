@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from shd_ref.errors import ShdError
-from shd_torch.kl import dense, sdpa
+from shd_torch.kl import dense, sdpa, triton
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
 
 FUSED_LENGTH = 512
 """Keys from which on fused attention is preferred on an accelerator."""
+
+TRITON_LENGTHS: dict[tuple[int, int], int] = {}
+"""Keys from which on the kernels pay, for each compute capability on which ``benchmarks/attention_kl_cuda.py`` showed
+that they do; elsewhere they run where they are asked for. None is measured yet."""
+
+TRITON_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+"""Of the student's queries: float32 costs the kernels three products, and fused attention has its precision."""
 
 
 class Backend(NamedTuple):
@@ -37,6 +47,7 @@ class BackendChoice(NamedTuple):
 BACKENDS: dict[str, Backend] = {
     "dense": Backend(dense.unsupported_reason, dense.run),
     "sdpa": Backend(sdpa.unsupported_reason, sdpa.run),
+    "triton": Backend(triton.unsupported_reason, triton.run),
 }
 """Backends by name; one that is added here can be asked for at once."""
 
@@ -66,13 +77,16 @@ def choose_backend(request: KlRequest, name: str) -> BackendChoice:
 
 
 def _choose(request: KlRequest, refused: dict[str, str]) -> tuple[str, str]:
-    device, num_keys = request.weights.device.type, request.shape[3]
-    if device == "cpu":
+    """The rule of ``"auto"``: device, length, dtype, and what is refused, in this order."""
+    device, num_keys = request.weights.device, request.shape[3]
+    if device.type == "cpu":
         return "dense", "on a processor tiles in its cache are as fast as fused attention, and give the value as well"
     if num_keys < FUSED_LENGTH:
         return "dense", f"{num_keys} keys are fewer than {FUSED_LENGTH}: tiles are as fast"
-    if "triton" in BACKENDS and "triton" not in refused:
-        return "triton", "its kernels subtract before they round, and read nothing twice"
+    if "triton" not in refused and request.queries.dtype in TRITON_DTYPES:
+        capability = torch.cuda.get_device_capability(device)
+        if num_keys >= TRITON_LENGTHS.get(capability, math.inf):
+            return "triton", "its kernels subtract before they round, and were measured to be faster on such a device"
     if "sdpa" in refused:
         return "dense", f"fused attention cannot serve this call: {refused['sdpa']}"
-    return "sdpa", f"{num_keys} keys are {FUSED_LENGTH} or more on {device}"
+    return "sdpa", f"{num_keys} keys are {FUSED_LENGTH} or more on {device.type}"

@@ -91,8 +91,8 @@ def attention_kl(
         value: ``"exact"``, or ``"surrogate"``: the gradient is exact but the number is ``sum q dq``, which is no
             divergence (where no gradient is wanted the value is always exact). ``dense`` gives the value almost for
             nothing; ``sdpa`` needs a pass over tiles for it, about as long as the step itself.
-        backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention) or ``"auto"``; see
-            ``explain_backend``.
+        backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels for
+            CUDA devices) or ``"auto"``; see ``explain_backend``.
         product_dtype: of the fused calls; default float32, and float16 for half-precision students on accelerators.
         check: look at the values and at both supports, which makes the host wait for the device. Without it, teacher
             mass where the student may not attend makes the gradient wrong and may leave the loss finite: check once,

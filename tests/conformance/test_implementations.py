@@ -8,10 +8,15 @@ from implementations import JUDGED, Judged
 
 from shd_ref.conformance import Status, judge
 
+
+def marks(row: Judged) -> list[pytest.MarkDecorator]:
+    """A row that needs a GPU, or that takes long."""
+    endings = {"cuda": pytest.mark.gpu, "interpreted": pytest.mark.slow}
+    return [mark for ending, mark in endings.items() if row.name.endswith(ending)]
+
+
 RUNS = [
-    pytest.param(row, dtype, id=f"{row.name}-{dtype}", marks=[pytest.mark.gpu] if row.name.endswith("cuda") else [])
-    for row in JUDGED
-    for dtype in row.dtypes
+    pytest.param(row, dtype, id=f"{row.name}-{dtype}", marks=marks(row)) for row in JUDGED for dtype in row.dtypes
 ]
 
 
@@ -21,7 +26,7 @@ def test_implementation_conforms(row: Judged, dtype: str) -> None:
     if reason:
         pytest.skip(reason)
     with row.open() as implementation:
-        report = judge(implementation, dtype=dtype, name=row.name)
+        report = judge(implementation, dtype=dtype, only=row.only, name=row.name)
     assert report.passed, report.summary()
     missing = [result for result in report.results if result.status is Status.MISSING]
     if not row.partial:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+SCALER = 2.0**14
 
 
 @contextmanager
@@ -21,6 +23,31 @@ def start_interpreter() -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare) as pool:
         yield pool
+
+
+@contextmanager
+def open_adapter() -> Iterator[InterpretedAdapter]:
+    """The kernels as the judge calls them."""
+    with start_interpreter() as pool:
+        yield InterpretedAdapter(pool)
+
+
+class InterpretedAdapter:
+    """``KernelAdapter`` in another process."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self.pool = pool
+
+    def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
+        """One operation on arrays."""
+        return self.pool.submit(call_adapter, operation, dict(inputs), dtype).result(timeout=300)
+
+
+def call_adapter(operation: str, inputs: dict[str, Any], dtype: str) -> Any:
+    """One operation of the judge."""
+    from shd_torch.kl.kernel_adapter import KernelAdapter
+
+    return KernelAdapter("cpu").run_operation(operation, inputs, dtype)
 
 
 def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
@@ -42,6 +69,35 @@ def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> di
     changed = [key for key, value in before.items() if not torch.equal(value, given[key])]
     arrays = {key: None if value is None else value.cpu().numpy() for key, value in result._asdict().items()}
     return arrays | {"changed": changed}
+
+
+def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """``attention_kl`` by the kernels with arrays for tensors: the loss, its gradients, and how it was chosen.
+
+    Args:
+        supervision: fields of ``Coded`` where it has a buffer, else of ``Factored``.
+        arguments: of ``attention_kl``; a mask is the tensor of the teacher as well.
+        device: where to run.
+    """
+    import torch
+    from torch_path.twins import to_tensor
+
+    from shd_torch import Factored, attention_kl, explain_backend
+    from shd_torch.coded import Coded
+
+    def convert(fields: dict[str, Any]) -> dict[str, Any]:
+        return {key: to_tensor(value, device) if hasattr(value, "dtype") else value for key, value in fields.items()}
+
+    given = {"backend": "triton"} | convert(arguments)
+    shared = {name: given[name] for name in ("attn_mask", "is_causal", "window") if name in given}
+    taught = Coded(**convert(supervision)) if "buffer" in supervision else Factored(**shared | convert(supervision))
+    q, k = given.pop("student_q").requires_grad_(), given.pop("student_k").requires_grad_()
+    (choice,) = explain_backend(q, k, taught, **given)
+    loss = attention_kl(q, k, taught, **given)
+    # As a gradient scaler does; small numbers would vanish in float16.
+    dq, dk = torch.autograd.grad(loss, (q, k), loss.new_tensor(SCALER))
+    tensors = {"loss": loss, "dq": dq.double() / SCALER, "dk": dk.double() / SCALER}
+    return {name: value.detach().double().cpu().numpy() for name, value in tensors.items()} | {"choice": choice}
 
 
 def call_reason(*dtypes: str) -> str | None:

@@ -42,6 +42,9 @@ CASES = [
         dtype="float16",
     ),
     Case("float16, d=200 and 80", 40, width=200, teacher_width=80, has_key_mask=True, dtype="float16"),
+    Case("d=256 and 32, L=17", 17, width=256, teacher_width=32, is_causal=True),
+    Case("float16, d=128", 19, width=128, teacher_width=128, kv_heads=1, dtype="float16"),
+    Case("twelve heads in one, L=21", 21, groups=(tuple(range(12)),), kv_heads=1, teacher_kv_heads=4, is_causal=True),
     Case("one row, one key", 1, groups=((0,),), kv_heads=1, teacher_kv_heads=1),
 ]
 

@@ -1,0 +1,140 @@
+"""The backend of Triton kernels: both maps rebuilt a tile at a time on the device, and subtracted before rounding.
+
+Reads what a supervision is kept as, a teacher's queries and keys or a cache's bytes; never maps. Value and gradients
+come from the forward pass. dk is summed by one pass with atomic additions, whose order differs from run to run; after
+``torch.use_deterministic_algorithms(True)`` by a second pass, in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shd_torch import kernels
+from shd_torch.coded import Coded
+from shd_torch.factored import Factored
+from shd_torch.kernels import PackedCodes, RowsKl
+from shd_torch.kernels.coded import CODECS
+from shd_torch.kl.gradient import KlResult
+from shd_torch.kl.request import KlRequest
+from shd_torch.masks import AttentionMask
+
+
+def unsupported_reason(request: KlRequest) -> str | None:
+    """What the kernels do not read or the device cannot run; None where they serve. Waits for no device."""
+    taught = request.supervision
+    if isinstance(taught, Factored):
+        heads: tuple[Tensor, ...] = (request.queries, request.keys, taught.queries, taught.keys)
+    elif isinstance(taught, Coded):
+        heads = request.queries, request.keys
+    else:
+        return "it reads a teacher's queries and keys, or a cache's codes, and no maps"
+    if isinstance(taught, Coded) and taught.codec not in CODECS:
+        return f"it decodes the codecs {' and '.join(CODECS)}; got {taught.codec}"
+    reason = kernels.unsupported_reason(*heads)
+    if reason is not None:
+        return reason
+    for queries, keys in zip(heads[::2], heads[1::2], strict=True):
+        if queries.dtype != keys.dtype:
+            return f"queries and keys must have one dtype; got {queries.dtype} and {keys.dtype}"
+    if request.support == "intersect":
+        return "support='intersect' needs the maps"
+    return _logits_reason(request) or _mask_reason(request)
+
+
+@torch.no_grad()
+def run(request: KlRequest) -> KlResult:
+    """Value and gradients of one layer by the kernels."""
+    rows = _run_kernels(request)
+    value = None if rows.kl is None else (request.weights * rows.kl).sum()
+    if value is not None and request.supervision.row_sums == "one":
+        # The kernels count what a row lacks of one as the sinks' mass, and here it is a rounding (LOSS-10).
+        value = value + (request.weights * torch.xlogy(request.mass, request.mass)).sum()
+    return KlResult(value, rows.dq, rows.dk) if request.wants_gradient else KlResult(value)
+
+
+def _run_kernels(request: KlRequest) -> RowsKl:
+    taught, mask = request.supervision, request.mask
+    options: dict[str, Any] = {
+        "scale": request.scale,
+        "key_mask": _find_key_mask(mask, request.shape),
+        "is_causal": mask.is_causal,
+        "window": mask.window,
+        "temperature": request.temperature,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "want_value": request.wants_value,
+    }
+    weights = request.weights.float()
+    if isinstance(taught, Coded):
+        codes = PackedCodes(taught.buffer, taught.starts, taught.lengths, taught.support)
+        return kernels.kl_coded(request.queries, request.keys, codes, weights, **options)
+    assert isinstance(taught, Factored)  # what else there is was refused
+    mixing = taught.mixing
+    if taught.row_mass is not None:
+        mixing = (mixing[..., None] if mixing.ndim == 3 else mixing) * taught.row_mass[:, None]
+    # Named here, so that nobody has to look for them on the device.
+    every_head = tuple(range(taught.queries.shape[1]))
+    lse = taught.lse if request.temperature == 1.0 else None
+    return kernels.kl_factored(
+        request.queries,
+        request.keys,
+        taught.queries,
+        taught.keys,
+        mixing,
+        weights,
+        teacher_scale=taught.logit_scale,
+        groups=taught.groups or (every_head,) * taught.num_heads,
+        teacher_lse=None if lse is None else lse.detach().float().contiguous(),
+        **options,
+    )
+
+
+def _logits_reason(request: KlRequest) -> str | None:
+    """Why the logits are not products alone."""
+    taught = request.supervision
+    if request.wants_bias_gradient:
+        return "the gradient of an added mask is a map"
+    masks = [("student", request.mask, request.softcap)]
+    if isinstance(taught, Factored):
+        masks.append(("teacher", taught.mask, taught.softcap))
+    for side, mask, softcap in masks:
+        if softcap is not None:
+            return f"its logits are products alone, and the {side} has a soft cap"
+        if mask.is_biased:
+            return f"its logits are products alone, and the {side} has an added mask or ALiBi"
+    return None
+
+
+def _mask_reason(request: KlRequest) -> str | None:
+    """Why causality, a window and one mask of keys do not describe who may attend."""
+    mask, taught = request.mask, request.supervision
+    given = mask.attn_mask
+    if given is not None and tuple(given.shape[1:3]) != (1, 1):
+        return (
+            "it takes causality, a window and a mask of keys (B, 1, 1, S); got an attn_mask of heads or rows "
+            f"{tuple(given.shape)}"
+        )
+    if isinstance(taught, Factored) and not _is_same(mask, taught.mask):
+        return (
+            "student and teacher must have one mask: is_causal, window, and attn_mask as one tensor on the student's "
+            "device, which is known without looking at it"
+        )
+    return None
+
+
+def _is_same(one: AttentionMask, other: AttentionMask) -> bool:
+    """Whether two descriptions allow the same; tensors are the same where they are the same memory."""
+    if (one.is_causal, one.window) != (other.is_causal, other.window):
+        return False
+    a, b = one.attn_mask, other.attn_mask
+    if a is None or b is None:
+        return a is b
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+def _find_key_mask(mask: AttentionMask, shape: tuple[int, int, int, int]) -> Tensor | None:
+    if mask.attn_mask is None:
+        return None
+    return mask.attn_mask[:, 0, 0].expand(shape[0], shape[3])
