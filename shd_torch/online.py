@@ -89,9 +89,6 @@ class OnlineTeacher:
         alpha_rule: as in ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose own cannot be found.
-
-    Raises:
-        ShdError: ``argument-value`` for a bad ``num_student_heads``; ``layers-invalid``.
     """
 
     def __init__(
@@ -175,14 +172,15 @@ class OnlineTeacher:
         for layer in {teacher for _, teacher in pairs}:
             found = watch.find(recording.calls[layer])
             if layer in self._given:
-                found = Projection(self._given[layer], is_linear=False)
-            if found is None:
+                found = [Projection(self._given[layer], is_linear=False)]
+            if len(found) != 1:
                 raise ShdError(
                     "capture-failed",
-                    f"attention call {layer} of {name} must hand its output to one output projection; none was seen: "
-                    f"give W_o (H_t * d_v, D) as output_projections={{{layer}: ...}}",
+                    f"attention call {layer} of {name} must hand its output to one output projection; got "
+                    f"{len(found)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
+                    f"output_projections={{{layer}: ...}}",
                 )
-            self._projections[layer] = found
+            self._projections[layer] = found[0]
         self._num_calls, self._pairs = num_calls, pairs
         return self._read(recording.calls), output
 
