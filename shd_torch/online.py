@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map as pair_layers
 from shd_torch.attention_call import AttentionCall
-from shd_torch.capture import Captured, check_count
+from shd_torch.capture import Captured, check_count, check_same_count
 from shd_torch.checks import check_option
 from shd_torch.factored import Factored
 from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
@@ -187,7 +187,7 @@ class OnlineTeacher:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
         with record(values=True) as recording:
             output = self.model(*args, **kwargs)
-        check_count(len(recording.calls), self._num_calls, None, type(self.model).__name__)
+        check_same_count(len(recording.calls), self._num_calls, type(self.model).__name__)
         return self._read(recording.calls), output
 
     def _read(self, raws: Sequence[RawCall]) -> dict[int, AttentionCall]:

@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_refused() -> None:
     online = OnlineTeacher(shrinking, 2, 2)
     online(images)
     shrinking.blocks = shrinking.blocks[:2]
-    with pytest.raises(ShdError, match="must make layers=3 attention calls; got 2"):
+    with pytest.raises(ShdError, match="must make 3 attention calls, as the first one did; got 2"):
         online(images)
 
 
