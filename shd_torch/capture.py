@@ -128,6 +128,7 @@ class AttentionCapture:
     ) -> None:
         self._expected, kept = _read_layers(layers)
         self._kept = kept
+        self._first_count = 0
         self._student = student
         self._keep_values = keep_values
         self._undo: Callable[[], None] | None = None
@@ -188,7 +189,11 @@ class AttentionCapture:
         grad_enabled = torch.is_grad_enabled()
         with record(values=self._keep_values) as recording:
             result = original(*args, **kwargs)
-        check_count(len(recording.calls), self._expected, self._kept, type(self._student).__name__)
+        name, num_calls = type(self._student).__name__, len(recording.calls)
+        check_count(num_calls, self._expected, self._kept, name)
+        if self._kept is not None:
+            self._first_count = self._first_count or num_calls
+            check_same_count(num_calls, self._first_count, name)
         try:
             torch.compiler.disable(self.captured.take)(recording.calls, grad_enabled)  # type: ignore[no-untyped-call]
         except BaseException:
@@ -367,6 +372,16 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
             f"layers must be a count of at least 1 or distinct zero-based layer numbers; got {layers!r}",
         )
     return (layers, None) if isinstance(layers, int) else (None, numbers)
+
+
+def check_same_count(calls: int, first: int, name: str) -> None:
+    """Calls are known by their numbers, which mean something only where every pass makes the same calls."""
+    if calls != first:
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {name} must make {first} attention calls, as the first one did; got {calls}: their "
+            "numbers would mean other layers, so switch off what skips some (layer drop, a fast path)",
+        )
 
 
 def check_count(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map as pair_layers
 from shd_torch.attention_call import AttentionCall
-from shd_torch.capture import Captured, check_count
+from shd_torch.capture import Captured, check_count, check_same_count
 from shd_torch.checks import check_option
 from shd_torch.factored import Factored
 from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
@@ -89,9 +89,6 @@ class OnlineTeacher:
         alpha_rule: as in ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose own cannot be found.
-
-    Raises:
-        ShdError: ``argument-value`` for a bad ``num_student_heads``; ``layers-invalid``.
     """
 
     def __init__(
@@ -175,21 +172,22 @@ class OnlineTeacher:
         for layer in {teacher for _, teacher in pairs}:
             found = watch.find(recording.calls[layer])
             if layer in self._given:
-                found = Projection(self._given[layer], is_linear=False)
-            if found is None:
+                found = [Projection(self._given[layer], is_linear=False)]
+            if len(found) != 1:
                 raise ShdError(
                     "capture-failed",
-                    f"attention call {layer} of {name} must hand its output to one output projection; none was seen: "
-                    f"give W_o (H_t * d_v, D) as output_projections={{{layer}: ...}}",
+                    f"attention call {layer} of {name} must hand its output to one output projection; got "
+                    f"{len(found)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
+                    f"output_projections={{{layer}: ...}}",
                 )
-            self._projections[layer] = found
+            self._projections[layer] = found[0]
         self._num_calls, self._pairs = num_calls, pairs
         return self._read(recording.calls), output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
         with record(values=True) as recording:
             output = self.model(*args, **kwargs)
-        check_count(len(recording.calls), self._num_calls, None, type(self.model).__name__)
+        check_same_count(len(recording.calls), self._num_calls, type(self.model).__name__)
         return self._read(recording.calls), output
 
     def _read(self, raws: Sequence[RawCall]) -> dict[int, AttentionCall]:

@@ -1,7 +1,8 @@
 """The weights that an attention call's output is multiplied with: found by looking, with no list of module names.
 
-The output projection is the first matrix that meets exactly the numbers which the call returned, heads side by side.
-That holds for every architecture that projects its heads at all, whatever the module is called and wherever it lies.
+The output projection is the matrix that meets exactly the numbers which the call returned, heads side by side. That
+holds for every architecture that projects its heads at all, whatever the module is called and wherever it lies. Where
+several matrices meet them (an adapter beside the projection) or none does (a gate before it), nothing is guessed.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class Projection(NamedTuple):
 
 
 class ProjectionWatch(TorchFunctionMode):
-    """While entered, notes which matrix each recorded attention call's output meets first."""
+    """While entered, notes which matrices the output of each recorded attention call meets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._found: list[tuple[RawCall, Projection]] = []
         self._own = {id(parameter) for parameter in model.parameters()}
 
-    def find(self, call: RawCall) -> Projection | None:
-        """The projection of a call's output, or None where it met no matrix."""
+    def find(self, call: RawCall) -> list[Projection]:
+        """The matrices that a call's output met; one, where all is well."""
         if call.projection is not None:
-            return Projection(call.projection)
-        return next((projection for seen, projection in self._found if seen is call), None)
+            return [Projection(call.projection)]
+        return [projection for seen, projection in self._found if seen is call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,12 +54,7 @@ class ProjectionWatch(TorchFunctionMode):
         product = _read_product(func, args, kwargs or {})
         call = last_call()
         # This code runs outside of the mode, so that looking is not looked at.
-        if (
-            product is not None
-            and call is not None
-            and self.find(call) is None
-            and _is_output(product[0], call.output)
-        ):
+        if product is not None and call is not None and _is_output(product[0], call.output):
             projection = product[1]
             if id(projection.weight) not in self._own:  # gathered from shards, dequantised: gone after the pass
                 projection = projection._replace(weight=projection.weight.detach().clone())
@@ -88,6 +84,8 @@ def _is_output(vectors: Tensor, output: Tensor | None) -> bool:
         width = by_row.shape[2] * by_row.shape[3]
         if vectors.shape[-1] == width:
             orders = (by_row, by_row.transpose(0, 1))  # samples first, or rows first
-            if any(torch.equal(vectors.reshape(-1, width), order.reshape(-1, width)) for order in orders):
+            # NaN, which a broken teacher gives, is no difference: it is refused later, by layer and head.
+            given = vectors.reshape(-1, width).nan_to_num()
+            if any(torch.equal(given, order.reshape(-1, width).nan_to_num()) for order in orders):
                 return True
     return False

@@ -217,7 +217,9 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
         # tapped by itself. A compiled graph has no use for weights, and nothing is replaced while one is traced.
         if torch.compiler.is_compiling() or not is_recording():
             return original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
+        projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
         products: list[tuple[Tensor, ...]] = []
+        before = _recorder.last
         with ExitStack() as stack:
             for name in ("bmm", "baddbmm"):
                 _replace(stack, torch, name, _watch(products, getattr(torch, name)))
@@ -230,12 +232,13 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
                 bias = bias[None] if bias.shape[0] == 1 else bias.reshape(-1, num_heads, *bias.shape[1:])
             values = products[1][1] if _recorder.wants_values else None
             values = None if values is None else values.reshape(-1, num_heads, *values.shape[1:])
-            projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
             add_call(
                 RawCall(
                     "fused", heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection
                 )
             )
+        elif _recorder.last is not None and _recorder.last is not before:
+            _recorder.last.projection = projection
         return result
 
     return attend

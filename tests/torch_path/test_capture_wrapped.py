@@ -281,3 +281,58 @@ def test_logits_alone_are_no_queries() -> None:
     assert captured.logits[0].shape == (1, 2, 3, 3)
     with pytest.raises(ShdError, match="record_query_key instead"):
         _ = captured.calls
+
+
+def test_layer_numbers_hold_while_every_pass_makes_the_same_calls() -> None:
+    """A layer that is dropped in some passes would shift the numbers of those behind it."""
+    torch.manual_seed(0)
+    model, images = PlainViT(num_layers=4), torch.randn(2, 3, 16, 16)
+    capture = capture_attention(model, [1, 2])
+    captured = capture.start()
+    model(images)
+    blocks = model.blocks
+    model.blocks = blocks[1:]
+    with pytest.raises(ShdError, match="must make 4 attention calls, as the first one did; got 3") as caught:
+        model(images)
+    assert caught.value.code == "capture-failed"
+    assert captured.num_calls == 0
+    model.blocks = blocks
+    model(images)
+    assert len(captured.calls) == 2
+    capture.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # on import
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_flex_attention_students(name: str) -> None:
+    """Without gradient, which FlexAttention lacks on a CPU: outputs are its own, the maps those of "sdpa"."""
+    pytest.importorskip("transformers", reason="a Hugging Face student")
+    model, inputs = hf_model(name, "sdpa"), hf_inputs(name)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with capture_attention(model, 2) as captured:
+            model(**inputs)
+        expected = list(captured.probs)
+        model.set_attn_implementation("flex_attention")
+        plain = model(**inputs)[0]
+        with capture_attention(model, 2) as captured:
+            assert torch.equal(model(**inputs)[0], plain)
+    real = inputs["attention_mask"].bool()[:, None, :, None]
+    for probs, wanted in zip(captured.probs, expected, strict=True):
+        torch.testing.assert_close(probs * real, wanted * real, atol=1e-6, rtol=1e-5)
+
+
+def test_a_function_bound_by_name_is_missed_and_said_so() -> None:
+    """``from torch.nn.functional import scaled_dot_product_attention``: nothing passes where the taps are."""
+    bound = F.scaled_dot_product_attention
+
+    class Bound(nn.Module):
+        def forward(self, query: Tensor) -> Tensor:
+            return bound(query, query, query)
+
+    model = Bound()
+    with capture_attention(model, 1), pytest.raises(ShdError, match=r"got 0 calls: .*by that name") as caught:
+        model(torch.randn(1, 2, 3, 4))
+    assert caught.value.code == "capture-failed"

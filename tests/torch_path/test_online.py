@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_path.architectures import ARCHITECTURES, make_inputs, make_model
+from torch_path.models import NUM_HEADS, PlainBlock, PlainViT
 from torch_path.twins import assert_agrees, to_float64
 
 import shd_ref
-from shd_torch import OnlineTeacher, capture_attention
+from shd_torch import OnlineTeacher, ShdError, capture_attention, layer_kls, shd_loss
 
 # Of the output projection's parameter, in every attention that runs.
 PROJECTIONS = {
@@ -76,3 +78,253 @@ def test_equals_the_squeeze_of_eager_maps(name: str) -> None:
             np.testing.assert_allclose(merged, wanted, atol=1e-5)
     first = taught.output if isinstance(taught.output, Tensor) else taught.output[0]
     assert torch.equal(first, expected_output if isinstance(expected_output, Tensor) else expected_output[0])
+
+
+def student_and_teacher() -> tuple[PlainViT, OnlineTeacher, Tensor]:
+    torch.manual_seed(0)
+    return PlainViT(), OnlineTeacher(PlainViT(num_layers=4), 2, 2), torch.randn(3, 3, 16, 16)
+
+
+def two_heads(width: int = 32) -> PlainViT:
+    torch.manual_seed(1)
+    return PlainViT(width, num_heads=2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_loss_and_gradients_are_those_of_eager_maps(reduction: str, temperature: float) -> None:
+    _, online, images = student_and_teacher()
+    student = two_heads()
+    with capture_attention(student, 2) as captured:
+        student(images)
+    taught = online(images)
+    assert taught.layers == online.student_layers == (0, 1)
+    maps = [supervision.probs(temperature=temperature) for supervision in taught.supervisions]
+    options: dict[str, Any] = {"reduction": reduction, "beta": 0.5, "temperature": temperature}
+    expected = shd_loss(maps, list(captured.logits), **options)
+    terms = layer_kls(captured, taught, **options)
+    assert list(terms) == [0, 1]
+    total = torch.stack(list(terms.values())).sum()
+    torch.testing.assert_close(total, expected, atol=1e-6, rtol=2e-5)
+    keys = [call.key for call in captured.calls]
+    for found, wanted in zip(
+        torch.autograd.grad(total, keys, retain_graph=True), torch.autograd.grad(expected, keys), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, atol=1e-7, rtol=1e-4)
+    assert all(p.grad is None for p in online.model.parameters())
+
+
+def test_several_teachers_are_averaged() -> None:
+    """Of different depth, taught layers and strategy; a layer that one of two teaches counts half."""
+    _, first, images = student_and_teacher()
+    second = OnlineTeacher(PlainViT(num_heads=8, num_layers=3), 2, [(1, 2)], strategy="constant")
+    student = two_heads()
+    with capture_attention(student) as captured:
+        student(images)
+    taught = [first(images), second(images)]
+    together = layer_kls(captured, taught)
+    alone = [layer_kls(captured, one) for one in taught]
+    torch.testing.assert_close(together[0], alone[0][0] / 2)
+    torch.testing.assert_close(together[1], (alone[0][1] + alone[1][1]) / 2)
+    with pytest.raises(ShdError, match="at least one teacher"):
+        layer_kls(captured, [])
+
+
+def test_layers_that_were_not_captured_are_named() -> None:
+    _, online, images = student_and_teacher()
+    student = two_heads()
+    with capture_attention(student, [1]) as captured:
+        student(images)
+    with pytest.raises(ShdError, match=r"layer 0 must be among .* got \[1\]") as caught:
+        layer_kls(captured, online(images))
+    assert caught.value.code == "capture-failed"
+
+
+class Stack(nn.Module):
+    """Layers of ``nn.MultiheadAttention``, with or without asking it for its weights."""
+
+    def __init__(self, batch_first: bool, need_weights: bool) -> None:
+        super().__init__()
+        self.need_weights = need_weights
+        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 8, batch_first=batch_first) for _ in range(2))
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, hidden, hidden, attn_mask=mask, need_weights=self.need_weights)[0]
+        return hidden
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_equals_the_reference(batch_first: bool, need_weights: bool) -> None:
+    torch.manual_seed(0)
+    teacher = Stack(batch_first, need_weights).eval()
+    hidden = torch.randn(3, 6, 32) if batch_first else torch.randn(6, 3, 32)
+    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    squeeze = OnlineTeacher(teacher, 3, 2)(hidden, mask).squeezes[0]
+    layer = teacher.layers[0]
+    rows = hidden if batch_first else hidden.transpose(0, 1)
+    with torch.no_grad():
+        probs = layer(hidden, hidden, hidden, attn_mask=mask, average_attn_weights=False)[1]
+        values = F.linear(rows, layer.in_proj_weight[64:], layer.in_proj_bias[64:])
+    values = values.unflatten(-1, (8, 4)).transpose(1, 2)
+    outputs = shd_ref.value_outputs(to_float64(values), to_float64(layer.out_proj.weight.mT))
+    expected = shd_ref.squeeze_heads(to_float64(probs), outputs, 3)
+    assert_agrees(squeeze.mixing, expected.mixing, "float32", "alpha")
+    np.testing.assert_allclose(to_float64(squeeze.supervision.probs()), expected.probs, atol=1e-5)
+
+
+def test_transformer_encoder_in_eval_mode() -> None:
+    """Whose fast path would show nothing; with padding."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    hidden, padding = torch.randn(2, 6, 32), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    taught = OnlineTeacher(encoder, 2, 2)(hidden, src_key_padding_mask=padding, query_mask=~padding)
+    for supervision in taught.supervisions:
+        assert supervision.shape == (2, 2, 6, 6)
+        assert not supervision.probs()[1, :, :, 4:].any()
+
+
+@pytest.mark.parametrize("way", ["layers", "whole", "autocast", "half"])
+def test_compiled_and_narrow_teachers(way: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, images = PlainViT(num_layers=3), torch.randn(2, 3, 16, 16)
+    expected = OnlineTeacher(model, 2, 3)(images).squeezes
+    teacher: Any = model
+    if way == "layers":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    elif way == "whole":
+        teacher = torch.compile(model, backend="eager")
+    elif way == "half":
+        teacher, images = model.bfloat16(), images.bfloat16()
+    online = OnlineTeacher(teacher, 2, 3)
+    tolerance = 1e-6 if way in ("layers", "whole") else 0.03
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            found = online(images).squeezes
+        for squeeze, wanted in zip(found, expected, strict=True):
+            assert squeeze.mixing.dtype == torch.float32
+            torch.testing.assert_close(
+                squeeze.supervision.probs(), wanted.supervision.probs(), atol=tolerance, rtol=tolerance
+            )
+
+
+def test_fused_attention_is_kept_and_no_map_is_formed() -> None:
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, Tensor) and tensor.numel() > largest:
+                    largest = tensor.numel()
+            return result
+
+    torch.manual_seed(0)
+    length = 700
+
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = PlainBlock(8, 4, causal=True)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = self.block(hidden)
+            return output
+
+    online = OnlineTeacher(Long(), 2, 1)
+    hidden = torch.randn(1, length, 8)
+    online(hidden)
+    with Watch():
+        online(hidden, check=True)
+    assert largest < length * length
+
+
+class Gated(nn.Module):
+    """A gate between attention and its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.out = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        context = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        output: Tensor = self.out(self.gate(hidden).sigmoid() * context)
+        return output
+
+
+def test_a_projection_that_is_not_seen_must_be_given() -> None:
+    torch.manual_seed(0)
+    model, hidden = Gated(), torch.randn(2, 5, 32)
+    with pytest.raises(ShdError, match=r"one output projection; got 0: .*output_projections=\{0: \.\.\.\}") as caught:
+        OnlineTeacher(model, 2, 1)(hidden)
+    assert caught.value.code == "capture-failed"
+    online = OnlineTeacher(model, 2, 1, output_projections={0: model.out.weight.mT})
+    assert online(hidden).squeezes[0].supervision.shape == (2, 2, 5, 5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
+def test_an_adapter_beside_the_projection_is_not_overlooked() -> None:
+    peft = pytest.importorskip("peft", reason="adapters")
+    teacher = make_model("llama")
+    adapted = peft.get_peft_model(teacher, peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
+    with pytest.raises(ShdError, match="got 2: merge adapters"):
+        OnlineTeacher(adapted, 2, 1)(**make_inputs("llama"))
+    OnlineTeacher(adapted.merge_and_unload(), 2, 1)(**make_inputs("llama"))
+
+
+def test_a_projection_that_is_moved_or_trained_stays_the_right_one() -> None:
+    _, online, images = student_and_teacher()
+    before = online(images).squeezes[0].mixing
+    block = online.model.blocks[1]
+    with torch.no_grad():
+        block.proj.weight[:, :8] *= 10.0  # of head 0
+    assert not torch.allclose(before, online(images).squeezes[0].mixing, atol=1e-3)
+    fresh = OnlineTeacher(online.model, 2, 2)(images).squeezes[0].mixing
+    torch.testing.assert_close(online(images).squeezes[0].mixing, fresh)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    images = torch.randn(1, 3, 16, 16)
+    for arguments, code in (
+        ((NUM_HEADS + 1, 2), "heads-exceed"),
+        ((2, 3), "layers-invalid"),
+        ((2, [(0, 2)]), "layers-invalid"),
+        ((2, [(0, 0), (0, 1)]), "layers-invalid"),
+    ):
+        with pytest.raises(ShdError) as caught:
+            OnlineTeacher(PlainViT(), *arguments)(images)
+        assert caught.value.code == code
+    broken = PlainViT()
+    with torch.no_grad():
+        broken.blocks[1].qkv.weight[0, 0] = torch.nan
+    with pytest.raises(ShdError, match="teacher layer 1: ") as caught:
+        OnlineTeacher(broken, 2, 2)(images)
+    assert caught.value.code == "not-finite"
+    shrinking = PlainViT(num_layers=3)
+    online = OnlineTeacher(shrinking, 2, 2)
+    online(images)
+    shrinking.blocks = shrinking.blocks[:2]
+    with pytest.raises(ShdError, match="must make 3 attention calls, as the first one did; got 2"):
+        online(images)
+
+
+def test_a_plain_loop_learns() -> None:
+    _, online, images = student_and_teacher()
+    student = two_heads()
+    optimizer = torch.optim.Adam(student.parameters(), 3e-3)
+    terms = []
+    for _ in range(40):
+        with capture_attention(student) as captured:
+            student(images)
+        loss = torch.stack(list(layer_kls(captured, online(images)).values())).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        terms.append(float(loss.detach()))
+    assert terms[-1] < 0.2 * terms[0]
