@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,12 +15,13 @@ from shd_ref.cache.compression import expand_blob
 from shd_ref.cache.distortion import CodecError, merge_codec_errors
 from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import committed_shards, receipt_path, seal_path
+from shd_ref.cache.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.packing import packed_size, unpack
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, mixing_shape
 from shd_ref.cache.records import StoredRecord
 from shd_ref.cache.seal import Seal
+from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
 OPEN_SHARDS: Final = 32
@@ -36,11 +35,11 @@ class CacheReader:
     checked, when it is asked for. A cache that grows afterwards is not followed.
 
     Args:
-        folder: the cache.
+        folder: the cache: a path, or an address such as ``s3://bucket/cache``.
         allow_partial: also open a cache that is not sealed, with the shards committed so far.
 
     Attributes:
-        folder: its absolute path.
+        folder: its absolute path, or its address.
         manifest: what the cache holds.
         sealed: whether it is complete.
         codec_error: of all receipts together, over the rows they measured.
@@ -51,21 +50,23 @@ class CacheReader:
             ``cache-version``, ``cache-mismatch`` (a receipt of another cache), ``path-unsafe``.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, allow_partial: bool = False) -> None:
-        self.folder = Path(folder).absolute()
-        self.manifest = Manifest.read(self.folder)
-        seal = Seal.read(self.folder, self.manifest)
+    def __init__(self, folder: Folder, *, allow_partial: bool = False) -> None:
+        self._storage = open_storage(folder)
+        self.folder = self._storage.root
+        self.manifest = Manifest.read(self._storage)
+        seal = Seal.read(self._storage, self.manifest)
         self.sealed = seal is not None
-        committed = committed_shards(self.folder)
+        committed = [] if seal is not None else committed_shards(self._storage.names(RECEIPTS_NAME))
         if seal is None and not allow_partial:
             raise ShdError(
                 "cache-incomplete",
-                f"{seal_path(self.folder)} must exist: {len(committed)} of {self.manifest.shards.num_shards} shards "
-                "are committed; write the rest and seal the cache, or read what there is with allow_partial=True",
+                f"{self._storage.locate(SEAL_NAME)} must exist: {len(committed)} of "
+                f"{self.manifest.shards.num_shards} shards are committed; write the rest and seal "
+                "the cache, or read what there is with allow_partial=True",
                 "CACHE-66",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
-        self._load(self._open_receipt(shard, seal) for shard in shards)
+        self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
         self._open = self._opener()
 
     def __len__(self) -> int:
@@ -151,15 +152,16 @@ class CacheReader:
         self._open = self._opener()
 
     def _opener(self) -> functools._lru_cache_wrapper[ShardFile]:
-        return functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self.folder))
+        return functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self._storage))
 
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
-        receipt = Receipt.read(self.folder, shard, self.manifest)
+        receipt = Receipt.read(self._storage, shard, self.manifest)
         found = checksum_of(receipt)
         if seal is not None and seal.receipts[shard] != found:
-            message = f"{receipt_path(self.folder, shard)} must have checksum {seal.receipts[shard]}; got {found}"
+            path = self._storage.locate(receipt_name(shard))
+            message = f"{path} must have checksum {seal.receipts[shard]}; got {found}"
             raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-65")
-        check_shard_size(self.folder, receipt)
+        check_shard_size(self._storage, receipt)
         return receipt
 
     def _load(self, receipts: Iterable[Receipt]) -> None:
@@ -196,8 +198,8 @@ class CacheReader:
             raise ShdError(
                 "cache-corrupt",
                 f"{file.path}: record {index} {what}: bytes {start} to {end} must have XXH3-64 {hex_64(expected)}; "
-                f"got {hex_64(found)}: restore the file, or delete {receipt_path(self.folder, shard)} and write the "
-                "shard again",
+                f"got {hex_64(found)}: restore the file, or delete {self._storage.locate(receipt_name(shard))} "
+                "and write the shard again",
                 "CACHE-82",
             )
         return data
