@@ -116,20 +116,18 @@ class CacheReader:
                 raise ShdError("argument-value", message, "CACHE-82")
         shard, index, length = (int(number) for number in self._where[position])
         spans = self._spans[position]
-        alphas = self._read_blob(shard, index, "alphas", spans[0])
+        names = ["alphas", *(["mixing"] if spans[1, 1] else []), *(f"layer {layer}" for layer in wanted)]
+        chosen = [0, *([1] if spans[1, 1] else []), *(columns[layer] for layer in wanted)]
+        blobs = dict(zip(names, self._read_blobs(shard, index, names, spans[chosen]), strict=True))
+        alphas, mixing = blobs["alphas"], blobs.get("mixing")
         num_alphas = self.manifest.num_alphas if len(alphas) else 0
         size = packed_size(self.manifest.codec, self.manifest.support, self.manifest.num_student_heads, length)
-        mixing = self._read_blob(shard, index, "mixing", spans[1]) if spans[1, 1] else None
         return StoredRecord(
             index=index,
             key=key,
             length=length,
             blobs={
-                layer: expand_blob(
-                    self._read_blob(shard, index, f"layer {layer}", spans[columns[layer]]),
-                    size,
-                    f"{self.folder}: record {index} layer {layer}",
-                )
+                layer: expand_blob(blobs[f"layer {layer}"], size, f"{self.folder}: record {index} layer {layer}")
                 for layer in wanted
             },
             alphas=_floats(alphas, alphas_shape(self.manifest, length, num_alphas)),
@@ -189,20 +187,32 @@ class CacheReader:
             if self._where[position, 1] < self._where[first, 1]:
                 self._positions[key] = position
 
-    def _read_blob(self, shard: int, index: int, what: str, span: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        start, end, expected = (int(number) for number in span)
+    def _read_blobs(
+        self, shard: int, index: int, names: list[str], spans: NDArray[np.uint64]
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Blobs of one record; those that lie side by side are fetched at once, as each request has its price."""
         file = self._open(shard)
-        data = file.read(start, end)
-        found = xxh3_64(data)
-        if found != expected:
-            raise ShdError(
-                "cache-corrupt",
-                f"{file.path}: record {index} {what}: bytes {start} to {end} must have XXH3-64 {hex_64(expected)}; "
-                f"got {hex_64(found)}: restore the file, or delete {self._storage.locate(receipt_name(shard))} "
-                "and write the shard again",
-                "CACHE-82",
-            )
-        return data
+        bounds = [(int(start), int(end)) for start, end, _ in spans]
+        place = 0
+        while place < len(bounds):
+            stop = place + 1
+            while stop < len(bounds) and bounds[stop][0] == bounds[stop - 1][1]:
+                stop += 1
+            first = bounds[place][0]
+            data = file.read(first, bounds[stop - 1][1])
+            for start, end in bounds[place:stop]:
+                blob = data[start - first : end - first]
+                found, expected = xxh3_64(blob), int(spans[place, 2])
+                if found != expected:
+                    raise ShdError(
+                        "cache-corrupt",
+                        f"{file.path}: record {index} {names[place]}: bytes {start} to {end} must have "
+                        f"XXH3-64 {hex_64(expected)}; got {hex_64(found)}: restore the file, or delete "
+                        f"{self._storage.locate(receipt_name(shard))} and write the shard again",
+                        "CACHE-82",
+                    )
+                yield blob
+                place += 1
 
 
 def _spans(record: Record) -> list[tuple[int, int, int]]:
