@@ -71,7 +71,8 @@ def train(
         typer.Option(help=".npz with image, label, test_image, test_label and, for KD, teacher_logits."),
     ],
     cache: Annotated[
-        Path | None, typer.Option(help="Supervision from shd precompute; needed for --beta above 0.")
+        str | None,
+        typer.Option(help="Supervision from shd precompute, a folder or address; needed for --beta above 0."),
     ] = None,
     beta: Annotated[float, typer.Option(help="Weight of the SHD term; 0 switches it off.", min=0)] = 1.0,
     kd_weight: Annotated[float, typer.Option(help="Share of KD in the base loss.", min=0, max=1)] = 0.5,

@@ -35,7 +35,7 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
 
     Args:
         data: map-style, with ``len``; a sample may be anything.
-        cache: a sealed cache, its folder or a reader.
+        cache: a sealed cache: its folder, its address such as ``s3://bucket/cache``, or a reader.
         model_inputs: from one sample to the teacher's inputs by name, without batch axis; by default the sample is
             a mapping that holds them.
         layers: student layers to read; default all of the cache.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from object_store import environment, missing_packages, serve_s3
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -15,3 +18,25 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real data not found: no folder {SHARED_DATA.parent.name}/{SHARED_DATA.name} beside the project")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[int]:
+    """Port of an S3 server; skips, with the reason, where its packages are absent."""
+    missing = missing_packages()
+    if missing:
+        pytest.skip(f"the S3 server of the tests needs {', '.join(missing)}: pip install s3fs 'moto[server]'")
+    with serve_s3() as port:
+        yield port
+
+
+@pytest.fixture
+def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Address of a new bucket, reached through the environment alone."""
+    import fsspec
+
+    for name, value in environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    name = f"bucket-{secrets.token_hex(4)}"
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}"

@@ -11,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import stat
 import types
 import typing
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from shd_ref.cache.checksums import xxh3_128
+from shd_ref.cache.storage import Storage
 from shd_ref.errors import ShdError
 
 MAX_DOCUMENT_BYTES: Final = 1 << 28
@@ -48,27 +46,18 @@ def checksum_of(content: Any) -> str:
     return xxh3_128(_serialise(_fields_of(content)))
 
 
-def read_document(path: Path) -> bytes:
+def read_document(storage: Storage, name: str) -> bytes:
     """The bytes of a document file that is regular and not too large (CACHE-14).
 
     Raises:
         ShdError: ``path-unsafe`` for a link or device, ``cache-corrupt`` for an absurd size.
         FileNotFoundError: no such file; what that means depends on the file.
     """
-    size = regular_size(path)
+    size = storage.size(name)
     if size > MAX_DOCUMENT_BYTES:
-        raise ShdError(
-            "cache-corrupt", f"{path} must hold at most {MAX_DOCUMENT_BYTES} bytes; got {size}", "CACHE-14"
-        )
-    return path.read_bytes()
-
-
-def regular_size(path: Path) -> int:
-    """Size of a regular file, refusing links and devices (CACHE-8)."""
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ShdError("path-unsafe", f"{path} must be a regular file, not a link or a device", "CACHE-8")
-    return status.st_size
+        message = f"{storage.locate(name)} must hold at most {MAX_DOCUMENT_BYTES} bytes; got {size}"
+        raise ShdError("cache-corrupt", message, "CACHE-14")
+    return storage.read(name)
 
 
 def parse_members(data: bytes, source: object) -> dict[str, Any]:

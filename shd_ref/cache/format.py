@@ -6,7 +6,6 @@ import functools
 import hashlib
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from shd_ref.cache.codecs import CODECS
@@ -14,8 +13,9 @@ from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.factored import LayerFactors, check_layers, factored_size
 from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher, require, sample_order
-from shd_ref.cache.layout import MAX_LAYERS, manifest_path
+from shd_ref.cache.layout import MANIFEST_NAME, MAX_LAYERS
 from shd_ref.cache.packing import SUPPORTS, packed_size
+from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
 FORMAT_VERSION: Final = "3"
@@ -175,17 +175,18 @@ class Manifest:
         return manifest
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest of a cache folder.
+    def read(cls, folder: Folder) -> Manifest:
+        """The manifest of a cache.
 
         Raises:
             ShdError: as ``from_bytes``; ``cache-incomplete`` when the folder holds none.
         """
-        path = manifest_path(folder)
+        storage = open_storage(folder)
+        path = storage.locate(MANIFEST_NAME)
         try:
-            data = read_document(path)
+            data = read_document(storage, MANIFEST_NAME)
         except FileNotFoundError as error:
-            raise ShdError("cache-incomplete", f"{path} must exist: {folder} is no cache", "CACHE-1") from error
+            raise ShdError("cache-incomplete", f"{path} must exist: {storage.root} is no cache", "CACHE-1") from error
         return cls.from_bytes(data, path)
 
     def differences(self, other: Manifest) -> list[str]:

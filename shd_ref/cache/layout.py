@@ -1,9 +1,9 @@
-"""Names inside a cache folder (CACHE-1 to CACHE-4). Paths are made from numbers, never read from a file."""
+"""Names inside a cache (CACHE-1 to CACHE-4). They are made from numbers, never read from a file."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Final
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -16,33 +16,23 @@ MAX_SAMPLES: Final = 10**8
 MAX_SHARDS: Final = 10**6
 MAX_LAYERS: Final = 1000
 
-_RECEIPT_FORM: Final = re.compile(r"([0-9]{6})\.json")
+_RECEIPT_FORM: Final = re.compile(r"receipts/([0-9]{6})\.json")
 
 
-def manifest_path(folder: Path) -> Path:
-    """``manifest.json``."""
-    return folder / MANIFEST_NAME
-
-
-def seal_path(folder: Path) -> Path:
-    """``SEALED.json``."""
-    return folder / SEAL_NAME
-
-
-def shard_path(folder: Path, shard: int) -> Path:
+def shard_name(shard: int) -> str:
     """``shards/23/000123.safetensors``: the last two digits spread the files over a hundred folders."""
-    return folder / SHARDS_NAME / f"{shard % 100:02d}" / f"{shard:06d}.safetensors"
+    return f"{SHARDS_NAME}/{shard % 100:02d}/{shard:06d}.safetensors"
 
 
-def receipt_path(folder: Path, shard: int) -> Path:
+def receipt_name(shard: int) -> str:
     """``receipts/000123.json``."""
-    return folder / RECEIPTS_NAME / f"{shard:06d}.json"
+    return f"{RECEIPTS_NAME}/{shard:06d}.json"
 
 
-def committed_shards(folder: Path) -> list[int]:
-    """Shards that have a receipt, ascending; other names (temporary files) are passed over."""
-    names = [_RECEIPT_FORM.fullmatch(path.name) for path in (folder / RECEIPTS_NAME).glob("*.json")]
-    return sorted(int(name[1]) for name in names if name)
+def committed_shards(names: Iterable[str]) -> list[int]:
+    """Shards whose receipts are among these names, ascending; other names (temporary files) are passed over."""
+    found = [_RECEIPT_FORM.fullmatch(name) for name in names]
+    return sorted(int(name[1]) for name in found if name)
 
 
 def layer_blob(index: int, student_layer: int) -> str:

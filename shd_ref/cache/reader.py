@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +16,13 @@ from shd_ref.cache.distortion import CodecError, merge_codec_errors
 from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.factored import decode_factors, rebuild_maps, unpack_factors
 from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import committed_shards, receipt_path, seal_path
+from shd_ref.cache.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.packing import unpack
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, mixing_shape
 from shd_ref.cache.records import StoredRecord
 from shd_ref.cache.seal import Seal
+from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
 OPEN_SHARDS: Final = 32
@@ -37,11 +36,11 @@ class CacheReader:
     checked, when it is asked for. A cache that grows afterwards is not followed.
 
     Args:
-        folder: the cache.
+        folder: the cache: a path, or an address such as ``s3://bucket/cache``.
         allow_partial: also open a cache that is not sealed, with the shards committed so far.
 
     Attributes:
-        folder: its absolute path.
+        folder: its absolute path, or its address.
         manifest: what the cache holds.
         sealed: whether it is complete.
         codec_error: of all receipts together, over the rows they measured.
@@ -52,21 +51,23 @@ class CacheReader:
             ``cache-version``, ``cache-mismatch`` (a receipt of another cache), ``path-unsafe``.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, allow_partial: bool = False) -> None:
-        self.folder = Path(folder).absolute()
-        self.manifest = Manifest.read(self.folder)
-        seal = Seal.read(self.folder, self.manifest)
+    def __init__(self, folder: Folder, *, allow_partial: bool = False) -> None:
+        self._storage = open_storage(folder)
+        self.folder = self._storage.root
+        self.manifest = Manifest.read(self._storage)
+        seal = Seal.read(self._storage, self.manifest)
         self.sealed = seal is not None
-        committed = committed_shards(self.folder)
+        committed = [] if seal is not None else committed_shards(self._storage.names(RECEIPTS_NAME))
         if seal is None and not allow_partial:
             raise ShdError(
                 "cache-incomplete",
-                f"{seal_path(self.folder)} must exist: {len(committed)} of {self.manifest.shards.num_shards} shards "
-                "are committed; write the rest and seal the cache, or read what there is with allow_partial=True",
+                f"{self._storage.locate(SEAL_NAME)} must exist: {len(committed)} of "
+                f"{self.manifest.shards.num_shards} shards are committed; write the rest and seal "
+                "the cache, or read what there is with allow_partial=True",
                 "CACHE-66",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
-        self._load(self._open_receipt(shard, seal) for shard in shards)
+        self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
         self._open = self._opener()
 
     def __len__(self) -> int:
@@ -116,19 +117,19 @@ class CacheReader:
                 raise ShdError("argument-value", message, "CACHE-82")
         shard, index, length = (int(number) for number in self._where[position])
         spans = self._spans[position]
-        alphas = self._read_blob(shard, index, "alphas", spans[0])
+        names = ["alphas", *(["mixing"] if spans[1, 1] else []), *(f"layer {layer}" for layer in wanted)]
+        chosen = [0, *([1] if spans[1, 1] else []), *(columns[layer] for layer in wanted)]
+        blobs = dict(zip(names, self._read_blobs(shard, index, names, spans[chosen]), strict=True))
+        alphas, mixing = blobs["alphas"], blobs.get("mixing")
         num_alphas = self.manifest.num_alphas if len(alphas) else 0
         sizes = dict(zip(self.manifest.student_layers, self.manifest.blob_sizes(length), strict=True))
-        mixing = self._read_blob(shard, index, "mixing", spans[1]) if spans[1, 1] else None
         return StoredRecord(
             index=index,
             key=key,
             length=length,
             blobs={
                 layer: expand_blob(
-                    self._read_blob(shard, index, f"layer {layer}", spans[columns[layer]]),
-                    sizes[layer],
-                    f"{self.folder}: record {index} layer {layer}",
+                    blobs[f"layer {layer}"], sizes[layer], f"{self.folder}: record {index} layer {layer}"
                 )
                 for layer in wanted
             },
@@ -178,15 +179,16 @@ class CacheReader:
         self._open = self._opener()
 
     def _opener(self) -> functools._lru_cache_wrapper[ShardFile]:
-        return functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self.folder))
+        return functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self._storage))
 
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
-        receipt = Receipt.read(self.folder, shard, self.manifest)
+        receipt = Receipt.read(self._storage, shard, self.manifest)
         found = checksum_of(receipt)
         if seal is not None and seal.receipts[shard] != found:
-            message = f"{receipt_path(self.folder, shard)} must have checksum {seal.receipts[shard]}; got {found}"
+            path = self._storage.locate(receipt_name(shard))
+            message = f"{path} must have checksum {seal.receipts[shard]}; got {found}"
             raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-65")
-        check_shard_size(self.folder, receipt)
+        check_shard_size(self._storage, receipt)
         return receipt
 
     def _load(self, receipts: Iterable[Receipt]) -> None:
@@ -214,20 +216,32 @@ class CacheReader:
             if self._where[position, 1] < self._where[first, 1]:
                 self._positions[key] = position
 
-    def _read_blob(self, shard: int, index: int, what: str, span: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        start, end, expected = (int(number) for number in span)
+    def _read_blobs(
+        self, shard: int, index: int, names: list[str], spans: NDArray[np.uint64]
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Blobs of one record; those that lie side by side are fetched at once, as each request has its price."""
         file = self._open(shard)
-        data = file.read(start, end)
-        found = xxh3_64(data)
-        if found != expected:
-            raise ShdError(
-                "cache-corrupt",
-                f"{file.path}: record {index} {what}: bytes {start} to {end} must have XXH3-64 {hex_64(expected)}; "
-                f"got {hex_64(found)}: restore the file, or delete {receipt_path(self.folder, shard)} and write the "
-                "shard again",
-                "CACHE-82",
-            )
-        return data
+        bounds = [(int(start), int(end)) for start, end, _ in spans]
+        place = 0
+        while place < len(bounds):
+            stop = place + 1
+            while stop < len(bounds) and bounds[stop][0] == bounds[stop - 1][1]:
+                stop += 1
+            first = bounds[place][0]
+            data = file.read(first, bounds[stop - 1][1])
+            for start, end in bounds[place:stop]:
+                blob = data[start - first : end - first]
+                found, expected = xxh3_64(blob), int(spans[place, 2])
+                if found != expected:
+                    raise ShdError(
+                        "cache-corrupt",
+                        f"{file.path}: record {index} {names[place]}: bytes {start} to {end} must have "
+                        f"XXH3-64 {hex_64(expected)}; got {hex_64(found)}: restore the file, or delete "
+                        f"{self._storage.locate(receipt_name(shard))} and write the shard again",
+                        "CACHE-82",
+                    )
+                yield blob
+                place += 1
 
 
 def _spans(record: Record) -> list[tuple[int, int, int]]:

@@ -6,14 +6,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from shd_ref.cache.distortion import CodecError
 from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import check_key
-from shd_ref.cache.layout import receipt_path
+from shd_ref.cache.layout import receipt_name
+from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
 _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
@@ -101,15 +101,16 @@ class Receipt:
     skipped: tuple[Skipped, ...] = optional(())
 
     @classmethod
-    def read(cls, folder: Path, shard: int, manifest: Manifest) -> Receipt:
+    def read(cls, folder: Folder, shard: int, manifest: Manifest) -> Receipt:
         """Parse one receipt and check it against the manifest.
 
         Raises:
             ShdError: ``cache-incomplete`` (no receipt), ``cache-corrupt``, ``cache-mismatch`` (another cache's).
         """
-        path = receipt_path(folder, shard)
+        storage = open_storage(folder)
+        path = storage.locate(receipt_name(shard))
         try:
-            data = read_document(path)
+            data = read_document(storage, receipt_name(shard))
         except FileNotFoundError as error:
             message = f"{path} must exist: shard {shard} was never committed; write it"
             raise ShdError("cache-incomplete", message, "CACHE-60") from error

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from shd_ref.cache.documents import build, encode_document, parse_members, read_document
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import dataset_fingerprint
-from shd_ref.cache.layout import seal_path
+from shd_ref.cache.layout import SEAL_NAME
 from shd_ref.cache.receipts import Receipt
+from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
 
@@ -31,15 +31,16 @@ class Seal:
     receipts: tuple[str, ...]
 
     @classmethod
-    def read(cls, folder: Path, manifest: Manifest) -> Seal | None:
+    def read(cls, folder: Folder, manifest: Manifest) -> Seal | None:
         """The seal of a cache, or None where it has none.
 
         Raises:
             ShdError: ``cache-corrupt``, ``cache-mismatch``.
         """
-        path = seal_path(folder)
+        storage = open_storage(folder)
+        path = storage.locate(SEAL_NAME)
         try:
-            data = read_document(path)
+            data = read_document(storage, SEAL_NAME)
         except FileNotFoundError:
             return None
         seal = build(cls, parse_members(data, path), path)
@@ -58,7 +59,7 @@ class Seal:
         return encode_document(self)
 
 
-def check_fingerprint(folder: Path, manifest: Manifest, receipts: Iterable[Receipt]) -> None:
+def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Receipt]) -> None:
     """Refuse a set of receipts whose keys, by sample index, are not the data set's (CACHE-54)."""
     keys = np.zeros((manifest.dataset.num_samples, 16), dtype=np.uint8)
     held = np.zeros(len(keys), dtype=np.bool_)

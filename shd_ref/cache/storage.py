@@ -1,33 +1,212 @@
-"""Files that appear whole or not at all (CACHE-70 to CACHE-75).
+"""Where a cache lies: a local folder, or an object store through fsspec (CACHE-70 to CACHE-79).
 
-A file is written under a temporary name, synchronised and renamed. Its writer holds an advisory lock on it
-all the while, so another process can tell a dead writer's leftovers from work in progress, on any host that
-shares the file system and whatever the process ids are.
+Everything above this module asks for files by their names inside the cache, such as ``receipts/000123.json``.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import fcntl
 import os
 import re
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from shd_ref.cache.layout import LOCK_NAME
+import numpy as np
+from numpy.typing import NDArray
+
 from shd_ref.errors import ShdError
 
-TEMP_SUFFIX: Final = ".tmp"
-TEMP_FORM: Final = re.compile(r"\.(manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp")
-"""Names of temporary files; nothing else in the folder is ever removed."""
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")  # two letters at least: C:// is a drive
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class PendingFile(abc.ABC):
+    """A file that is visible only after ``commit``; leaving the ``with`` block without it discards the bytes."""
+
+    @abc.abstractmethod
+    def write(self, data: Any) -> None:
+        """Append a bytes-like object."""
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Wait until the bytes are safe."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Give the file its final name. Call ``sync`` first."""
+
+    @abc.abstractmethod
+    def stands(self) -> bool:
+        """Whether the committed file still holds these bytes, not a racing writer's."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Discard what was not committed."""
+
+
+class RangeFile(abc.ABC):
+    """An open file that is read by position."""
+
+    @abc.abstractmethod
+    def read(self, start: int, end: int) -> NDArray[np.uint8]:
+        """Bytes ``start`` to ``end``, fewer where the file ends before, in memory of the caller's own.
+
+        Raises:
+            FileNotFoundError: the file vanished.
+        """
+
+
+class Storage(abc.ABC):
+    """The files of one cache. Safe to pickle, to fork and to share between threads.
+
+    Attributes:
+        root: the folder (absolute) or the address, for messages and to open it again.
+    """
+
+    root: Path | str
+
+    @abc.abstractmethod
+    def locate(self, name: str) -> Path | str:
+        """Path or address of a file, for messages."""
+
+    @abc.abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            ShdError: ``path-unsafe`` for a link or device (CACHE-8).
+            FileNotFoundError: no such file.
+        """
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file.
+
+        Raises:
+            ShdError: ``path-unsafe`` for a link or device (CACHE-8).
+        """
+        try:
+            self.size(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes:
+        """A whole file.
+
+        Raises:
+            FileNotFoundError: no such file.
+        """
+
+    @abc.abstractmethod
+    def open(self, name: str) -> RangeFile:
+        """A file to be read by position.
+
+        Raises:
+            FileNotFoundError: no such file; some storages find that out at the first read.
+        """
+
+    @abc.abstractmethod
+    def names(self, folder: str = "") -> list[str]:
+        """Every file below a folder, ascending; no file where there is no folder."""
+
+    def links(self) -> list[str]:
+        """Names that are links, of which a cache holds none."""
+        return []
+
+    @abc.abstractmethod
+    def prepare(self) -> None:
+        """Make the place ready for its first file.
+
+        Raises:
+            ShdError: ``cache-exists`` when a file is in its place.
+        """
+
+    @abc.abstractmethod
+    def remove_stale(self) -> None:
+        """Remove what dead writers left behind."""
+
+    @abc.abstractmethod
+    def is_leftover(self, name: str) -> bool:
+        """Whether a file is a lock or temporary, so that a place that holds only such files is empty."""
+
+    @abc.abstractmethod
+    def pending(self, name: str) -> PendingFile:
+        """A new file, invisible until it is committed."""
+
+    @abc.abstractmethod
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small file, unless it exists; of racing writers one succeeds and the others do nothing."""
+
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+
+    @abc.abstractmethod
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Exclude other writers, where the storage can; where it cannot, ``PendingFile.stands`` tells."""
+
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Write a small file atomically."""
+        with self.pending(name) as file:
+            file.write(data)
+            file.sync()
+            file.commit()
+
+    def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+        """Apply a function that reads files to each item, in order; many at once where each one waits long."""
+        return map(function, items)
+
+
+Folder = str | os.PathLike[str] | Storage
+"""A cache: path of a local folder, address such as ``s3://bucket/cache``, or an open storage."""
+
+
+def is_address(folder: Folder) -> bool:
+    """Whether this is an address (``s3://...``), not a path."""
+    return isinstance(folder, str) and bool(_URL.match(folder))
+
+
+def subfolder(folder: str | os.PathLike[str], name: str) -> Path | str:
+    """A folder inside a folder, or an address below an address."""
+    if isinstance(folder, str) and is_address(folder):
+        return f"{folder.rstrip('/')}/{name}"
+    return Path(folder) / name
+
+
+def open_storage(folder: Folder) -> Storage:
+    """The storage behind a path or an address. ``file://`` is a path.
+
+    Raises:
+        ShdError: ``dependency-missing`` where an address needs a package; ``argument-value`` for an address of an
+            unknown kind.
+    """
+    if isinstance(folder, Storage):
+        return folder
+    if isinstance(folder, str) and folder.startswith("file://"):
+        folder = unquote(urlsplit(folder).path)
+    if isinstance(folder, str) and is_address(folder):
+        from shd_ref.cache.remote_storage import RemoteStorage
+
+        return RemoteStorage(folder)
+    from shd_ref.cache.local_storage import LocalStorage
+
+    return LocalStorage(Path(folder))
 
 
 @contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into ``write-failed`` naming the file."""
+def write_errors(path: Path | str) -> Iterator[None]:
+    """Turn what the operating system or the store refuses into ``write-failed`` naming the file."""
     try:
         yield
     except OSError as error:
@@ -37,102 +216,3 @@ def write_errors(path: Path) -> Iterator[None]:
             "make room or regain access, then run again to resume",
             "CACHE-74",
         ) from error
-
-
-@contextlib.contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Exclude other writers of the cache; the system lets go when a process dies."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder (and its parents), and make it survive a power cut."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and removals in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class PendingFile:
-    """A file that is visible only after ``commit``; leaving the ``with`` block without it discards the bytes.
-
-    Args:
-        path: its final path.
-        root: the cache folder, whose lock covers the moment between creating and locking the file.
-    """
-
-    def __init__(self, path: Path, root: Path) -> None:
-        self.path = path
-        self._temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
-        make_folder(path.parent)
-        with folder_lock(root):
-            self._descriptor = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-
-    def write(self, data: Any) -> None:
-        """Append a bytes-like object."""
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
-
-    def sync(self) -> None:
-        """Wait until the bytes are on the disk."""
-        os.fsync(self._descriptor)
-
-    def commit(self) -> None:
-        """Give the file its final name. Call ``sync`` first."""
-        self._temp.rename(self.path)
-        sync_folder(self.path.parent)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._temp.unlink(missing_ok=True)  # already gone after a commit
-        os.close(self._descriptor)
-
-
-def write_whole(path: Path, data: bytes, root: Path) -> None:
-    """Write a small file atomically."""
-    with PendingFile(path, root) as pending:
-        pending.write(data)
-        pending.sync()
-        pending.commit()
-
-
-def remove_stale_files(root: Path) -> None:
-    """Remove temporary files whose writers are gone; those of living writers are locked and stay."""
-    with folder_lock(root):
-        for path in root.rglob(f".*{TEMP_SUFFIX}"):
-            if TEMP_FORM.fullmatch(path.name):
-                _remove_if_stale(path)
-
-
-def _remove_if_stale(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return  # its writer has just finished
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:
-        return  # its writer is at work
-    finally:
-        os.close(descriptor)

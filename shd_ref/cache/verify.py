@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Final
 
 from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import LOCK_NAME, committed_shards, manifest_path, receipt_path, seal_path, shard_path
-from shd_ref.cache.ranges import check_shard_size
+from shd_ref.cache.layout import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    RECEIPTS_NAME,
+    SEAL_NAME,
+    committed_shards,
+    receipt_name,
+    shard_name,
+)
+from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.receipts import Receipt
 from shd_ref.cache.seal import Seal, check_fingerprint
 from shd_ref.cache.shards import shard_header, shard_tensors
+from shd_ref.cache.storage import Folder, Storage, open_storage
 from shd_ref.errors import ShdError
+
+READ_BYTES: Final = 2**23
+"""Bytes that are asked for at once: each request to an object store has its price."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +66,39 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_cache(
-    folder: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
-) -> VerifyReport:
+def verify_cache(folder: Folder, *, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Check a whole cache, going on after each problem (CACHE-90).
 
     Args:
-        folder: the cache.
+        folder: the cache, a path or an address.
         on_progress: called after every committed shard with how many are done and how many there are.
 
     Returns:
         The report. Shards, records and bytes count what was found intact.
     """
-    check = _Verification(Path(folder).absolute())
+    check = _Verification(open_storage(folder))
     check.run(on_progress)
     return check.report
 
 
 class _Verification:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
         self.report = VerifyReport()
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> None:
         try:
-            manifest = Manifest.read(self.folder)
+            manifest = Manifest.read(self.storage)
         except ShdError as error:
-            self._note(error.code, manifest_path(self.folder), str(error))
+            self._note(error.code, MANIFEST_NAME, str(error))
             return  # nothing else can be judged without it
         seal = self._read_seal(manifest)
-        committed = committed_shards(self.folder)
+        committed = committed_shards(self.storage.names(RECEIPTS_NAME))
         missing = manifest.shards.num_shards - len(committed)
         if missing > 0:
             first = next(shard for shard, found in enumerate([*committed, -1]) if shard != found)
             message = f"{missing} of {manifest.shards.num_shards} shards have no receipt, first shard {first}"
-            self._note("cache-incomplete", receipt_path(self.folder, first), message)
+            self._note("cache-incomplete", receipt_name(first), message)
         receipts = []
         for done, shard in enumerate(committed, start=1):
             receipt = self._check_shard(shard, manifest, seal)
@@ -102,9 +111,9 @@ class _Verification:
         self._report_strays(committed)
 
     def _read_seal(self, manifest: Manifest) -> Seal | None:
-        path = seal_path(self.folder)
+        path = SEAL_NAME
         try:
-            seal = Seal.read(self.folder, manifest)
+            seal = Seal.read(self.storage, manifest)
         except ShdError as error:
             self._note(error.code, path, str(error))
             return None
@@ -114,9 +123,9 @@ class _Verification:
         return seal
 
     def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> Receipt | None:
-        path = receipt_path(self.folder, shard)
+        path = receipt_name(shard)
         try:
-            receipt = Receipt.read(self.folder, shard, manifest)
+            receipt = Receipt.read(self.storage, shard, manifest)
         except ShdError as error:
             self._note(error.code, path, str(error))
             return None
@@ -128,10 +137,10 @@ class _Verification:
             self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
         known = len(self.report.problems)
         try:
-            check_shard_size(self.folder, receipt)
+            check_shard_size(self.storage, receipt)
             self._check_bytes(receipt, manifest)
         except ShdError as error:
-            self._note(error.code, shard_path(self.folder, shard), str(error))
+            self._note(error.code, shard_name(shard), str(error))
         if len(self.report.problems) == known:
             self.report.shards += 1
             self.report.records += len(receipt.records)
@@ -139,48 +148,62 @@ class _Verification:
         return receipt
 
     def _check_bytes(self, receipt: Receipt, manifest: Manifest) -> None:
-        path = shard_path(self.folder, receipt.shard)
+        path = shard_name(receipt.shard)
         header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.shapes(manifest))))
         whole = RunningHash()
-        with path.open("rb") as file:
-            found = file.read(next((blob.start for blob in receipt.stored_order()), receipt.size))
-            whole.update(found)
-            if found != header:
-                self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
-            for (index, what), blob in zip(_blob_names(receipt, manifest), receipt.stored_order(), strict=True):
-                data = file.read(blob.end - blob.start)
-                whole.update(data)
-                digest = hex_64(xxh3_64(data))
-                if digest != blob.xxh3_64:
-                    message = f"record {index} {what}: XXH3-64 must be {blob.xxh3_64}; got {digest}"
-                    self._note("cache-corrupt", path, message, index)
+        file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)
+        found = file.read(next((blob.start for blob in receipt.stored_order()), receipt.size))
+        whole.update(found)
+        if bytes(found) != header:
+            self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
+        for (index, what), blob in zip(_blob_names(receipt, manifest), receipt.stored_order(), strict=True):
+            data = file.read(blob.end - blob.start)
+            whole.update(data)
+            digest = hex_64(xxh3_64(data))
+            if digest != blob.xxh3_64:
+                message = f"record {index} {what}: XXH3-64 must be {blob.xxh3_64}; got {digest}"
+                self._note("cache-corrupt", path, message, index)
         if whole.hexdigest() != receipt.xxh3_128:
             message = f"XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
             self._note("cache-corrupt", path, message)
 
     def _check_keys(self, manifest: Manifest, receipts: list[Receipt]) -> None:
         try:
-            check_fingerprint(self.folder, manifest, receipts)
+            check_fingerprint(self.storage.root, manifest, receipts)
         except ShdError as error:
-            self._note(error.code, manifest_path(self.folder), str(error))
+            self._note(error.code, MANIFEST_NAME, str(error))
 
     def _report_strays(self, committed: list[int]) -> None:
-        known = {manifest_path(self.folder), seal_path(self.folder)}
-        known |= {path(self.folder, shard) for shard in committed for path in (shard_path, receipt_path)}
-        for path in sorted(self.folder.rglob("*")):
-            if path.is_symlink():
-                self._note("path-unsafe", path, "it is a link; a cache holds none")
-            elif path == self.folder / LOCK_NAME and path.stat().st_size == 0:
-                continue
-            elif not path.is_dir() and path not in known:
-                self._note(
-                    "cache-corrupt",
-                    path,
-                    "no receipt knows this file: a writer died or is at work, or it is foreign",
-                )
+        known = {MANIFEST_NAME, SEAL_NAME}
+        known |= {name(shard) for shard in committed for name in (shard_name, receipt_name)}
+        links = set(self.storage.links())
+        for name in self.storage.names():
+            if name in links:
+                self._note("path-unsafe", name, "it is a link; a cache holds none")
+            elif name not in known and not (name == LOCK_NAME and self.storage.size(name) == 0):
+                message = "no receipt knows this file: a writer died or is at work, or it is foreign"
+                self._note("cache-corrupt", name, message)
 
-    def _note(self, code: str, path: Path, message: str, record: int | None = None) -> None:
-        self.report.problems.append(Problem(code, str(path.relative_to(self.folder)), record, message))
+    def _note(self, code: str, name: str, message: str, record: int | None = None) -> None:
+        self.report.problems.append(Problem(code, name, record, message))
+
+
+class _ReadAhead:
+    """A shard file from its beginning to its end, in large pieces."""
+
+    def __init__(self, file: ShardFile, size: int) -> None:
+        self._file, self._size = file, size
+        self._position = 0  # of the first byte that was not asked for
+        self._piece = memoryview(b"")
+
+    def read(self, count: int) -> memoryview:
+        """The next bytes."""
+        if count > len(self._piece):
+            end = min(self._size, self._position + max(count - len(self._piece), READ_BYTES))
+            self._piece = memoryview(bytes(self._piece) + self._file.read(self._position, end).tobytes())
+            self._position = end
+        found, self._piece = self._piece[:count], self._piece[count:]
+        return found
 
 
 def _blob_names(receipt: Receipt, manifest: Manifest) -> Iterator[tuple[int, str]]:

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from shd_ref.cache.distortion import CodecError
-from shd_ref.cache.documents import checksum_of, regular_size
+from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import (
-    LOCK_NAME,
-    RECEIPTS_NAME,
-    SHARDS_NAME,
-    manifest_path,
-    receipt_path,
-    seal_path,
-    shard_path,
-)
+from shd_ref.cache.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
 from shd_ref.cache.receipts import Receipt, Skipped
 from shd_ref.cache.records import NewRecord
 from shd_ref.cache.seal import Seal, check_fingerprint
 from shd_ref.cache.shards import write_blobs
-from shd_ref.cache.storage import (
-    TEMP_FORM,
-    PendingFile,
-    folder_lock,
-    make_folder,
-    remove_stale_files,
-    write_errors,
-    write_whole,
-)
+from shd_ref.cache.storage import Folder, PendingFile, open_storage, write_errors
 from shd_ref.errors import ShdError
+
+ATTEMPTS: Final = 5
+"""How often a shard is put anew when racing writers replace it, which takes an object store."""
 
 
 class CacheWriter:
     """Creates a cache folder, or resumes one that was made with the same manifest.
 
     Several writers may work on one folder, also from several hosts if their file system shares ``flock``. Who
-    commits a shard first wins; the others' bytes for it are discarded.
+    commits a shard first wins; the others' bytes for it are discarded. An object store has no locks: there, who
+    uploads last wins (CACHE-77).
 
     Args:
-        folder: the cache; created if absent.
+        folder: the cache, a path or an address such as ``s3://bucket/cache``; created if absent.
         manifest: what the cache will hold.
 
     Raises:
@@ -51,23 +38,23 @@ class CacheWriter:
             manifest), ``cache-corrupt`` (its manifest is damaged), ``write-failed``.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], manifest: Manifest) -> None:
-        self.folder = Path(folder).absolute()
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self._storage = open_storage(folder)
+        self.folder = self._storage.root
         self.manifest = manifest
         self._refuse_foreign_folder()
         with write_errors(self.folder):
-            make_folder(self.folder)
-            if not manifest_path(self.folder).exists():
-                self._write_manifest()
+            self._storage.prepare()
+            self._storage.create(MANIFEST_NAME, manifest.to_bytes())
         self._refuse_other_manifest()
         with write_errors(self.folder):
-            make_folder(self.folder / RECEIPTS_NAME)
-            make_folder(self.folder / SHARDS_NAME)
-            remove_stale_files(self.folder)
+            self._storage.remove_stale()
 
     def missing_shards(self) -> list[int]:
         """Shards without a valid receipt of this cache, or whose file has another size than it states."""
-        return [shard for shard in range(self.manifest.shards.num_shards) if self._committed(shard) is None]
+        shards = range(self.manifest.shards.num_shards)
+        committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
+        return [shard for shard, found in zip(shards, committed, strict=True) if not found]
 
     def write_shard(
         self,
@@ -98,14 +85,14 @@ class CacheWriter:
         committed = self._committed(shard)
         if committed is not None:
             return committed
-        path = shard_path(self.folder, shard)
-        with write_errors(path), PendingFile(path, self.folder) as shard_file:
+        name = shard_name(shard)
+        with write_errors(self._storage.locate(name)), self._storage.pending(name) as shard_file:
             receipt = write_blobs(shard_file, self.manifest, shard, ordered, codec_error, left_out)
             shard_file.sync()
-            with PendingFile(receipt_path(self.folder, shard), self.folder) as receipt_file:
+            with self._storage.pending(receipt_name(shard)) as receipt_file:
                 receipt_file.write(receipt.to_bytes())
                 receipt_file.sync()
-                with folder_lock(self.folder):
+                with self._storage.exclusive():
                     return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
@@ -131,34 +118,21 @@ class CacheWriter:
             num_samples=self.manifest.dataset.num_samples,
             receipts=tuple(checksums),
         )
-        path = seal_path(self.folder)
-        with write_errors(path):
-            write_whole(path, seal.to_bytes(), self.folder)
+        with write_errors(self._storage.locate(SEAL_NAME)):
+            self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
 
     def _refuse_foreign_folder(self) -> None:
-        if not self.folder.exists():
-            return
-        if not self.folder.is_dir():
-            raise ShdError("cache-exists", f"{self.folder} must be a folder; it is a file", "CACHE-70")
-        names = [path.name for path in self.folder.iterdir()]
-        foreign = sorted(name for name in names if name != LOCK_NAME and not TEMP_FORM.fullmatch(name))
-        # The manifest is looked for after the listing: a racing writer creates it before anything else.
-        if foreign and not manifest_path(self.folder).exists():
+        if self._storage.exists(MANIFEST_NAME):
+            return  # and a large cache is not listed
+        foreign = [name for name in self._storage.names() if not self._storage.is_leftover(name)]
+        # The manifest is looked for again after the listing: a racing writer creates it before anything else.
+        if foreign and not self._storage.exists(MANIFEST_NAME):
             message = f"{self.folder} must be empty or a cache; it holds {foreign[0]!r} and no manifest"
             raise ShdError("cache-exists", message + ": choose another folder", "CACHE-70")
 
-    def _write_manifest(self) -> None:
-        path = manifest_path(self.folder)
-        with PendingFile(path, self.folder) as pending:
-            pending.write(self.manifest.to_bytes())
-            pending.sync()
-            with folder_lock(self.folder):
-                if not path.exists():  # a racing writer may have been first
-                    pending.commit()
-
     def _refuse_other_manifest(self) -> None:
-        found = Manifest.read(self.folder)
+        found = Manifest.read(self._storage)
         if found.id != self.manifest.id:
             differences = "; ".join(found.differences(self.manifest))
             raise ShdError(
@@ -170,15 +144,19 @@ class CacheWriter:
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         for shard in range(self.manifest.shards.num_shards):
-            receipt = Receipt.read(self.folder, shard, self.manifest)
+            receipt = Receipt.read(self._storage, shard, self.manifest)
             checksums.append(checksum_of(receipt))
             yield receipt
 
     def _committed(self, shard: int) -> Receipt | None:
         try:
-            receipt = Receipt.read(self.folder, shard, self.manifest)
-            size = regular_size(shard_path(self.folder, shard))
-        except (ShdError, FileNotFoundError):
+            receipt = Receipt.read(self._storage, shard, self.manifest)
+            size = self._storage.size(shard_name(shard))
+        except FileNotFoundError:
+            return None
+        except ShdError as error:
+            if error.code == "read-failed":
+                raise  # nothing is known of the shard
             return None  # whatever is wrong with it, the cure is to write the shard again
         return receipt if size == receipt.size else None
 
@@ -212,9 +190,15 @@ class CacheWriter:
         committed = self._committed(receipt.shard)
         if committed is not None:
             return committed
-        # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
-        seal_path(self.folder).unlink(missing_ok=True)
-        receipt_path(self.folder, receipt.shard).unlink(missing_ok=True)
-        shard_file.commit()
-        receipt_file.commit()
-        return receipt
+        for _ in range(ATTEMPTS):
+            # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
+            self._storage.remove(SEAL_NAME)
+            self._storage.remove(receipt_name(receipt.shard))
+            shard_file.commit()
+            receipt_file.commit()
+            # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-77).
+            if shard_file.stands():
+                return receipt
+        self._storage.remove(receipt_name(receipt.shard))
+        message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
+        raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-77")

@@ -15,7 +15,7 @@ from shd_ref.teacher.options import MaxLengthOption, Provider, TextOption, Token
 @app.command()
 def report(
     cache: Annotated[
-        Path, typer.Argument(help="Folder of the cache; a partial one is reported too.", metavar="CACHE")
+        str, typer.Argument(help="Folder or address of the cache; a partial one is reported too.", metavar="CACHE")
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     teacher: Annotated[

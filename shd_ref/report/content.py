@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, Manifest, Receipt
-from shd_ref.cache.layout import committed_shards
+from shd_ref.cache.layout import RECEIPTS_NAME, committed_shards
+from shd_ref.cache.storage import open_storage
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan, merge_plan, merge_pool, plan_groups
 
@@ -124,12 +124,13 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         ShdError: ``cache-corrupt`` and other codes of reading; ``cache-incomplete`` where nothing is committed;
             ``plan-invalid`` for a plan that does not lead to the student's heads.
     """
-    manifest, folder = reader.manifest, Path(reader.folder)
-    receipts = [Receipt.read(folder, shard, manifest) for shard in committed_shards(folder)]
+    manifest, storage = reader.manifest, open_storage(reader.folder)
+    shards = committed_shards(storage.names(RECEIPTS_NAME))
+    receipts = list(storage.map(lambda shard: Receipt.read(storage, shard, manifest), shards))
     if not any(receipt.records for receipt in receipts):
         raise ShdError(
             "cache-incomplete",
-            f"{folder} must hold at least one committed sample to be reported; got none",
+            f"{reader.folder} must hold at least one committed sample to be reported; got none",
             "CACHE-66",
         )
     keys = list(dict.fromkeys(reader.keys()))[:max_records]

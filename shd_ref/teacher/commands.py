@@ -105,7 +105,13 @@ def precompute(
     teacher: TeacherPath,
     inputs: InputsPath,
     student_heads: HeadsOfStudents,
-    out: Annotated[Path, typer.Option(help="Folder of the cache; give the same one again to resume.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            help="Folder or address (s3://...) of the cache; give the same one again to resume.",
+            metavar="CACHE",
+        ),
+    ],
     student_layers: StudentLayers = None,
     layers: LayerPairs = None,
     sites: SitesOption = None,
@@ -225,7 +231,7 @@ def precompute(
 
 @app.command()
 def verify(
-    cache: Annotated[Path, typer.Argument(help="Folder of the cache.", metavar="CACHE")],
+    cache: Annotated[str, typer.Argument(help="Folder or address of the cache.", metavar="CACHE")],
     teacher: Annotated[Path | None, typer.Option(help="Also run this teacher again on some records.")] = None,
     inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
     tokenizer: TokenizerOption = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -22,7 +21,8 @@ from shd_ref.cache import (
     factored_size,
     packed_size,
 )
-from shd_ref.cache.layout import manifest_path
+from shd_ref.cache.layout import MANIFEST_NAME
+from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.run import MATCHED, PrecomputeOptions, RunOptions, TeacherRun
@@ -56,12 +56,12 @@ def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
     return Matching(options.matched_by, options.calibration_samples, run.seed)
 
 
-def adopt_plans(folder: Path, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
+def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
     """The options of a job that a folder may hold already: matched plans are then taken from its manifest (CACHE-18).
 
     Where it holds another job, the options come back as they are, and the writer will refuse the folder.
     """
-    if matching_of(options, run) is None or not manifest_path(folder).exists():
+    if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
         return options
     manifest = Manifest.read(folder)
     same = manifest.matching == matching_of(options, run) and manifest.num_student_heads == options.num_student_heads

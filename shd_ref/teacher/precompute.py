@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import CacheWriter, CodecError, NewRecord, Skipped, code_dtype
+from shd_ref.cache.storage import subfolder
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_shards
 from shd_ref.teacher.compare import compare_with_reference
@@ -35,7 +37,7 @@ OnProgress = Callable[[int, int, int], None]
 def precompute(
     teacher: str | Path,
     inputs: Source | Arrays,
-    out: str | Path,
+    out: str | os.PathLike[str],
     options: PrecomputeOptions,
     run: RunOptions | None = None,
     *,
@@ -52,7 +54,7 @@ def precompute(
         teacher: an ``.onnx`` file.
         inputs: model inputs: a source (``open_source``), or arrays by graph input name with first axis N; columns
             that the graph does not take are ignored.
-        out: the cache folder, new or with the same job begun.
+        out: the cache, a folder or an address such as ``s3://bucket/cache``, new or with the same job begun.
         options: what to make of the teacher.
         run: how to run it.
         on_progress: called after every batch and shard.
@@ -64,14 +66,14 @@ def precompute(
     """
     started = time.monotonic()
     run = run or RunOptions()
-    job = PrecomputeJob(TeacherRun(Path(teacher), inputs, adopt_plans(Path(out), options, run), run, on_read))
-    return _write_caches([(job, Path(out))], started, on_progress)[0]
+    job = PrecomputeJob(TeacherRun(Path(teacher), inputs, adopt_plans(out, options, run), run, on_read))
+    return _write_caches([(job, out)], started, on_progress)[0]
 
 
 def precompute_shapes(
     teacher: str | Path,
     inputs: Source | Arrays,
-    out: str | Path,
+    out: str | os.PathLike[str],
     options: PrecomputeOptions,
     student_heads: Sequence[int],
     run: RunOptions | None = None,
@@ -84,7 +86,7 @@ def precompute_shapes(
     Args:
         teacher, inputs, options, run, on_progress, on_read: as for ``precompute``; ``options.num_student_heads`` does
             not matter.
-        out: the folder of the caches, one in a subfolder ``heads-<n>`` for each number.
+        out: the folder or address of the caches, one in a subfolder ``heads-<n>`` for each number.
         student_heads: the numbers, distinct.
 
     Raises:
@@ -96,7 +98,7 @@ def precompute_shapes(
     run = run or RunOptions()
     # The largest maps decide how many samples a shard holds, for all alike: so the batches are the same.
     heads = sorted(student_heads, reverse=True)
-    folders = [Path(out) / f"heads-{number}" for number in heads]
+    folders = [subfolder(out, f"heads-{number}") for number in heads]
     shapes = [
         adopt_plans(folder, replace(options, num_student_heads=number), run)
         for number, folder in zip(heads, folders, strict=True)
@@ -112,7 +114,7 @@ def precompute_shapes(
 
 
 def _write_caches(
-    caches: Sequence[tuple[PrecomputeJob, Path]], started: float, on_progress: OnProgress | None
+    caches: Sequence[tuple[PrecomputeJob, str | os.PathLike[str]]], started: float, on_progress: OnProgress | None
 ) -> list[PrecomputeSummary]:
     """Write caches batch by batch in step, so that jobs that share a teacher find each batch run already."""
     counts = [(0, 0, 0)] * len(caches)

@@ -47,7 +47,7 @@ def recheck_records(
     """Squeeze a seeded sample of records anew and compare them with what the cache holds.
 
     Args:
-        cache: a sealed cache.
+        cache: a sealed cache, a folder or an address.
         teacher: the ``.onnx`` file that it should come from.
         inputs: the model inputs that it should come from.
         num_records: how many records to run.

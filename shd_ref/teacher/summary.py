@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import CodecError, Manifest, Receipt, merge_codec_errors
-from shd_ref.cache.layout import committed_shards
+from shd_ref.cache.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.ranges import ShardFile
+from shd_ref.cache.storage import Storage, is_address, open_storage
 from shd_ref.teacher.compare import Comparison
 
 MAX_ALPHAS: Final = 2**20
@@ -23,7 +25,7 @@ class PrecomputeSummary:
     """What ``precompute`` did and found.
 
     Attributes:
-        folder: the cache.
+        folder: the cache's path or address.
         samples: in the cache.
         resumed: how many of them were there already.
         skipped: samples without a record, because the teacher failed on them.
@@ -36,7 +38,7 @@ class PrecomputeSummary:
         comparison: what it showed.
     """
 
-    folder: Path
+    folder: Path | str
     samples: int
     resumed: int
     skipped: int
@@ -52,23 +54,30 @@ class PrecomputeSummary:
 
 
 def summarise(
-    folder: Path, manifest: Manifest, *, resumed: int, seconds: float, compared_samples: int, comparison: Comparison
+    folder: str | os.PathLike[str],
+    manifest: Manifest,
+    *,
+    resumed: int,
+    seconds: float,
+    compared_samples: int,
+    comparison: Comparison,
 ) -> PrecomputeSummary:
-    """The summary of what is committed in a cache folder."""
+    """The summary of what is committed in a cache."""
+    storage = open_storage(folder)
     samples, skipped, stored, float32, errors = 0, 0, 0, 0, []
     alphas: list[NDArray[np.float32]] = []
-    for shard in committed_shards(folder):
-        receipt = Receipt.read(folder, shard, manifest)
+    for shard in committed_shards(storage.names(RECEIPTS_NAME)):
+        receipt = Receipt.read(storage, shard, manifest)
         samples += len(receipt.records)
         skipped += len(receipt.skipped)
         errors.append(receipt.codec_error)
         stored += sum(blob.end - blob.start for record in receipt.records for blob in record.layers)
         float32 += sum(4 * record.length**2 for record in receipt.records)
         if sum(map(len, alphas)) < MAX_ALPHAS:
-            alphas.append(_read_alphas(folder, receipt))
+            alphas.append(_read_alphas(storage, receipt))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])
     return PrecomputeSummary(
-        folder=folder,
+        folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
         samples=samples,
         resumed=resumed,
         skipped=skipped,
@@ -84,7 +93,7 @@ def summarise(
     )
 
 
-def _read_alphas(folder: Path, receipt: Receipt) -> NDArray[np.float32]:
-    file = ShardFile(folder, receipt.shard)
+def _read_alphas(storage: Storage, receipt: Receipt) -> NDArray[np.float32]:
+    file = ShardFile(storage, receipt.shard)
     blobs = [file.read(record.alphas.start, record.alphas.end) for record in receipt.records]
     return np.concatenate([blob.view("<f4") for blob in blobs] or [np.empty(0, np.float32)])

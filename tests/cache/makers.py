@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -30,6 +30,8 @@ from shd_ref.cache import (
     encode_factors,
     sample_key,
 )
+
+Place = TypeVar("Place", Path, str)
 
 NUM_TEACHER_HEADS = 4
 NUM_STUDENT_HEADS = 2
@@ -151,7 +153,7 @@ def write_shards(writer: CacheWriter, shards: Iterable[int]) -> None:
         writer.write_shard(shard, records_of(writer.manifest, shard), MEASURED, skipped_of(writer.manifest, shard))
 
 
-def write_cache(folder: Path, manifest: Manifest) -> Path:
+def write_cache(folder: Place, manifest: Manifest) -> Place:
     writer = CacheWriter(folder, manifest)
     write_shards(writer, writer.missing_shards())
     writer.seal()

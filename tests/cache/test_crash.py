@@ -17,12 +17,12 @@ from cache.makers import contents, key_of, read_everything, record_of, write_cac
 from shd_ref.cache import CacheReader, verify_cache
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 8
+KILLS = 20
 
 
 def start_writer(folder: Path, scale: float = 1.0) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "cache.interrupted_writer", str(folder), str(scale)]
+    command = [sys.executable, "-m", "cache.interrupted_writer", str(folder), str(scale), str(NUM_SAMPLES)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 
@@ -31,6 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_cache(tmp_path_factory.mktemp("undisturbed"), MANIFEST)
 
 
+@pytest.mark.slow
 def test_killed_writers_resume(tmp_path: Path, undisturbed: Path) -> None:
     moments = random.Random(11)
     committed = 0

@@ -18,6 +18,7 @@ from teacher.attention_graphs import bare_attention, encoder_layer, token_teache
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, Receipt, sample_key, verify_cache
+from shd_ref.cache.storage import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples, group_shards
@@ -411,3 +412,39 @@ def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path
     assert seen
     writer.seal()
     assert len(CacheReader(tmp_path)) == NUM_SAMPLES
+
+
+def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Path, bucket: str) -> None:
+    inputs = make_tokens()
+    np.savez(tmp_path / "data.npz", **inputs)
+    address, data = f"{bucket}/runs/cache", ("--inputs", tmp_path / "data.npz")
+    made = ("--student-heads", 2, "--batch-size", 4, "--samples-per-shard", 5)
+    done = run_shd("precompute", teacher, *data, *made, "--out", address)
+    assert done.exit_code == 0, done.output
+    assert f"shd verify {address} --teacher" in done.output
+    again = run_shd("precompute", teacher, *data, *made, "--out", address)
+    assert "60 (60 were there)" in again.output
+    precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
+    storage = open_storage(address)
+    assert {name: storage.read(name) for name in storage.names()} == contents(tmp_path / "cache")
+    checked = run_shd("verify", address, "--teacher", teacher, *data)
+    assert checked.exit_code == 0, checked.output
+    assert "60 records in 12 shards" in checked.output
+    storage.remove("receipts/000003.json")
+    damaged = run_shd("verify", address)
+    assert damaged.exit_code == 1
+    assert "cache-incomplete: receipts/000003.json: 1 of 12 shards have no receipt" in damaged.output
+    pytest.importorskip("jinja2", reason="shd report needs the extra 'report'")
+    pytest.importorskip("matplotlib", reason="shd report needs the extra 'report'")
+    storage.remove("SEALED.json")
+    reported = run_shd("report", address, "--out", tmp_path / "report.html")
+    assert reported.exit_code == 0, reported.output
+    assert address in (tmp_path / "report.html").read_text()
+
+
+def test_students_in_an_object_store(teacher: Path, bucket: str) -> None:
+    summaries = precompute_shapes(
+        teacher, make_tokens(), bucket, OPTIONS, [2, 1], RunOptions(batch_size=30, samples_per_shard=30)
+    )
+    assert [summary.folder for summary in summaries] == [f"{bucket}/heads-2", f"{bucket}/heads-1"]
+    assert [len(CacheReader(str(summary.folder))) for summary in summaries] == [NUM_SAMPLES] * 2

@@ -100,6 +100,21 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
     assert seen != sorted(seen)
 
 
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
+    address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))
+    joined = SupervisedDataset(TokenData(), address, layers=[2])
+    reader = joined.cache
+    expected = [reader.decode(reader.read(key), 2) for key in joined.keys]  # connections are open before the fork
+    loader = DataLoader(joined, 1, num_workers=2, collate_fn=joined.collate, multiprocessing_context=start)
+    seen = []
+    for sample, supervision in loader:
+        index = int(sample["number"])
+        seen.append(index)
+        np.testing.assert_allclose(supervision.decode()[0][0].numpy(), expected[index], rtol=1e-6)
+    assert seen == list(range(NUM_SAMPLES))
+
+
 def test_supervision_is_picklable_and_moves(tmp_path: Path) -> None:
     joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
     _, supervision = joined.collate([joined[2]])

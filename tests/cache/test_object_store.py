@@ -1,0 +1,344 @@
+"""Caches in an object store: the same bytes, the same refusals, and no locks to lean on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache.interrupted_writer import interrupted_job
+from cache.makers import (
+    MEASURED,
+    contents,
+    job,
+    key_of,
+    read_everything,
+    record_of,
+    records_of,
+    write_cache,
+    write_shards,
+)
+from object_store import environment, free_port
+
+from shd_ref.cache import CacheReader, CacheWriter, Manifest, verify_cache
+from shd_ref.cache.remote_storage import PART_BYTES, RemoteStorage
+from shd_ref.cache.storage import is_address, open_storage, subfolder
+from shd_ref.errors import ShdError
+
+pytest.importorskip("s3fs", reason="caches in object stores need the extra 'remote'")
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_SAMPLES = 30
+SHARD, RECEIPT = "shards/01/000001.safetensors", "receipts/000001.json"
+
+
+def objects(address: str) -> dict[str, bytes]:
+    storage = open_storage(address)
+    return {name: storage.read(name) for name in storage.names()}
+
+
+def change(address: str, name: str, position: int) -> None:
+    storage = open_storage(address)
+    data = bytearray(storage.read(name))
+    data[position] ^= 0x10
+    storage.write_whole(name, bytes(data))
+
+
+def start_writer(address: str) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "cache.interrupted_writer", address, "1.0", str(NUM_SAMPLES)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
+
+
+@pytest.fixture
+def cache(bucket: str) -> str:
+    return write_cache(f"{bucket}/runs/cache", job())
+
+
+def test_objects_are_the_files_of_a_local_cache(cache: str, tmp_path: Path) -> None:
+    local = write_cache(tmp_path / "cache", job())
+    assert objects(cache) == contents(local)
+    assert read_everything(CacheReader(cache)) == read_everything(CacheReader(local))
+    assert verify_cache(cache).ok
+    assert CacheReader(cache).folder == cache
+
+
+def test_readers_fetch_the_ranges_they_return_and_no_more(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = CacheReader(cache)
+    fetched = []
+    real = RemoteStorage.read_range
+
+    def read_range(storage: RemoteStorage, name: str, start: int, end: int) -> bytes:
+        data = real(storage, name, start, end)
+        fetched.append((name, len(data)))
+        return data
+
+    monkeypatch.setattr(RemoteStorage, "read_range", read_range)
+    monkeypatch.setattr(RemoteStorage, "read", None)
+    record = reader.read(key_of(3), layers=[2])
+    mixing = record_of(job(), 3).mixing
+    assert record.mixing is not None
+    assert mixing is not None
+    np.testing.assert_array_equal(record.mixing, mixing)
+    # The two float blobs lie side by side: one request.
+    assert sorted(size for _, size in fetched) == sorted(
+        [record.alphas.nbytes + record.mixing.nbytes, record.blobs[2].nbytes]
+    )
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "SEALED.json", RECEIPT])
+def test_flipped_bit_in_a_document(cache: str, name: str) -> None:
+    change(cache, name, 40)
+    with pytest.raises(ShdError, match=name) as caught:
+        CacheReader(cache)
+    assert caught.value.code == "cache-corrupt"
+    assert name in {problem.path for problem in verify_cache(cache).problems}
+
+
+@pytest.mark.parametrize(("position", "is_read"), [(-1, True), (20, False)], ids=["blob", "header"])
+def test_flipped_bit_in_a_shard(cache: str, position: int, is_read: bool) -> None:
+    change(cache, SHARD, position)
+    assert {problem.path for problem in verify_cache(cache).problems} == {SHARD}
+    if is_read:
+        with pytest.raises(ShdError, match=rf"{SHARD}: record \d layer 2: .* must have XXH3-64") as caught:
+            read_everything(CacheReader(cache))
+        assert caught.value.code == "cache-corrupt"
+
+
+def test_truncated_and_absent_objects(cache: str) -> None:
+    reader, storage = CacheReader(cache), open_storage(cache)
+    whole = storage.read(SHARD)
+    victim = next(index for index in job().shard_samples(1))
+    for length in (len(whole) - 1, 100):
+        storage.write_whole(SHARD, whole[:length])
+        with pytest.raises(ShdError, match=f"it must have {len(whole)} bytes and has {length}") as caught:
+            CacheReader(cache)
+        assert caught.value.code == "cache-incomplete"
+    for problem in ("it ends at byte", "it does not exist"):
+        with pytest.raises(ShdError, match=problem) as caught:
+            reader.read(key_of(victim))
+        assert caught.value.code == "cache-incomplete"
+        storage.remove(SHARD)
+    storage.write_whole(SHARD, whole)
+    assert reader.read(key_of(victim)).index == victim
+    storage.remove(RECEIPT)
+    with pytest.raises(ShdError, match="shard 1 was never committed") as caught:
+        CacheReader(cache)
+    assert caught.value.code == "cache-incomplete"
+    assert CacheWriter(cache, job()).missing_shards() == [1]
+
+
+def test_another_job_is_refused(cache: str, bucket: str) -> None:
+    with pytest.raises(ShdError, match=r"temperature: 1\.0 -> 2\.0") as caught:
+        CacheWriter(cache, job(temperature=2.0))
+    assert caught.value.code == "cache-mismatch"
+    with pytest.raises(ShdError, match=r"holds 'cache/SEALED\.json' and no manifest") as caught:
+        CacheWriter(f"{bucket}/runs", job())
+    assert caught.value.code == "cache-exists"
+
+
+def test_of_racing_manifests_the_first_stays(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(f"{bucket}/cache")
+    filesystem, _ = storage._connect()  # type: ignore[attr-defined]
+    monkeypatch.setattr(filesystem, "exists", lambda path: False)  # both looked before either wrote
+    storage.create("manifest.json", job().to_bytes())
+    storage.create("manifest.json", job(temperature=2.0).to_bytes())
+    assert Manifest.read(storage) == job()
+
+
+def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
+    address, moments, committed = f"{bucket}/cache", random.Random(5), 0
+    for _ in range(2):
+        with start_writer(address) as process:
+            while len(open_storage(address).names("receipts")) <= committed // 3:  # three samples a shard
+                assert process.poll() is None
+                time.sleep(0.05)
+            time.sleep(moments.uniform(0, 0.1))
+            process.kill()
+        partial = CacheReader(address, allow_partial=True)
+        assert committed < len(partial) < NUM_SAMPLES
+        committed = len(partial)
+        assert partial.read(partial.keys()[-1], layers=[1]).blobs
+    lengths = []
+    with start_writer(address) as process:
+        while process.poll() is None:  # a reader while a writer works
+            partial = CacheReader(address, allow_partial=True)
+            lengths.append(len(partial))
+            assert partial.read(partial.keys()[-1], layers=[1]).blobs
+            time.sleep(0.2)
+    assert process.returncode == 0
+    assert lengths == sorted(lengths)
+    assert objects(address) == contents(write_cache(tmp_path / "cache", interrupted_job(NUM_SAMPLES)))
+
+
+def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
+    address, scales = f"{bucket}/cache", (1.0, 0.5, 0.25)
+    start = threading.Barrier(len(scales))
+
+    def write(scale: float) -> None:
+        writer = CacheWriter(address, job())
+        for shard in range(job().shards.num_shards):
+            start.wait(60)
+            records = [
+                replace(record, alphas=record.alphas * np.float32(scale)) for record in records_of(job(), shard)
+            ]
+            writer.write_shard(shard, records, MEASURED)
+
+    with ThreadPoolExecutor(len(scales)) as pool:
+        list(pool.map(write, scales))
+    CacheWriter(address, job()).seal()
+    assert verify_cache(address).ok
+    reader = CacheReader(address)
+    for index in range(len(reader)):
+        written, found = record_of(job(), index).alphas, reader.read(key_of(index)).alphas
+        assert any(np.array_equal(found, written * np.float32(scale)) for scale in scales)
+
+
+class _Interposed(RemoteStorage):
+    """Something happens right after each upload of a shard."""
+
+    def __init__(self, root: str, events: list[Any]) -> None:
+        super().__init__(root)
+        self.events = events
+
+    def upload(self, name: str, path: str) -> None:
+        super().upload(name, path)
+        if name.startswith("shards/") and self.events:
+            self.events.pop(0)()
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_shard_that_was_replaced_before_its_receipt_is_written_again(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """In memory there are no entity tags, so shards are read back."""
+    address = request.getfixturevalue("bucket") if kind == "s3" else f"memory://{request.node.name}"
+    other = CacheWriter(address, job())
+    rounded = [
+        record_of(job(), record.index, alphas=record.alphas * np.float32(0.5)) for record in records_of(job(), 0)
+    ]
+    writer = CacheWriter(_Interposed(address, [lambda: other.write_shard(0, rounded, MEASURED)] * 2), job())
+    receipt = writer.write_shard(0, records_of(job(), 0), MEASURED)
+    write_shards(writer, [1, 2, 3])
+    writer.seal()
+    assert verify_cache(address).ok
+    (found,) = [CacheReader(address).read(key_of(record.index)).alphas for record in records_of(job(), 0)][:1]
+    np.testing.assert_array_equal(found, records_of(job(), 0)[0].alphas)
+    assert receipt.shard == 0
+
+
+def test_writer_that_is_always_overtaken_gives_up(request: pytest.FixtureRequest) -> None:
+    address = f"memory://{request.node.name}"
+    storage = open_storage(address)
+
+    def replace() -> None:
+        storage.write_whole("shards/00/000000.safetensors", b"another writer's")
+
+    writer = CacheWriter(_Interposed(address, [replace] * 100), job())
+    with pytest.raises(ShdError, match=r"other writers replaced it 5 times: .*--shards i/n") as caught:
+        write_shards(writer, [0])
+    assert caught.value.code == "write-failed"
+    assert CacheWriter(address, job()).missing_shards() == [0, 1, 2, 3]
+
+
+def test_upload_in_parts_is_known_by_its_tag(bucket: str) -> None:
+    storage = open_storage(bucket)
+    assert isinstance(storage, RemoteStorage)
+    with storage.pending("large") as file:
+        file.write(bytes(2 * PART_BYTES + 1))
+        file.sync()
+        file.commit()
+        assert storage.entity_tag("large").endswith("-3")
+        assert storage.entity_tag("large") in file._entity_tags  # type: ignore[attr-defined]
+        assert file.stands()
+        storage.write_whole("large", b"another's")
+        assert not file.stands()
+        storage.remove("large")
+        assert not file.stands()
+
+
+def test_readers_are_shared_by_threads_and_processes(cache: str) -> None:
+    reader = CacheReader(cache)
+    expected = read_everything(reader)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(found == expected for found in pool.map(read_everything, [reader] * 4))
+    assert read_everything(pickle.loads(pickle.dumps(reader))) == expected
+
+
+def test_unreachable_store_is_no_missing_cache() -> None:
+    code = """
+from cache.makers import job
+from shd_ref.cache import CacheReader, CacheWriter
+from shd_ref.errors import ShdError
+for call in (CacheReader, lambda address: CacheWriter(address, job())):
+    try:
+        call("s3://bucket/cache")
+    except ShdError as error:
+        assert error.code == "read-failed", error
+        assert "s3://bucket/cache/manifest.json could not be read" in str(error), error
+        assert "check the address, the credentials and the network" in str(error), error
+    else:
+        raise SystemExit("a store that cannot be reached must be an error")
+"""
+    variables = environment(free_port()) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | variables, check=True, timeout=120)
+
+
+def test_writer_does_not_take_an_unreadable_shard_for_missing(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CacheWriter(cache, job())
+    monkeypatch.setattr(RemoteStorage, "_info", _unreachable)
+    with pytest.raises(ShdError, match="network") as caught:
+        writer.missing_shards()
+    assert caught.value.code == "read-failed"
+
+
+def _unreachable(storage: RemoteStorage, name: str) -> Any:
+    with storage._reads(name):
+        raise ConnectionResetError(f"connection lost at {name}")
+
+
+def test_missing_bucket(bucket: str) -> None:
+    with pytest.raises(ShdError, match="bucket does not exist") as caught:
+        CacheWriter(f"{bucket}-absent/cache", job())
+    assert caught.value.code == "write-failed"
+    with pytest.raises(ShdError, match="is no cache") as caught:
+        CacheReader(f"{bucket}-absent/cache")
+    assert caught.value.code == "cache-incomplete"
+
+
+def test_addresses() -> None:
+    assert [is_address(place) for place in ("s3://b/c", "memory://x", "cache", "a/b:c", "C://x", Path("s3:/b"))] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert subfolder("s3://b/c/", "heads-2") == "s3://b/c/heads-2"
+    assert subfolder("cache", "heads-2") == Path("cache/heads-2")
+    with pytest.raises(ShdError, match="an address that fsspec knows") as caught:
+        CacheReader("nowhere://bucket/cache")
+    assert caught.value.code == "argument-value"
+
+
+def test_file_addresses_are_paths(tmp_path: Path) -> None:
+    folder = write_cache(tmp_path / "a cache", job())
+    assert CacheReader(folder.as_uri()).folder == folder
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ShdError, match=r"pip install 'squeezing-heads\[remote\]'") as caught:
+        CacheReader("s3://bucket/cache")
+    assert caught.value.code == "dependency-missing"
