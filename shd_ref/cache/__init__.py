@@ -33,6 +33,8 @@ from shd_ref.cache.factored import (
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
 from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
+from shd_ref.cache.listing import CacheListing, list_cache
+from shd_ref.cache.merge import MergeSummary, merge_caches
 from shd_ref.cache.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.reader import CacheReader
 from shd_ref.cache.receipts import Blob, Receipt, Record, Skipped
@@ -51,6 +53,7 @@ __all__ = [
     "ON_ERROR",
     "SUPPORTS",
     "Blob",
+    "CacheListing",
     "CacheReader",
     "CacheWriter",
     "CodecError",
@@ -60,6 +63,7 @@ __all__ = [
     "LayerPair",
     "Manifest",
     "Matching",
+    "MergeSummary",
     "NewRecord",
     "Problem",
     "Receipt",
@@ -84,6 +88,8 @@ __all__ = [
     "factored_kl_bound",
     "factored_size",
     "kl_bound",
+    "list_cache",
+    "merge_caches",
     "merge_codec_errors",
     "pack",
     "pack_factors",

@@ -89,11 +89,27 @@ class CacheWriter:
         with write_errors(self._storage.locate(name)), self._storage.pending(name) as shard_file:
             receipt = write_blobs(shard_file, self.manifest, shard, ordered, codec_error, left_out)
             shard_file.sync()
-            with self._storage.pending(receipt_name(shard)) as receipt_file:
-                receipt_file.write(receipt.to_bytes())
-                receipt_file.sync()
-                with self._storage.exclusive():
-                    return self._commit(shard_file, receipt_file, receipt)
+            return self.commit_file(shard_file, receipt)
+
+    def commit_file(self, shard_file: PendingFile, receipt: Receipt) -> Receipt:
+        """Commit a shard whose bytes are written, synchronised and known to be those of its receipt.
+
+        Args:
+            shard_file: what is to become the shard.
+            receipt: of this cache.
+
+        Returns:
+            The committed receipt: an earlier one if the shard had been committed before.
+
+        Raises:
+            ShdError: ``write-failed``.
+        """
+        name = receipt_name(receipt.shard)
+        with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:
+            receipt_file.write(receipt.to_bytes())
+            receipt_file.sync()
+            with self._storage.exclusive():
+                return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
         """State that the cache is complete (CACHE-65).

@@ -1,0 +1,160 @@
+"""What a cache holds, finished or not: read from its manifest and receipts, never from its maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shd_ref.cache.distortion import CodecError, merge_codec_errors
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
+from shd_ref.cache.ranges import check_shard_size
+from shd_ref.cache.receipts import Receipt
+from shd_ref.cache.seal import Seal
+from shd_ref.cache.storage import Folder, open_storage
+from shd_ref.errors import ShdError
+
+
+@dataclass(frozen=True)
+class CacheListing:
+    """What a cache holds.
+
+    Attributes:
+        folder: path or address.
+        manifest: what it was made from.
+        sealed: whether it states to be complete.
+        written: shards that are committed, ascending.
+        damaged: problems of files that are there and cannot be used; their shards count as missing.
+        samples: with a record; ``skipped`` are those without, because the teacher failed on them.
+        shard_bytes: of all committed shard files.
+        map_bytes: of the coded maps in them; ``float32_bytes`` is the same maps as float32.
+        positions: summed lengths of all records.
+        codec_error: over the rows that were measured.
+    """
+
+    folder: Path | str
+    manifest: Manifest
+    sealed: bool
+    written: tuple[int, ...]
+    damaged: tuple[str, ...]
+    samples: int
+    skipped: int
+    shard_bytes: int
+    map_bytes: int
+    float32_bytes: int
+    positions: int
+    codec_error: CodecError
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Shards that are not committed, ascending."""
+        return tuple(sorted(set(range(self.manifest.shards.num_shards)) - set(self.written)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable form of ``shd ls --json``; missing shards are a list of [first, last]."""
+        manifest = self.manifest
+        return {
+            "folder": str(self.folder),
+            "id": manifest.id,
+            "format_version": manifest.format_version,
+            "spec_version": manifest.spec_version,
+            "sealed": self.sealed,
+            "teacher": asdict(manifest.teacher),
+            "num_teacher_heads": manifest.num_teacher_heads,
+            "num_student_heads": manifest.num_student_heads,
+            "layers": [asdict(layer) for layer in manifest.layers],
+            "strategy": manifest.strategy,
+            "alpha_per": manifest.alpha_per,
+            "temperature": manifest.temperature,
+            "support": manifest.support,
+            "codec": manifest.codec,
+            "compression": manifest.compression,
+            "samples": {
+                "total": manifest.dataset.num_samples,
+                "written": self.samples,
+                "skipped": self.skipped,
+                "positions": self.positions,
+            },
+            "shards": {
+                "total": manifest.shards.num_shards,
+                "written": len(self.written),
+                "missing": [list(span) for span in spans(self.missing)],
+            },
+            "damaged": list(self.damaged),
+            "bytes": {"shards": self.shard_bytes, "maps": self.map_bytes, "maps_as_float32": self.float32_bytes},
+            "codec_error": asdict(self.codec_error),
+        }
+
+
+def list_cache(folder: Folder) -> CacheListing:
+    """Look through a cache that may be unfinished, or in the making.
+
+    Reads the receipts, one in memory at a time, and the size of every shard file; ``verify_cache`` reads the rest.
+
+    Args:
+        folder: the cache.
+
+    Raises:
+        ShdError: ``cache-incomplete`` where there is no manifest; ``cache-corrupt`` or ``cache-version`` where it
+            cannot be read.
+    """
+    storage = open_storage(folder)
+    manifest = Manifest.read(storage)
+    damaged: list[str] = []
+    sealed = False
+    try:
+        sealed = Seal.read(storage, manifest) is not None
+    except ShdError as error:
+        damaged.append(f"{SEAL_NAME}: {error}")
+    committed = [n for n in committed_shards(storage.names(RECEIPTS_NAME)) if n < manifest.shards.num_shards]
+
+    def read(shard: int) -> Receipt | ShdError:
+        try:
+            receipt = Receipt.read(storage, shard, manifest)
+            check_shard_size(storage, receipt)
+        except ShdError as error:
+            return error
+        return receipt
+
+    written: list[int] = []
+    errors: list[CodecError] = []
+    samples = skipped = shard_bytes = map_bytes = positions = entries = 0
+    for shard, receipt in zip(committed, storage.map(read, committed), strict=True):
+        if isinstance(receipt, ShdError):
+            damaged.append(f"{receipt_name(shard)}: {receipt}")
+            continue
+        written.append(shard)
+        errors.append(receipt.codec_error)
+        samples += len(receipt.records)
+        skipped += len(receipt.skipped)
+        shard_bytes += receipt.size
+        map_bytes += sum(blob.end - blob.start for record in receipt.records for blob in record.layers)
+        positions += sum(record.length for record in receipt.records)
+        entries += sum(record.length**2 for record in receipt.records)
+    return CacheListing(
+        folder=storage.root,
+        manifest=manifest,
+        sealed=sealed,
+        written=tuple(written),
+        damaged=tuple(damaged),
+        samples=samples,
+        skipped=skipped,
+        shard_bytes=shard_bytes,
+        map_bytes=map_bytes,
+        float32_bytes=4 * entries * len(manifest.layers) * manifest.num_student_heads,
+        positions=positions,
+        codec_error=merge_codec_errors(errors),
+    )
+
+
+def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs, first and last: 1, 2, 3, 7 are (1, 3) and (7, 7)."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

@@ -1,0 +1,225 @@
+"""Merging caches: shards of one job that were made in several places become one cache."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from shd_ref.cache.checksums import RunningHash
+from shd_ref.cache.documents import checksum_of
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.layout import RECEIPTS_NAME, committed_shards, receipt_name, shard_name
+from shd_ref.cache.local_storage import TEMP_SUFFIX, LocalStorage
+from shd_ref.cache.ranges import ShardFile, check_shard_size
+from shd_ref.cache.receipts import Receipt
+from shd_ref.cache.storage import Folder, PendingFile, Storage, open_storage, write_errors
+from shd_ref.cache.writer import CacheWriter
+from shd_ref.errors import ShdError
+
+CHUNK_BYTES: Final = 2**23
+
+
+@dataclass(frozen=True)
+class MergeSummary:
+    """What ``merge_caches`` did.
+
+    Attributes:
+        folder: the merged cache.
+        copied: shards taken over now.
+        present: shards that were there already.
+        missing: shards that no source holds, ascending.
+        bytes: of the shards taken over.
+        sealed: whether the cache is complete, and was sealed.
+    """
+
+    folder: Path | str
+    copied: int
+    present: int
+    missing: tuple[int, ...]
+    bytes: int
+    sealed: bool
+
+
+def merge_caches(
+    sources: Sequence[Folder],
+    out: Folder,
+    *,
+    link: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> MergeSummary:
+    """Bring the shards of one job together, and seal the result where it is complete.
+
+    Every byte that is taken over is read and checked against its receipt. The sources stay as they are. Stopped
+    at any moment, the same call goes on where it stopped.
+
+    Args:
+        sources: caches with the same manifest, complete or not.
+        out: the merged cache, new or with the same manifest.
+        link: make hard links in place of copies where source and ``out`` lie on one file system.
+        on_progress: called after every shard with how many are done and how many there are to take over.
+
+    Raises:
+        ShdError: ``cache-mismatch`` for sources of another job, or a shard that two of them hold with different
+            content; ``cache-corrupt`` or ``cache-incomplete`` for a damaged shard of which no source has an intact
+            copy; ``cache-exists``, ``write-failed``, ``argument-value``.
+    """
+    storages = [open_storage(source) for source in sources]
+    manifest = _common_manifest(storages)
+    writer = CacheWriter(out, manifest)
+    target = open_storage(out)
+    if any(storage.root == target.root for storage in storages):
+        raise ShdError("argument-value", f"out must be none of the sources; got {target.root}: leave it out of them")
+    missing = writer.missing_shards()
+    offers = _find_offers(storages, target, manifest, set(missing))
+    written, done = 0, 0
+    for shard in sorted(offers):
+        written += _take_over(offers[shard], shard, manifest, writer, target, link=link)
+        done += 1
+        if on_progress is not None:
+            on_progress(done, len(offers))
+    left = tuple(shard for shard in missing if shard not in offers)
+    if not left:
+        writer.seal()
+    return MergeSummary(
+        folder=target.root,
+        copied=done,
+        present=manifest.shards.num_shards - len(missing),
+        missing=left,
+        bytes=written,
+        sealed=not left,
+    )
+
+
+def _common_manifest(sources: Sequence[Storage]) -> Manifest:
+    if not sources:
+        raise ShdError("argument-value", "sources must be at least one cache; got none")
+    first, *others = [Manifest.read(source) for source in sources]
+    for source, manifest in zip(sources[1:], others, strict=True):
+        if manifest.id != first.id:
+            raise ShdError(
+                "cache-mismatch",
+                f"{source.root} must be of the same job as {sources[0].root}; they differ in (first -> this): "
+                f"{'; '.join(first.differences(manifest))}: merge only caches with one manifest",
+                "CACHE-61",
+            )
+    return first
+
+
+def _find_offers(
+    sources: Sequence[Storage], target: Storage, manifest: Manifest, missing: set[int]
+) -> dict[int, list[Storage]]:
+    """The sources that have each missing shard; refuses shards that differ before a byte is copied."""
+    offers: dict[int, list[Storage]] = {}
+    first_seen: dict[int, tuple[str, Storage]] = {}
+    for source in (target, *sources):
+        for shard in committed_shards(source.names(RECEIPTS_NAME)):
+            if shard >= manifest.shards.num_shards or (source is target and shard in missing):
+                continue
+            try:
+                found = checksum_of(Receipt.read(source, shard, manifest))
+            except ShdError as error:
+                if error.code != "cache-corrupt":
+                    raise
+                found = None  # judged again when no other source has the shard
+            if found is not None:
+                expected, holder = first_seen.setdefault(shard, (found, source))
+                if found != expected:
+                    raise _conflict(shard, holder, source)
+            if shard in missing:
+                offers.setdefault(shard, []).append(source)
+    return offers
+
+
+def _conflict(shard: int, first: Storage, second: Storage) -> ShdError:
+    name = receipt_name(shard)
+    return ShdError(
+        "cache-mismatch",
+        f"shard {shard} must be the same wherever it is held; {first.locate(name)} and {second.locate(name)} differ: "
+        "it was made twice, so remove one of the two receipts with its shard",
+        "CACHE-73",
+    )
+
+
+def _take_over(
+    offers: Sequence[Storage], shard: int, manifest: Manifest, writer: CacheWriter, target: Storage, *, link: bool
+) -> int:
+    """Commit a shard from the first source whose bytes are right; how many they are."""
+    problems: list[ShdError] = []
+    for source in offers:
+        try:
+            receipt = Receipt.read(source, shard, manifest)
+            check_shard_size(source, receipt)
+            with write_errors(target.locate(shard_name(shard))), _open_copy(source, target, shard, link) as copy:
+                _copy_bytes(source, receipt, copy)
+                writer.commit_file(copy, receipt)
+        except ShdError as error:
+            if error.code not in ("cache-corrupt", "cache-incomplete"):
+                raise
+            problems.append(error)
+        else:
+            return receipt.size
+    raise problems[0]
+
+
+def _copy_bytes(source: Storage, receipt: Receipt, copy: PendingFile) -> None:
+    file, whole = ShardFile(source, receipt.shard), RunningHash()
+    for start in range(0, receipt.size, CHUNK_BYTES):
+        data = file.read(start, min(start + CHUNK_BYTES, receipt.size))
+        whole.update(data)
+        copy.write(data)
+    if whole.hexdigest() != receipt.xxh3_128:
+        raise ShdError(
+            "cache-corrupt",
+            f"{file.path}: XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}: restore the "
+            f"file, or delete {source.locate(receipt_name(receipt.shard))} and write the shard again",
+            "CACHE-90",
+        )
+    copy.sync()
+
+
+def _open_copy(source: Storage, target: Storage, shard: int, link: bool) -> PendingFile:
+    name = shard_name(shard)
+    if link and isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
+        path = source.locate(name)
+        if path.lstat().st_dev == target.root.stat().st_dev:
+            return _LinkedFile(path, target.locate(name))
+    return target.pending(name)
+
+
+class _LinkedFile(PendingFile):
+    """Another name for a file that exists: committed shards never change in place, so caches may share them."""
+
+    def __init__(self, source: Path, path: Path) -> None:
+        self._source, self._path = source, path
+        self._temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
+
+    def write(self, data: Any) -> None:
+        """Nothing: the bytes are there."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def commit(self) -> None:
+        """Link under a temporary name and rename, so that a shard without a receipt is replaced as well."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._temp.hardlink_to(self._source)
+        self._temp.rename(self._path)
+        descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def stands(self) -> bool:
+        """Commits are made under the lock."""
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._temp.unlink(missing_ok=True)

@@ -1,0 +1,182 @@
+"""Shards that were made in several places become one cache, byte for byte, or are refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cache.makers import MEASURED, contents, job, records_of, write_cache, write_shards
+
+from shd_ref.cache import CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
+from shd_ref.errors import ShdError
+
+NUM_SHARDS = 4
+
+
+def part(folder: Path, shards: list[int], manifest: Manifest | None = None) -> Path:
+    write_shards(CacheWriter(folder, manifest or job()), shards)
+    return folder
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_parts_become_the_cache_that_one_writer_makes(tmp_path: Path, link: bool) -> None:
+    whole = write_cache(tmp_path / "whole", job())
+    parts = [part(tmp_path / "a", [0, 3]), part(tmp_path / "b", [1]), part(tmp_path / "c", [2])]
+    before = [contents(folder) for folder in parts]
+    seen: list[tuple[int, int]] = []
+    summary = merge_caches(parts, tmp_path / "out", link=link, on_progress=lambda *step: seen.append(step))
+    assert (summary.copied, summary.present, summary.missing, summary.sealed) == (4, 0, (), True)
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert contents(tmp_path / "out") == contents(whole)
+    assert [contents(folder) for folder in parts] == before
+    assert verify_cache(tmp_path / "out").ok
+    links = {
+        (folder / "shards/01/000001.safetensors").stat().st_nlink for folder in (tmp_path / "b", tmp_path / "out")
+    }
+    assert links == {2 if link else 1}
+
+
+def test_merging_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first, second = part(tmp_path / "a", [0, 1]), part(tmp_path / "b", [1, 3])
+    summary = merge_caches([first], tmp_path / "out")
+    assert (summary.copied, summary.missing, summary.sealed) == (2, (2, 3), False)
+    # Shard 1 was half taken over when the power went: its bytes without its receipt.
+    (tmp_path / "out/receipts/000001.json").unlink()
+    again = merge_caches([first, second], tmp_path / "out")
+    assert (again.copied, again.present, again.missing, again.sealed) == (2, 1, (2,), False)
+    write_shards(CacheWriter(tmp_path / "out", job()), [2])
+    assert merge_caches([second], tmp_path / "out").sealed
+    assert contents(tmp_path / "out") == contents(write_cache(tmp_path / "whole", job()))
+
+
+def test_caches_of_other_jobs_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    other = part(tmp_path / "b", [1], job(temperature=2.0))
+    with pytest.raises(ShdError, match=r"temperature: 1\.0 -> 2\.0") as caught:
+        merge_caches([part(tmp_path / "a", [0]), other], tmp_path / "out")
+    assert caught.value.code == "cache-mismatch"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["sources", "out"])
+def test_a_shard_that_was_made_twice_is_named(tmp_path: Path, place: str) -> None:
+    first, manifest = part(tmp_path / "a", [0, 2]), job()
+    writer = CacheWriter(tmp_path / "b", manifest)
+    writer.write_shard(2, records_of(manifest, 2), replace(MEASURED, kl_mean=0.5))
+    if place == "out":
+        sources, out = [first], tmp_path / "b"
+    else:
+        sources, out = [first, tmp_path / "b"], tmp_path / "out"
+    before = contents(out) if out.exists() else {}
+    with pytest.raises(ShdError, match="shard 2 must be the same wherever it is held") as caught:
+        merge_caches(sources, out)
+    assert caught.value.code == "cache-mismatch"
+    after = contents(out)
+    assert {name for name in after if name != "manifest.json"} == {n for n in before if n != "manifest.json"}
+
+
+def test_a_damaged_shard_is_taken_from_where_it_is_intact(tmp_path: Path) -> None:
+    damaged, intact = part(tmp_path / "a", [0, 1]), part(tmp_path / "b", [1, 2, 3])
+    flip(damaged / "shards/01/000001.safetensors")
+    assert merge_caches([damaged, intact], tmp_path / "out").sealed
+    assert verify_cache(tmp_path / "out").ok
+    flip(damaged / "shards/00/000000.safetensors")
+    with pytest.raises(ShdError, match=r"000000\.safetensors: XXH3-128") as caught:
+        merge_caches([damaged, intact], tmp_path / "again", link=True)
+    assert caught.value.code == "cache-corrupt"
+    assert list_cache(tmp_path / "again").written == ()
+
+
+@pytest.mark.parametrize("damage", ["receipt", "short", "gone"])
+def test_damage_that_nobody_can_repair_is_an_error(tmp_path: Path, damage: str) -> None:
+    source = part(tmp_path / "a", list(range(NUM_SHARDS)))
+    shard, receipt = source / "shards/02/000002.safetensors", source / "receipts/000002.json"
+    if damage == "receipt":
+        flip(receipt)
+    elif damage == "short":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        shard.unlink()
+    with pytest.raises(ShdError, match="000002") as caught:
+        merge_caches([source], tmp_path / "out")
+    assert caught.value.code == ("cache-corrupt" if damage == "receipt" else "cache-incomplete")
+    assert list_cache(tmp_path / "out").written == (0, 1)
+
+
+def test_a_link_in_place_of_a_shard_is_not_followed(tmp_path: Path) -> None:
+    source = part(tmp_path / "a", [0])
+    shard = source / "shards/00/000000.safetensors"
+    shard.rename(tmp_path / "secret")
+    shard.symlink_to(tmp_path / "secret")
+    for link in (False, True):
+        with pytest.raises(ShdError) as caught:
+            merge_caches([source], tmp_path / f"out-{link}", link=link)
+        assert caught.value.code == "path-unsafe"
+
+
+def test_what_cannot_be_merged(tmp_path: Path) -> None:
+    source = part(tmp_path / "a", [0])
+    with pytest.raises(ShdError, match="out must be none of the sources"):
+        merge_caches([source], source)
+    with pytest.raises(ShdError, match="sources must be at least one cache"):
+        merge_caches([], tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("dear")
+    with pytest.raises(ShdError, match=r"thesis\.txt"):
+        merge_caches([source], tmp_path / "full")
+
+
+def test_listing_an_unfinished_cache(tmp_path: Path) -> None:
+    manifest = job(num_samples=21)
+    folder = part(tmp_path / "cache", [0, 4, 5, 9], manifest)
+    listing = list_cache(folder)
+    assert listing.written == (0, 4, 5, 9)
+    assert listing.missing == (1, 2, 3, 6, 7, 8, 10)
+    stable = listing.to_json()
+    assert stable["shards"] == {"total": 11, "written": 4, "missing": [[1, 3], [6, 8], [10, 10]]}
+    assert not stable["sealed"]
+    assert stable["bytes"]["shards"] == sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    reader = CacheReader(folder, allow_partial=True)
+    records = [reader.read(key) for key in reader]
+    assert stable["samples"] == {
+        "total": 21,
+        "written": len(records),
+        "skipped": 0,
+        "positions": sum(record.length for record in records),
+    }
+    assert stable["bytes"]["maps"] == sum(len(blob) for record in records for blob in record.blobs.values())
+    maps = [reader.decode(record, layer) for record in records for layer in record.blobs]
+    assert stable["bytes"]["maps_as_float32"] == sum(array.nbytes for array in maps)
+
+
+def test_listing_names_what_is_damaged(tmp_path: Path) -> None:
+    folder = write_cache(tmp_path / "cache", job())
+    assert list_cache(folder).sealed
+    assert list_cache(folder).damaged == ()
+    flip(folder / "receipts/000001.json")
+    (folder / "shards/03/000003.safetensors").unlink()
+    flip(folder / "SEALED.json")
+    listing = list_cache(folder)
+    assert (listing.written, listing.sealed) == ((0, 2), False)
+    assert [problem.split(":")[0] for problem in listing.damaged] == [
+        "SEALED.json",
+        "receipts/000001.json",
+        "receipts/000003.json",
+    ]
+    shutil.rmtree(folder)
+    with pytest.raises(ShdError, match="is no cache"):
+        list_cache(folder)
+
+
+def test_listing_counts_skipped_samples(tmp_path: Path) -> None:
+    folder = write_cache(tmp_path, job(on_error="skip"))
+    listing = list_cache(folder)
+    assert listing.skipped == 2
+    assert listing.samples + listing.skipped == 7
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
