@@ -9,6 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.errors import ShdError
+
 WINDOW_BATCHES: Final = 4
 """Batches over which samples are sorted by length: enough that little is padded, few enough to hold their maps."""
 
@@ -43,6 +45,22 @@ def group_samples(
             batch = batch[lengths[batch] == lengths[batch[0]]]
         yield tuple(batch.tolist())
         start += len(batch)
+
+
+def share_shards(num_shards: int, part: int, parts: int) -> range:
+    """One of equal parts of a job's shards: neighbours, as they share batches and folders.
+
+    Args:
+        num_shards: of the job.
+        part: which one, 0 to ``parts - 1``.
+        parts: how many.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if not 0 <= part < parts:
+        raise ShdError("argument-value", f"shards must be i/n with 0 <= i < n; got {part}/{parts}: count from 0")
+    return range(part * num_shards // parts, (part + 1) * num_shards // parts)
 
 
 def group_shards(

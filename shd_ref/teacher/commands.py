@@ -48,6 +48,7 @@ from shd_ref.teacher.options import (
     PlanOption,
     Provider,
     SitesOption,
+    Shards,
     Strategy,
     StrategyOption,
     StudentLayers,
@@ -58,6 +59,7 @@ from shd_ref.teacher.options import (
     TokenizerOption,
     parse_heads,
     parse_layer_pairs,
+    parse_shards,
     words_of_inputs,
 )
 
@@ -158,6 +160,7 @@ def precompute(
     seed: Annotated[int, typer.Option(help="Seed of the order in which samples fill the shards.", min=0)] = 0,
     provider: Provider = "cpu",
     threads: Threads = None,
+    shards: Shards = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing: measure a few samples and say what it would cost.")
     ] = False,
@@ -202,6 +205,7 @@ def precompute(
             seed=seed,
             provider=provider,
             num_threads=threads,
+            share=parse_shards(shards),
         )
         source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
         if dry_run:
@@ -224,6 +228,9 @@ def precompute(
                 summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)
     for summary in summaries:
         console.print(summary_table(summary))
+    if any(summary.missing_shards for summary in summaries):
+        console.print("next: the other parts; the last one seals, or shd merge does where each has its folder")
+        return
     check = ["shd", "verify", str(summaries[0].folder), "--teacher", str(teacher)]
     check += words_of_inputs(inputs, tokenizer, text_column, max_length)
     console.print(f"next: {shlex.join(check)}", markup=False, highlight=False, soft_wrap=True)

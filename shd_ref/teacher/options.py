@@ -140,6 +140,14 @@ BatchTokens = Annotated[
     int | None,
     typer.Option(help="Positions per teacher call, in place of --batch-size: short samples fill it too.", min=1),
 ]
+Shards = Annotated[
+    str | None,
+    typer.Option(
+        help="Only part i of n of the shards, i from 0 to n-1, for n processes on any machines, which write one "
+        "folder, or one each for shd merge.",
+        metavar="i/n",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of onnxruntime.", min=1)]
 
 
@@ -149,6 +157,16 @@ def parse_heads(text: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ShdError("argument-value", f"--student-heads must be numbers from 1 such as 4 or 4,6; got {text!r}")
     return [int(part) for part in parts]
+
+
+def parse_shards(text: str | None) -> tuple[int, int]:
+    """``--shards`` as part and parts; ``argument-value`` for what is none."""
+    if text is None:
+        return (0, 1)
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise ShdError("argument-value", f"--shards must be i/n with 0 <= i < n, such as 0/4; got {text!r}")
+    return int(part), int(parts)
 
 
 def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:

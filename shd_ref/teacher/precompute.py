@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import CacheWriter, CodecError, NewRecord, Skipped, code_dtype
 from shd_ref.cache.storage import subfolder
 from shd_ref.errors import ShdError
-from shd_ref.teacher.buckets import group_shards
+from shd_ref.teacher.buckets import group_shards, share_shards
 from shd_ref.teacher.compare import compare_with_reference
 from shd_ref.teacher.factored import check_factors
 from shd_ref.teacher.faults import Fault, find_faults
@@ -127,23 +127,29 @@ def _write_caches(
 
         return note
 
+    # Also of caches for several students: they have the same shards.
+    share = share_shards(caches[0][0].manifest.shards.num_shards, *caches[0][0].work.run.share)
     writers = [CacheWriter(folder, job.manifest) for job, folder in caches]
-    missing = [set(writer.missing_shards()) for writer in writers]
+    missing = [set(writer.missing_shards()).intersection(share) for writer in writers]
     window = min(job.window_shards for job, _ in caches)
     steps = [
-        job.steps(writer, range(job.manifest.shards.num_shards), lost, window, report(place))
+        job.steps(writer, share, lost, window, report(place))
         for place, ((job, _), writer, lost) in enumerate(zip(caches, writers, missing, strict=True))
     ]
     for _ in itertools.zip_longest(*steps):
         pass
     summaries = []
     for (job, folder), writer, lost in zip(caches, writers, missing, strict=True):
-        writer.seal()
+        left = len(writer.missing_shards())
+        if not left:  # of processes that share the work, the last one gets here; two at once write the same seal
+            writer.seal()
         summaries.append(
             summarise(
                 folder,
                 job.manifest,
-                resumed=job.manifest.dataset.num_samples - job.count_samples(lost),
+                resumed=job.count_samples(share) - job.count_samples(lost),
+                written=job.count_samples(lost),
+                missing_shards=left,
                 seconds=time.monotonic() - started,
                 compared_samples=job.compared_samples,
                 comparison=job.comparison,
@@ -219,6 +225,8 @@ class PrecomputeJob:
     ) -> Iterator[None]:
         """``write_shards``, one batch at a step; batches of which nothing is missing are passed over.
 
+        Batches are those of the whole job, whoever writes which shards: so the bytes do not depend on the division.
+
         Args:
             writer: of a cache with this job's manifest.
             shards: those that this process answers for, ascending.
@@ -231,8 +239,10 @@ class PrecomputeJob:
         progress.add(samples=progress.total - self.count_samples(missing))
         mean_length = max(1.0, float(self.work.inputs.lengths.mean()))
         per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
-        for window in group_shards(shards, self.manifest.shards.samples_per_shard, per_batch, window_shards):
-            yield from self._write_window(writer, window, missing, progress)
+        every, chosen = range(self.manifest.shards.num_shards), set(shards)
+        for window in group_shards(every, self.manifest.shards.samples_per_shard, per_batch, window_shards):
+            if not chosen.isdisjoint(window):
+                yield from self._write_window(writer, window, missing, progress)
 
     def _write_window(
         self, writer: CacheWriter, window: Sequence[int], missing: Collection[int], progress: _Progress

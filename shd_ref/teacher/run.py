@@ -103,6 +103,7 @@ class RunOptions:
         seed: of the order in which samples are dealt to shards.
         provider: ``cpu``, ``cuda`` or an onnxruntime name.
         num_threads: of onnxruntime; its own choice by default.
+        share: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
     """
 
     mask: str | None = None
@@ -112,6 +113,7 @@ class RunOptions:
     seed: int = 0
     provider: str = "cpu"
     num_threads: int | None = None
+    share: tuple[int, int] = (0, 1)
 
 
 class TeacherRun:

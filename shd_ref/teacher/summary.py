@@ -27,7 +27,9 @@ class PrecomputeSummary:
     Attributes:
         folder: the cache's path or address.
         samples: in the cache.
-        resumed: how many of them were there already.
+        missing_shards: that other processes have yet to write; the cache is sealed when there are none.
+        written: samples that this run ran the teacher on.
+        resumed: those of its share of the shards that were there already.
         skipped: samples without a record, because the teacher failed on them.
         seconds: of this run.
         stored_bytes: of all codes in the cache; ``float32_bytes`` is the same maps, unpadded, as float32.
@@ -40,6 +42,8 @@ class PrecomputeSummary:
 
     folder: Path | str
     samples: int
+    missing_shards: int
+    written: int
     resumed: int
     skipped: int
     seconds: float
@@ -57,6 +61,8 @@ def summarise(
     folder: str | os.PathLike[str],
     manifest: Manifest,
     *,
+    missing_shards: int,
+    written: int,
     resumed: int,
     seconds: float,
     compared_samples: int,
@@ -79,6 +85,8 @@ def summarise(
     return PrecomputeSummary(
         folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
         samples=samples,
+        missing_shards=missing_shards,
+        written=written,
         resumed=resumed,
         skipped=skipped,
         seconds=seconds,

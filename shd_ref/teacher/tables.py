@@ -15,8 +15,10 @@ from shd_ref.teacher.summary import PrecomputeSummary
 def summary_table(summary: PrecomputeSummary) -> Table:
     """What ``shd precompute`` did."""
     table = Table(title=f"cache {summary.folder}", title_justify="left", show_header=False)
-    rate = (summary.samples - summary.resumed) / max(summary.seconds, 1e-9)
+    rate = summary.written / max(summary.seconds, 1e-9)
     table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
+    if summary.missing_shards:
+        table.add_row("partial", f"[yellow]{summary.missing_shards} shards[/] are left to other processes")
     if summary.skipped:
         table.add_row("skipped", f"[bold red]{summary.skipped}[/]: the teacher gave NaN; their receipts name them")
     ratio = summary.float32_bytes / max(summary.stored_bytes, 1)

@@ -1,0 +1,150 @@
+"""One job divided among processes: whoever makes which shards, the cache is the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cache.makers import contents
+from numpy.typing import NDArray
+from teacher.attention_graphs import token_teacher
+from typer.testing import CliRunner
+
+from shd_ref.cache import list_cache, merge_caches, verify_cache
+from shd_ref.cli import load_app
+from shd_ref.errors import ShdError
+from shd_ref.teacher.buckets import share_shards
+from shd_ref.teacher.precompute import precompute, precompute_shapes
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+
+NUM_SAMPLES = 41
+OPTIONS = PrecomputeOptions(num_student_heads=2)
+WIDE = {"COLUMNS": "200"}
+
+
+def make_tokens() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(3)
+    mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
+    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
+    onnx.save(token_teacher(), path)
+    return path
+
+
+def test_every_shard_is_in_one_part() -> None:
+    for num_shards in (1, 5, 16, 23):
+        for parts in (1, 2, 7, 30):
+            divided = [share_shards(num_shards, part, parts) for part in range(parts)]
+            assert [shard for part in divided for shard in part] == list(range(num_shards))
+            assert max(map(len, divided)) - min(map(len, divided)) <= 1
+    for part, parts in ((3, 3), (-1, 2), (0, 0)):
+        with pytest.raises(ShdError, match="count from 0") as caught:
+            share_shards(9, part, parts)
+        assert caught.value.code == "argument-value"
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one folder", "a folder each"])
+@pytest.mark.parametrize("per_shard", [3, 10])
+def test_parts_give_the_bytes_of_a_single_run(teacher: Path, tmp_path: Path, per_shard: int, apart: bool) -> None:
+    """Also where one batch holds samples of shards that different processes write."""
+    whole, parts = tmp_path / "whole", 3
+    precompute(teacher, make_tokens(), whole, OPTIONS, RunOptions(batch_size=4, samples_per_shard=per_shard))
+    num_shards = -(-NUM_SAMPLES // per_shard)
+    folders = [tmp_path / (f"part-{part}" if apart else "shared") for part in range(parts)]
+    left = num_shards
+    for part in (2, 0, 1):
+        run = RunOptions(batch_size=4, samples_per_shard=per_shard, share=(part, parts))
+        summary = precompute(teacher, make_tokens(), folders[part], OPTIONS, run)
+        left = (num_shards if apart else left) - len(share_shards(num_shards, part, parts))
+        assert summary.missing_shards == left
+        assert summary.resumed == 0
+        assert 0 < summary.written < NUM_SAMPLES
+        assert list_cache(folders[part]).sealed == (left == 0)
+    if apart:
+        merge_caches(folders, tmp_path / "merged")
+    assert contents(tmp_path / ("merged" if apart else "shared")) == contents(whole)
+
+
+def test_a_part_resumes(teacher: Path, tmp_path: Path) -> None:
+    run = RunOptions(batch_size=4, samples_per_shard=3, share=(1, 2))
+    precompute(teacher, make_tokens(), tmp_path, OPTIONS, run)
+    lost = share_shards(14, 1, 2)[2]
+    before = contents(tmp_path)
+    (tmp_path / f"receipts/{lost:06d}.json").unlink()
+    again = precompute(teacher, make_tokens(), tmp_path, OPTIONS, run)
+    assert (again.written, again.resumed, again.missing_shards) == (3, 17, 7)
+    assert contents(tmp_path) == before
+
+
+def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> None:
+    precompute_shapes(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
+    for part in range(2):
+        run = RunOptions(samples_per_shard=3, share=(part, 2))
+        left = precompute_shapes(teacher, make_tokens(), tmp_path / "parts", OPTIONS, [1, 3], run)
+        assert [summary.missing_shards for summary in left] == [7 - 7 * part] * 2
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_processes_begin_one_folder_at_once(teacher: Path, tmp_path: Path) -> None:
+    """They race for the manifest, for temporary files of each other, and for the seal."""
+    np.savez(tmp_path / "data.npz", **make_tokens())
+    arguments = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
+    arguments += ["--samples-per-shard", "3", "--out", str(tmp_path / "cache")]
+    code = "from shd_ref.cli import main; main()"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, "precompute", *arguments, "--shards", f"{part}/3"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for part in range(3)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, outputs
+    assert verify_cache(tmp_path / "cache").ok
+
+
+def test_commands(teacher: Path, tmp_path: Path) -> None:
+    app, runner = load_app(), CliRunner()
+    np.savez(tmp_path / "data.npz", **make_tokens())
+
+    def shd(*words: str | Path, fails: bool = False) -> str:
+        result = runner.invoke(app, [str(word) for word in words], env=WIDE)
+        assert result.exit_code == int(fails), result.output
+        return result.output
+
+    job: list[str | Path] = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--student-heads", "2"]
+    job += ["--samples-per-shard", "3"]
+    parts = [tmp_path / "a", tmp_path / "b"]
+    output = shd(*job, "--out", parts[0], "--shards", "0/2")
+    assert "7 shards are left to other processes" in output
+    assert "shd merge" in output
+    listed = shd("ls", parts[0])
+    assert "partial" in listed
+    assert "7 of 14, missing 7-13" in listed
+    assert "cache-incomplete" in shd("seal", parts[0], fails=True)
+    assert "missing 7-13" in shd("merge", parts[0], "--out", tmp_path / "all")
+    shd(*job, "--out", parts[1], "--shards", "1/2")
+    assert "7 shards taken over" in shd("merge", *parts, "--out", tmp_path / "all")
+    found = json.loads(shd("ls", tmp_path / "all", "--json"))
+    assert (found["sealed"], found["shards"]) == (True, {"total": 14, "written": 14, "missing": []})
+    assert found["samples"]["written"] == NUM_SAMPLES
+    (tmp_path / "all/SEALED.json").unlink()
+    assert "shd seal states that it is complete" in shd("ls", tmp_path / "all")
+    assert "sealed: 41 samples in 14 shards" in shd("seal", tmp_path / "all")
+    assert verify_cache(tmp_path / "all").ok
+    (tmp_path / "all/receipts/000003.json").write_text("{}")
+    assert "damaged: receipts/000003.json" in shd("ls", tmp_path / "all", fails=True)
+    assert "is no cache" in shd("ls", tmp_path / "nothing", fails=True)
+    assert "must be i/n with 0 <= i < n" in shd(*job, "--out", tmp_path / "c", "--shards", "2/2", fails=True)
