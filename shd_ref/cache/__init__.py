@@ -30,6 +30,7 @@ from shd_ref.cache.factored import (
     rebuild_maps,
     unpack_factors,
 )
+from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
 from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
@@ -60,6 +61,7 @@ __all__ = [
     "CodedFactors",
     "Dataset",
     "LayerFactors",
+    "ExportSummary",
     "LayerPair",
     "Manifest",
     "Matching",
@@ -87,6 +89,7 @@ __all__ = [
     "encode_factors",
     "factored_kl_bound",
     "factored_size",
+    "export_webdataset",
     "kl_bound",
     "list_cache",
     "merge_caches",

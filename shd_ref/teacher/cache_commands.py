@@ -1,17 +1,26 @@
-"""``shd ls``, ``shd seal`` and ``shd merge``: caches as files, without their teacher."""
+"""``shd ls``, ``shd seal``, ``shd merge`` and ``shd export``: caches as files, without their teacher."""
 
 from __future__ import annotations
 
 import json
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.cache import CacheListing, CacheWriter, Manifest, list_cache, merge_caches
+from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
 from shd_ref.cache.listing import spans
 from shd_ref.teacher.commands import app, console, messages, reported_errors, show_progress
+
+
+class ExportFormat(StrEnum):
+    """What a cache can be written as."""
+
+    webdataset = "webdataset"
+
 
 CacheArgument = Annotated[
     str, typer.Argument(help="The cache: a folder, or an address such as s3://bucket/cache.", metavar="CACHE")
@@ -80,6 +89,27 @@ def merge(
             highlight=False,
             soft_wrap=True,
         )
+
+
+@app.command(name="export")
+def export_cache(
+    cache: CacheArgument,
+    out: Annotated[Path, typer.Option(help="Folder of the export; give the same one again to resume.")],
+    kind: Annotated[ExportFormat, typer.Option("--format", help="webdataset: tar files.")] = ExportFormat.webdataset,
+) -> None:
+    """Write a sealed cache, decoded, as files that other tools read: a tar a shard, a .npy a layer.
+
+    Larger than the cache, as the maps become float32; each sample's .json has its key.
+    """
+    with reported_errors(), show_progress("shards") as (bar, task):
+        summary = export_webdataset(
+            cache, out, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    console.print(
+        f"{kind}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
+        f"{summary.present} files were there",
+        highlight=False,
+    )
 
 
 def _listing_table(listing: CacheListing) -> Table:

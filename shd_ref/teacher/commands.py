@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,7 @@ from shd_ref.teacher.options import (
     Compression,
     FactoredCodec,
     Form,
+    Engine,
     HeadsOfStudents,
     InputsPath,
     LayerPairs,
@@ -161,6 +163,13 @@ def precompute(
     provider: Provider = "cpu",
     threads: Threads = None,
     shards: Shards = None,
+    engine: Annotated[
+        Engine, typer.Option(help="This process, or actors on a Ray cluster (needs the extra 'ray').")
+    ] = Engine.local,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Ray actors, each with a teacher; default: what the cluster has room for.", min=1),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing: measure a few samples and say what it would cost.")
     ] = False,
@@ -179,6 +188,10 @@ def precompute(
 
     with reported_errors():
         heads = parse_heads(student_heads)
+        if engine is Engine.ray and len(heads) > 1:
+            raise ShdError("argument-value", f"--engine ray takes one number of student heads; got {student_heads}")
+        if engine is not Engine.ray and workers is not None:
+            raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
         options = PrecomputeOptions(
             num_student_heads=heads[0],
             num_student_layers=student_layers,
@@ -222,7 +235,21 @@ def precompute(
                 bar.update(reading, completed=done, total=total)
 
             told: Any = {"on_progress": on_progress, "on_read": on_read}
-            if len(heads) == 1:
+            if engine is Engine.ray:
+                from shd_ref.cache.storage import is_address
+                from shd_ref.teacher.ray_engine import precompute_on_ray
+
+                # The actors open the inputs themselves, under this path.
+                reopen = partial(
+                    open_source,
+                    inputs.absolute(),
+                    tokenizer=None if tokenizer is None else tokenizer.absolute(),
+                    text_column=text_column,
+                    max_length=max_length,
+                )
+                places = teacher.absolute(), reopen, out if is_address(out) else Path(out).absolute()
+                summaries = [precompute_on_ray(*places, options, run, workers=workers, **told)]
+            elif len(heads) == 1:
                 summaries = [precompute_cache(teacher, source, out, options, run, **told)]
             else:
                 summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)

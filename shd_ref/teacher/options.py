@@ -74,6 +74,13 @@ class MatchedBy(StrEnum):
     similarity = "similarity"
 
 
+class Engine(StrEnum):
+    """What runs the teacher."""
+
+    local = "local"
+    ray = "ray"
+
+
 class AlphaPer(StrEnum):
     """How many merge weights."""
 

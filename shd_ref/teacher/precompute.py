@@ -138,24 +138,43 @@ def _write_caches(
     ]
     for _ in itertools.zip_longest(*steps):
         pass
-    summaries = []
-    for (job, folder), writer, lost in zip(caches, writers, missing, strict=True):
-        left = len(writer.missing_shards())
-        if not left:  # of processes that share the work, the last one gets here; two at once write the same seal
-            writer.seal()
-        summaries.append(
-            summarise(
-                folder,
-                job.manifest,
-                resumed=job.count_samples(share) - job.count_samples(lost),
-                written=job.count_samples(lost),
-                missing_shards=left,
-                seconds=time.monotonic() - started,
-                compared_samples=job.compared_samples,
-                comparison=job.comparison,
-            )
-        )
-    return summaries
+    return [
+        finish_cache(job, writer, folder, share, lost, started)
+        for (job, folder), writer, lost in zip(caches, writers, missing, strict=True)
+    ]
+
+
+def finish_cache(
+    job: PrecomputeJob,
+    writer: CacheWriter,
+    folder: str | os.PathLike[str],
+    share: Sequence[int],
+    lost: Collection[int],
+    started: float,
+) -> PrecomputeSummary:
+    """Seal a cache if nothing is missing, and sum it up.
+
+    Args:
+        job: what was done.
+        writer: of the cache.
+        folder: the cache.
+        share: the shards that this run answers for.
+        lost: those of them that it wrote.
+        started: when, by ``time.monotonic``.
+    """
+    left = len(writer.missing_shards())
+    if not left:  # of processes that share the work, the last one gets here; two at once write the same seal
+        writer.seal()
+    return summarise(
+        folder,
+        job.manifest,
+        resumed=job.count_samples(share) - job.count_samples(lost),
+        written=job.count_samples(lost),
+        missing_shards=left,
+        seconds=time.monotonic() - started,
+        compared_samples=job.compared_samples,
+        comparison=job.comparison,
+    )
 
 
 class PrecomputeJob:
@@ -192,6 +211,19 @@ class PrecomputeJob:
         entries = manifest.shards.samples_per_shard * len(manifest.layers) * manifest.num_student_heads * longest**2
         return WINDOW_BYTES // (entries * code_dtype(manifest.codec).itemsize)
 
+    def windows(self, max_shards: int) -> Iterator[Sequence[int]]:
+        """Shards whose samples are batched together.
+
+        They are those of the whole job, whoever writes which shards: so the bytes do not depend on its division.
+
+        Args:
+            max_shards: as many as memory may hold, as ``window_shards`` says.
+        """
+        run, plan = self.work.run, self.manifest.shards
+        mean_length = max(1.0, float(self.work.inputs.lengths.mean()))
+        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
+        return group_shards(range(plan.num_shards), plan.samples_per_shard, per_batch, max_shards)
+
     def count_samples(self, shards: Iterable[int]) -> int:
         """Samples of these shards."""
         return sum(len(self.manifest.shard_samples(shard)) for shard in shards)
@@ -225,8 +257,6 @@ class PrecomputeJob:
     ) -> Iterator[None]:
         """``write_shards``, one batch at a step; batches of which nothing is missing are passed over.
 
-        Batches are those of the whole job, whoever writes which shards: so the bytes do not depend on the division.
-
         Args:
             writer: of a cache with this job's manifest.
             shards: those that this process answers for, ascending.
@@ -234,13 +264,10 @@ class PrecomputeJob:
             window_shards: over how many shards samples are sorted into batches, at most.
             on_progress: called after every batch and shard.
         """
-        run = self.work.run
         progress = _Progress(on_progress, self.count_samples(shards))
         progress.add(samples=progress.total - self.count_samples(missing))
-        mean_length = max(1.0, float(self.work.inputs.lengths.mean()))
-        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
-        every, chosen = range(self.manifest.shards.num_shards), set(shards)
-        for window in group_shards(every, self.manifest.shards.samples_per_shard, per_batch, window_shards):
+        chosen = set(shards)
+        for window in self.windows(window_shards):
             if not chosen.isdisjoint(window):
                 yield from self._write_window(writer, window, missing, progress)
 

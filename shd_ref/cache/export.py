@@ -1,0 +1,148 @@
+"""Exporting a cache as WebDataset tar files, which any language reads without this package.
+
+The output folder holds ``manifest.json`` as in the cache, and one tar file a shard, ``000123.tar``, with the shard's
+samples in stored order. A sample is these members, whose names begin with its index and key joined by ``-``::
+
+    <index>-<key>.L00.npy      merged maps of student layer 0, (H_s, n, n) float32, decoded
+    <index>-<key>.alphas.npy   (layers, n_pairs) float32, with a last axis n where every row has its own
+    <index>-<key>.mixing.npy   (layers, H_s, H_t) float32, likewise; only where the cache has it
+    <index>-<key>.json         {"index": ..., "key": ..., "length": n, "seed": ... or null}
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.format import Manifest
+from shd_ref.cache.layout import MANIFEST_NAME
+from shd_ref.cache.reader import CacheReader
+from shd_ref.cache.receipts import Receipt
+from shd_ref.cache.records import StoredRecord
+from shd_ref.cache.storage import Folder, write_errors
+from shd_ref.errors import ShdError
+
+TEMP_SUFFIX: Final = ".tmp"
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What ``export_webdataset`` did: samples and bytes of the tar files written, and how many were there already."""
+
+    written: int
+    present: int
+    samples: int
+    bytes: int
+
+
+def export_webdataset(
+    cache: Folder, out: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
+) -> ExportSummary:
+    """Write the samples of a sealed cache as WebDataset tar files, one a shard.
+
+    Equal caches give equal files. A file appears whole or not at all; those that are there are kept, so a stopped
+    export goes on where it stopped.
+
+    Args:
+        cache: a sealed cache; every blob is checked as it is read.
+        out: a folder, new or with an export of the same cache begun.
+        on_progress: called after every shard with how many are done and how many there are.
+
+    Raises:
+        ShdError: as ``CacheReader``; ``cache-exists`` for a folder that holds something else, ``cache-mismatch`` for
+            an export of another cache, ``write-failed``.
+    """
+    reader, folder = CacheReader(cache), Path(out)
+    _claim_folder(folder, reader.manifest)
+    written = present = samples = size = 0
+    shards = reader.manifest.shards.num_shards
+    for shard in range(shards):
+        path = folder / f"{shard:06d}.tar"
+        if path.exists():
+            present += 1
+        else:
+            samples += _write_tar(path, reader, shard)
+            written, size = written + 1, size + path.stat().st_size
+        if on_progress is not None:
+            on_progress(shard + 1, shards)
+    return ExportSummary(written, present, samples, size)
+
+
+def _claim_folder(folder: Path, manifest: Manifest) -> None:
+    """Begin or resume an export: its manifest comes first."""
+    path = folder / MANIFEST_NAME
+    if path.exists():
+        found = Manifest.read(folder)
+        if found.id != manifest.id:
+            raise ShdError(
+                "cache-mismatch",
+                f"{folder} holds the export of another cache (export -> cache): "
+                f"{'; '.join(found.differences(manifest))}: choose another folder",
+                "CACHE-23",
+            )
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        message = f"{folder} must be empty or an export begun; it holds something else: choose another folder"
+        raise ShdError("cache-exists", message, "CACHE-70")
+    with write_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, lambda file: file.write(manifest.to_bytes()))
+
+
+def _write_tar(path: Path, reader: CacheReader, shard: int) -> int:
+    records = Receipt.read(reader.folder, shard, reader.manifest).records
+
+    def write(file: io.BufferedWriter) -> None:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for record in records:
+                # By key, which equal samples share: what is read is the same, but for the index.
+                _add_record(tar, reader, replace(reader.read(record.key), index=record.index, seed=record.seed))
+
+    with write_errors(path):
+        _write_whole(path, write)
+    return len(records)
+
+
+def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: StoredRecord) -> None:
+    name = f"{record.index:08d}-{record.key}"
+    for layer in record.blobs:
+        _add_array(tar, f"{name}.L{layer:02d}.npy", reader.decode(record, layer))
+    _add_array(tar, f"{name}.alphas.npy", record.alphas)
+    if record.mixing is not None:
+        _add_array(tar, f"{name}.mixing.npy", record.mixing)
+    about = {"index": record.index, "key": record.key, "length": record.length, "seed": record.seed}
+    _add_file(tar, f"{name}.json", json.dumps(about).encode())
+
+
+def _add_array(tar: tarfile.TarFile, name: str, array: NDArray[np.float32]) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(array, dtype="<f4"), allow_pickle=False)
+    _add_file(tar, name, buffer.getvalue())
+
+
+def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)  # no date, no owner: equal caches give equal files
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def _write_whole(path: Path, write: Callable[[Any], object]) -> None:
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
+    try:
+        with temp.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.rename(path)
+    finally:
+        temp.unlink(missing_ok=True)

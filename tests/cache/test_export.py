@@ -1,0 +1,117 @@
+"""Exported tar files hold what the reader decodes, and are read without our code."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache.makers import contents, job, write_cache, write_shards
+
+from shd_ref.cache import CacheReader, CacheWriter, SampleInputs, export_webdataset
+from shd_ref.errors import ShdError
+
+JOBS = {
+    "plain": job(),
+    "causal rows in u4": job(codec="u4", support="causal", alpha_per="row"),
+    "skipped, with seeds": job(on_error="skip", inputs=SampleInputs(("input_ids",), None, "seed")),
+}
+
+
+def read_tars(folder: Path) -> dict[str, dict[str, Any]]:
+    """Samples by the name before the first dot, as any reader of WebDataset groups them."""
+    samples: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                name, _, kind = member.name.partition(".")
+                file = tar.extractfile(member)
+                assert file is not None
+                data = file.read()
+                value = json.loads(data) if kind == "json" else np.load(io.BytesIO(data), allow_pickle=False)
+                samples.setdefault(name, {})[kind] = value
+    return samples
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_samples_are_what_the_reader_decodes(tmp_path: Path, name: str) -> None:
+    cache = write_cache(tmp_path / "cache", JOBS[name])
+    seen: list[tuple[int, int]] = []
+    summary = export_webdataset(cache, tmp_path / "out", on_progress=lambda *step: seen.append(step))
+    reader = CacheReader(cache)
+    samples = read_tars(tmp_path / "out")
+    assert len(samples) == len(reader) == summary.samples
+    assert (summary.written, summary.present, seen[-1]) == (4, 0, (4, 4))
+    assert [sample["json"]["key"] for sample in samples.values()] == reader.keys()
+    for title, sample in samples.items():
+        record = reader.read(sample["json"]["key"])
+        assert title == f"{record.index:08d}-{record.key}"
+        assert sample["json"] == {
+            "index": record.index,
+            "key": record.key,
+            "length": record.length,
+            "seed": record.seed,
+        }
+        assert sample.keys() == {"json", "alphas.npy", "mixing.npy", "L01.npy", "L02.npy"}
+        np.testing.assert_array_equal(sample["alphas.npy"], record.alphas)
+        np.testing.assert_array_equal(sample["mixing.npy"], record.mixing)
+        for layer in (1, 2):
+            maps = sample[f"L{layer:02d}.npy"]
+            assert maps.dtype == np.float32
+            np.testing.assert_array_equal(maps, reader.decode(record, layer))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_webdataset_package_reads_them(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="the package webdataset is not installed")
+    cache = write_cache(tmp_path / "cache", job())
+    export_webdataset(cache, tmp_path / "out")
+    tars = [str(path) for path in sorted((tmp_path / "out").glob("*.tar"))]
+    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode())
+    gc.collect()  # the package leaves its files to the collector: here, where that is no warning
+    reader = CacheReader(cache)
+    assert [sample["json"]["key"] for sample in samples] == reader.keys()
+    for sample in samples:
+        # The package takes what follows the first dot for the kind, in lower case.
+        record = reader.read(sample["json"]["key"])
+        np.testing.assert_array_equal(sample["l01.npy"], reader.decode(record, 1))
+
+
+def test_an_export_resumes_and_repeats_its_bytes(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path / "cache", job())
+    export_webdataset(cache, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    (tmp_path / "out/000002.tar").unlink()
+    again = export_webdataset(cache, tmp_path / "out")
+    assert (again.written, again.present) == (1, 3)
+    assert contents(tmp_path / "out") == before
+    assert (tmp_path / "out/manifest.json").read_bytes() == (cache / "manifest.json").read_bytes()
+
+
+def test_what_is_not_exported(tmp_path: Path) -> None:
+    write_shards(CacheWriter(tmp_path / "partial", job()), [0])
+    cases = [("cache-incomplete", tmp_path / "partial", tmp_path / "out")]
+    cache = write_cache(tmp_path / "cache", job())
+    other = write_cache(tmp_path / "other", job(temperature=2.0))
+    export_webdataset(other, tmp_path / "taken")
+    cases.append(("cache-mismatch", cache, tmp_path / "taken"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("dear")
+    cases.append(("cache-exists", cache, tmp_path / "full"))
+    for code, source, out in cases:
+        with pytest.raises(ShdError) as caught:
+            export_webdataset(source, out)
+        assert caught.value.code == code
+    assert not (tmp_path / "out").exists()
+    data = bytearray((cache / "shards/01/000001.safetensors").read_bytes())
+    data[-3] ^= 1
+    (cache / "shards/01/000001.safetensors").write_bytes(data)
+    with pytest.raises(ShdError, match=r"000001\.safetensors") as caught:
+        export_webdataset(cache, tmp_path / "out")
+    assert caught.value.code == "cache-corrupt"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000000.tar", "manifest.json"]

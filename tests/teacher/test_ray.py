@@ -1,0 +1,128 @@
+"""Precompute on Ray: two actors, one of them killed at work, give the bytes of a single process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cache.makers import contents
+from numpy.typing import NDArray
+from teacher.attention_graphs import token_teacher
+
+from shd_ref.cache import list_cache, verify_cache
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.sources import ArraySource, Row
+
+ray = pytest.importorskip("ray", reason="--engine ray needs the extra 'ray'")
+pytestmark = [
+    pytest.mark.slow,
+    # Ray warns of its own settings and leaves sockets and processes to the collector.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = PrecomputeOptions(num_student_heads=2)
+RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1)
+NUM_SAMPLES, NUM_SHARDS = 100, 34
+
+
+def make_tokens() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(5)
+    mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
+    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Actors import this file, and what it imports.
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        )
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
+    onnx.save(token_teacher(), path)
+    return path
+
+
+def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
+    from shd_ref.teacher.ray_engine import precompute_on_ray
+
+    folder, driver = tmp_path / "cache", os.getpid()
+    precompute(teacher, make_tokens(), tmp_path / "whole", OPTIONS, RUN)
+
+    class Deadly(ArraySource):
+        """Kills the actor that reads it, once, in the middle of a shard when some are committed already."""
+
+        def row(self, index: int, columns: Sequence[str]) -> Row:
+            committed = len(list(folder.glob("receipts/*.json")))
+            if os.getpid() != driver and committed >= 4 and not (tmp_path / "killed").exists():
+                (tmp_path / "killed").write_text(f"{os.getpid()} with {committed}")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().row(index, columns)
+
+    seen: list[tuple[int, int, int]] = []
+    summary = precompute_on_ray(
+        teacher,
+        lambda: Deadly(make_tokens()),
+        folder,
+        OPTIONS,
+        RUN,
+        workers=2,
+        on_progress=lambda *counts: seen.append(counts),
+    )
+    assert 4 <= int((tmp_path / "killed").read_text().split()[-1]) < NUM_SHARDS
+    assert (summary.samples, summary.missing_shards) == (NUM_SAMPLES, 0)
+    assert [total for _, total, _ in seen] == [NUM_SAMPLES] * len(seen)
+    assert seen[-1][0] == NUM_SAMPLES
+    assert verify_cache(folder).ok
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_path: Path) -> None:
+    from shd_ref.teacher.ray_engine import precompute_on_ray
+
+    driver = os.getpid()
+
+    def open_changed() -> ArraySource:
+        tokens = make_tokens()
+        if os.getpid() != driver:
+            tokens["input_ids"][7, 0] += 1
+        return ArraySource(tokens)
+
+    with pytest.raises(ShdError, match=r"dataset\.fingerprint") as caught:
+        precompute_on_ray(teacher, open_changed, tmp_path, OPTIONS, RUN, workers=1)
+    assert caught.value.code == "cache-mismatch"
+    assert list_cache(tmp_path).written == ()
+    part = RunOptions(batch_size=4, samples_per_shard=3, share=(1, 12))
+    first = precompute(teacher, make_tokens(), tmp_path, OPTIONS, part)
+    rest = precompute_on_ray(teacher, lambda: ArraySource(make_tokens()), tmp_path, OPTIONS, RUN, workers=1)
+    assert first.written + rest.written == NUM_SAMPLES
+    assert rest.resumed == first.written
+    assert verify_cache(tmp_path).ok
+
+
+def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
+    from shd_ref.teacher.ray_engine import precompute_on_ray
+
+    inputs = ArraySource(make_tokens())
+    with pytest.raises(ShdError, match="workers must be 1 to 2") as caught:
+        precompute_on_ray(teacher, lambda: inputs, tmp_path, OPTIONS, RUN, workers=3)
+    assert caught.value.code == "argument-value"
+    with pytest.raises(ShdError, match="workers must be 1 to 0"):
+        precompute_on_ray(teacher, lambda: inputs, tmp_path, OPTIONS, RunOptions(num_threads=3, samples_per_shard=3))
