@@ -37,7 +37,8 @@ BASE = {"length": 64, "heads": 4, "layers": 2}
 GROWTH = {"length": (64, 128, 256), "heads": (4, 8, 16), "layers": (2, 4, 8)}
 HEAD_WIDTH = 16
 PART = """
-import sys, time
+import sys
+from pathlib import Path
 import numpy as np
 from shd_ref.cache import CacheWriter
 from shd_ref.teacher.precompute import PrecomputeJob
@@ -45,7 +46,7 @@ from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.buckets import share_shards
 teacher, data, out, part, parts = sys.argv[1:]
 run = RunOptions(batch_size=8, samples_per_shard=8, num_threads=1)
-job = PrecomputeJob(TeacherRun(teacher, dict(np.load(data)), PrecomputeOptions(2), run))
+job = PrecomputeJob(TeacherRun(Path(teacher), dict(np.load(data)), PrecomputeOptions(2), run))
 writer = CacheWriter(out, job.manifest)
 print("ready", flush=True)
 sys.stdin.readline()
