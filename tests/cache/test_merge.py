@@ -176,6 +176,20 @@ def test_listing_counts_skipped_samples(tmp_path: Path) -> None:
     assert listing.samples + listing.skipped == 7
 
 
+def test_parts_in_an_object_store(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="object stores need the extra 'remote'")
+    address = f"memory://{tmp_path.name}"
+    write_shards(CacheWriter(f"{address}/a", job()), [0, 1])
+    part(tmp_path / "b", [2, 3])
+    partial = merge_caches([tmp_path / "b"], f"{address}/all")
+    assert (partial.folder, partial.missing) == (f"{address}/all", (0, 1))
+    assert list_cache(f"{address}/all").written == (2, 3)
+    assert merge_caches([f"{address}/a", tmp_path / "b"], f"{address}/all", link=True).sealed
+    assert verify_cache(f"{address}/all").ok
+    merge_caches([f"{address}/all"], tmp_path / "local", link=True)
+    assert contents(tmp_path / "local") == contents(write_cache(tmp_path / "whole", job()))
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
