@@ -17,6 +17,7 @@ from shd_ref.cache.codecs import (
 )
 from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
+from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.factored import (
     DEFAULT_FACTORED_CODEC,
     FACTORED_CODECS,
@@ -30,7 +31,6 @@ from shd_ref.cache.factored import (
     rebuild_maps,
     unpack_factors,
 )
-from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
 from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
@@ -60,8 +60,8 @@ __all__ = [
     "CodecError",
     "CodedFactors",
     "Dataset",
-    "LayerFactors",
     "ExportSummary",
+    "LayerFactors",
     "LayerPair",
     "Manifest",
     "Matching",
@@ -87,9 +87,9 @@ __all__ = [
     "decode_factors",
     "encode",
     "encode_factors",
+    "export_webdataset",
     "factored_kl_bound",
     "factored_size",
-    "export_webdataset",
     "kl_bound",
     "list_cache",
     "merge_caches",
