@@ -1,0 +1,37 @@
+"""What ``docs/backends.md`` shows runs, and what it counts is what the code counts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the page is about the training path")
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "backends.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    import shd_torch
+
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    q = torch.randn(1, 2, 9, 8)
+    supervision = shd_torch.Factored(q, q, torch.eye(2)[None], is_causal=True)
+    names = {"shd_torch": shd_torch, "student_q": q, "student_k": q, "supervision": supervision}
+    exec(compile(block, "backends.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("dense on a processor")
+
+
+def test_names_and_numbers_are_the_codes() -> None:
+    from shd_torch.kernels.coded import CODECS
+    from shd_torch.kernels.launch import MIN_CAPABILITY
+    from shd_torch.kernels.tiles import MAX_WIDTH
+    from shd_torch.kl.backends import BACKENDS, FUSED_LENGTH, TRITON_LENGTHS
+
+    assert re.findall(r"^\| `(\w+)` ", PAGE, re.MULTILINE) == list(BACKENDS)
+    assert f"below {FUSED_LENGTH} keys" in PAGE
+    assert f"capability {'.'.join(map(str, MIN_CAPABILITY))}" in PAGE
+    assert f"heads of 1 to {MAX_WIDTH}" in PAGE
+    assert " and ".join(f"`{codec}`" for codec in CODECS) in PAGE
+    assert ("table is\nempty" in PAGE) == (not TRITON_LENGTHS)
