@@ -134,6 +134,22 @@ def test_small_divergences_keep_their_gradient(gap: float, backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_small_divergences_in_half_precision_lose_no_more_than_the_last_rounding(dtype: str, backend: str) -> None:
+    half = getattr(torch, dtype)
+    case = make_case(student_heads=1, teacher_heads=1, width=24, dtype=dtype, **both(is_causal=True))
+    step = np.random.default_rng(1).standard_normal(case.queries.shape)
+    moved = torch.from_numpy(case.teacher_queries + 0.1 * step).to(half)
+    # Gradients this small are below float16's normal range; a gradient scaler's factor is what beta is here.
+    case = replace(case, queries=to_float64(moved), keys=case.teacher_keys, mixing=np.ones((2, 1, 1)), beta=1024.0)
+    expected = case.expected()
+    assert 2e-4 < expected[0] / 1024 < 5e-3
+    _, *gradients = run(case, case.supervision(half), backend, half)
+    for got, want in zip(gradients, expected[1:], strict=True):
+        assert np.linalg.norm(got - want) < torch.finfo(half).eps / 2 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_uncounted_rows_may_hold_anything(backend: str) -> None:
     case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
     q, k = case.student(torch.float64)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch_path.kl_cases import make_case
 from torch_path.twins import assert_agrees, row_mask, to_float64
 
 import shd_ref
 from shd_ref import ShdError
-from shd_torch import Factored, gram_tensor_from_qk, squeeze_factored
+from shd_torch import Factored, attention_kl, gram_tensor_from_qk, squeeze_factored
 
 STRATEGIES = ["shd", "constant", "hard", "mean", "simplex"]
 
@@ -83,6 +86,87 @@ def test_agrees_with_squeeze_heads(strategy: str, alpha_per: str, masked: bool, 
             np.testing.assert_allclose(to_float64(actual.supervision.probs()), expected.probs, atol=1e-9)
         warm = shd_ref.squeeze_heads(probs, outputs, student_heads, query_mask=mask, temperature=2.0, **options)
         np.testing.assert_allclose(to_float64(actual.supervision.probs(temperature=2.0)), warm.probs, atol=2e-4)
+
+
+@pytest.mark.parametrize("strategy", ["shd", "simplex"])
+@pytest.mark.parametrize("name", ["padded", "left-padded", "window", "causal-window", "alibi", "softcap"])
+def test_masked_teachers_with_grouped_keys(name: str, strategy: str) -> None:
+    """Keys and values are shared by heads, which read them alike; rows without any key give nothing."""
+    rng = np.random.default_rng(7)
+    heads, rows = 6, 13
+    padding = np.ones((2, 1, 1, rows), dtype=np.bool_)
+    padding[1, ..., slice(0, 4) if name == "left-padded" else slice(9, rows)] = False
+    masks: dict[str, Any] = {
+        "padded": {"attn_mask": padding},
+        "left-padded": {"attn_mask": padding, "is_causal": True},
+        "window": {"window": 4},
+        "causal-window": {"window": 4, "is_causal": True},
+        "alibi": {"alibi_slopes": 0.5 ** np.arange(1, heads + 1), "is_causal": True},
+        "softcap": {"softcap": 2.0, "is_causal": True},
+    }[name]
+    case = make_case(rows, teacher_heads=heads, teacher_key_heads=2, teacher_masks=masks, sharpness=4.0)
+    case = replace(case, mixing=np.eye(heads)[None].repeat(2, 0))  # the reference's maps before any mixing
+    probs, queries, keys = case.maps(), torch.from_numpy(case.teacher_queries), torch.from_numpy(case.teacher_keys)
+    fields = {each: torch.from_numpy(m) if isinstance(m, np.ndarray) else m for each, m in masks.items()}
+    teacher = Factored.teacher(queries, keys, **fields)
+    values, projection = rng.standard_normal((2, 2, rows, 5)), rng.standard_normal((heads * 5, 16))
+    counted = probs.sum(-1).min(1) > 0.5
+    assert counted.all() != (name == "left-padded")
+    outputs = shd_ref.value_outputs(values, projection)
+    for alpha_per in ("map", "row"):
+        options: dict[str, Any] = {"plan": "balanced", "strategy": strategy, "alpha_per": alpha_per}
+        expected = shd_ref.squeeze_heads(probs, outputs, 4, query_mask=counted, **options)
+        actual = squeeze_factored(
+            teacher,
+            torch.from_numpy(values),
+            torch.from_numpy(projection),
+            4,
+            query_mask=torch.from_numpy(counted),
+            **options,
+        )
+        assert_agrees(actual.residual, expected.residual, "float64", "residual")
+        rows_that_count = counted[:, None, :, None]
+        got = np.where(rows_that_count, to_float64(actual.supervision.probs()), 0.0)
+        assert_agrees(torch.from_numpy(got), np.where(rows_that_count, expected.probs, 0.0), "float64", "probs")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_tensor_is_quadratic_in_the_length(strategy: str) -> None:
+    """Every operation's results, from the call to the gradient: none grows with the square of the length."""
+
+    class Largest(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entries = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.entries = max(
+                [self.entries, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))]
+            )
+            return result
+
+    def largest(rows: int) -> int:
+        generator = torch.Generator().manual_seed(0)
+        queries, keys, values = (torch.randn(1, heads, rows, 8, generator=generator) for heads in (4, 2, 2))
+        projection = torch.randn(32, 16, generator=generator)
+        with Largest() as seen:
+            teacher = Factored.teacher(queries, keys, is_causal=True)
+            squeezed = squeeze_factored(teacher, values, projection, 2, strategy=strategy)
+            student = torch.randn(1, 2, rows, 8, generator=generator).requires_grad_()
+            attention_kl(
+                student,
+                torch.randn(1, 2, rows, 8, generator=generator),
+                squeezed.supervision,
+                is_causal=True,
+                backend="sdpa",
+                value="surrogate",
+                check=False,
+            ).backward()
+        return seen.entries
+
+    assert largest(2048) <= 2 * largest(1024)
+    assert largest(2048) < 2048 * 2048 / 4
 
 
 def test_printed_rule_and_sinks() -> None:
