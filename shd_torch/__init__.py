@@ -30,6 +30,7 @@ from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_h
 from shd_torch.online import OnlineSupervision, OnlineTeacher, layer_kls
 from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
+from shd_torch.stream import SupervisedStream
 from shd_torch.supervision import Dense, Supervision
 from shd_torch.support import IntersectedMaps, intersect_support
 from shd_torch.tokens import AlignedMaps, align_tokens
@@ -56,6 +57,7 @@ __all__ = [
     "ShdError",
     "SqueezeResult",
     "SupervisedDataset",
+    "SupervisedStream",
     "Supervision",
     "align_tokens",
     "attention_kl",

@@ -27,7 +27,70 @@ from shd_torch.factored_codes import FactoredCodes, pack_factored
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
 
-class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
+class CacheJoin:
+    """What joins samples with a cache: by a hash of what the teacher saw, never by position.
+
+    Attributes:
+        cache: the open cache.
+        layers: student layers that are read.
+    """
+
+    def __init__(
+        self,
+        cache: CacheReader | str | Path,
+        model_inputs: Callable[[Any], ModelInputs] | None,
+        layers: Sequence[int] | None,
+        skipped: str,
+    ) -> None:
+        if skipped not in ("error", "drop"):
+            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
+        self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
+        self.layers = tuple(self.cache.manifest.student_layers if layers is None else layers)
+        self._model_inputs = model_inputs
+        self._drops = skipped == "drop"
+
+    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CachedSupervision]:
+        """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
+        return self.collate_with(default_collate)(batch)
+
+    def collate_with(
+        self, collate: Callable[[list[Any]], Any]
+    ) -> Callable[[Sequence[tuple[Any, StoredRecord]]], tuple[Any, CachedSupervision]]:
+        """The same with another collation of the samples, such as one that pads them (on the right).
+
+        Args:
+            collate: from a list of samples to a batch; where it can be pickled, so can the result.
+        """
+        return partial(_collate, collate=collate, manifest=self.cache.manifest, layers=self.layers)
+
+    def key(self, sample: Any) -> str:
+        """The key of a sample in the cache.
+
+        Raises:
+            ShdError: ``inputs-invalid`` for a sample without the teacher's inputs.
+        """
+        inputs = self.cache.manifest.inputs
+        given = sample if self._model_inputs is None else self._model_inputs(sample)
+        if not isinstance(given, Mapping) or not set(inputs.names) <= given.keys():
+            held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+            raise ShdError(
+                "inputs-invalid",
+                f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
+                "CACHE-50",
+            )
+        arrays = {name: np.asarray(given[name]) for name in inputs.names}
+        return sample_key(trim_sample(arrays, inputs.mask)[0] if inputs.mask else arrays)
+
+    def _is_dropped(self, key: str) -> bool:
+        return self._drops and key in self.cache.skipped
+
+    def _advice(self, key: str) -> str:
+        """What to do about a sample that the cache lacks."""
+        reason = self.cache.skipped.get(key)
+        return "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
+
+
+class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     """Pairs every sample of a map-style data set with its record in a cache.
 
     The join is by a hash of what the teacher saw, never by position: shuffles, subsets, ranks and a changed
@@ -62,28 +125,18 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
         augment: Callable[[Any, int], Any] | None = None,
         skipped: str = "error",
     ) -> None:
-        if skipped not in ("error", "drop"):
-            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
+        super().__init__(cache, model_inputs, layers, skipped)
         self.data = data
-        self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
-        self.layers = tuple(self.cache.manifest.student_layers if layers is None else layers)
-        self._model_inputs = model_inputs
         self._augment = augment
         self._seeds = self._choose_seeds()
-        keys = [self._key(self._sample(index)) for index in range(len(data))]
-        self._indices = [
-            index for index, key in enumerate(keys) if skipped == "error" or key not in self.cache.skipped
-        ]
+        keys = [self.key(self._sample(index)) for index in range(len(data))]
+        self._indices = [index for index, key in enumerate(keys) if not self._is_dropped(key)]
         missing = [index for index in self._indices if keys[index] not in self.cache]
         if missing:
-            reason = self.cache.skipped.get(keys[missing[0]])
-            advice = (
-                "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
-            )
             raise ShdError(
                 "sample-missing",
                 f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it, "
-                f"first sample {missing[0]} with key {keys[missing[0]]}: {advice}",
+                f"first sample {missing[0]} with key {keys[missing[0]]}: {self._advice(keys[missing[0]])}",
                 "CACHE-83",
             )
         self.keys = [keys[index] for index in self._indices]
@@ -96,7 +149,7 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
         key = self.keys[index]
         record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
         sample = self.sample(index)
-        if self._augment is not None and self._key(sample) != key:
+        if self._augment is not None and self.key(sample) != key:
             raise ShdError(
                 "inputs-invalid",
                 f"augment must depend on the sample and its seed alone; sample {self._indices[index]} came out "
@@ -108,20 +161,6 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
     def sample(self, index: int) -> Any:
         """A sample without its record, augmented as the teacher saw it."""
         return self._sample(self._indices[index])
-
-    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CachedSupervision]:
-        """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
-        return self.collate_with(default_collate)(batch)
-
-    def collate_with(
-        self, collate: Callable[[list[Any]], Any]
-    ) -> Callable[[Sequence[tuple[Any, StoredRecord]]], tuple[Any, CachedSupervision]]:
-        """The same with another collation of the samples, such as one that pads them (on the right).
-
-        Args:
-            collate: from a list of samples to a batch; where it can be pickled, so can the result.
-        """
-        return partial(_collate, collate=collate, manifest=self.cache.manifest, layers=self.layers)
 
     def _choose_seeds(self) -> dict[int, int]:
         seeds = self.cache.seeds()
@@ -139,19 +178,6 @@ class SupervisedDataset(Dataset[tuple[Any, StoredRecord]]):
         if self._augment is None or index not in self._seeds:
             return self.data[index]
         return self._augment(self.data[index], self._seeds[index])
-
-    def _key(self, sample: Any) -> str:
-        inputs = self.cache.manifest.inputs
-        given = sample if self._model_inputs is None else self._model_inputs(sample)
-        if not isinstance(given, Mapping) or not set(inputs.names) <= given.keys():
-            held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
-            raise ShdError(
-                "inputs-invalid",
-                f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
-                "CACHE-50",
-            )
-        arrays = {name: np.asarray(given[name]) for name in inputs.names}
-        return sample_key(trim_sample(arrays, inputs.mask)[0] if inputs.mask else arrays)
 
 
 @dataclass(frozen=True)

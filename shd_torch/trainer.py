@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from shd_ref.cache import Manifest, StoredRecord
+from shd_ref.cache import CacheReader, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
-from shd_torch.dataset import SupervisedDataset, pack_records
+from shd_torch.dataset import SupervisedDataset, check_cache, pack_records
 from shd_torch.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
@@ -41,7 +41,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     Args:
         *args: as for ``transformers.Trainer``.
         beta: weight of the term, a number or a function of progress in [0, 1] such as ``BetaSchedule``.
-        teacher: live teachers, which see every batch without its labels; or None where ``train_dataset`` is a
+        teacher: live teachers (anything that is called and returns as ``OnlineTeacher`` does), which see every batch
+            without its labels; or None where ``train_dataset`` is a
             ``SupervisedDataset``, whose cache then supervises. Several terms are averaged.
         temperature: T_a of both maps.
         balancer: scales the term to a part of the base loss before beta.
@@ -50,8 +51,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ShdError: ``argument-value`` without a teacher or a ``SupervisedDataset``, or with ``DataParallel``; during
-            training what ``layer_kls`` raises, and ``inputs-invalid`` for batches that are not padded on the right.
+        ShdError: ``cache-mismatch`` for a cache that is not for this student; ``argument-value`` without a teacher or
+            a ``SupervisedDataset``, or with ``DataParallel``; during training what ``layer_kls`` raises, and
+            ``inputs-invalid`` for batches that are not padded on the right.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     ) -> None:
         super().__init__(*args, **kwargs)
         self.beta = BetaSchedule(beta) if isinstance(beta, int | float) else beta
-        self.teachers = [] if teacher is None else [teacher] if isinstance(teacher, OnlineTeacher) else list(teacher)
+        self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         self.temperature, self.balancer, self.kl = temperature, balancer, LayerKeywords(**(kl or {}))
         if self.args.n_gpu > 1:
             raise ShdError(
@@ -75,6 +77,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "(DataParallel): start it with torchrun or accelerate",
             )
         if isinstance(self.train_dataset, SupervisedDataset):
+            self._check_cache(self.train_dataset.cache)
             self.data_collator = SupervisedCollator(
                 self.data_collator, self.train_dataset.cache.manifest, self.train_dataset.layers
             )
@@ -84,6 +87,17 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "train_dataset must be a SupervisedDataset, or teacher an OnlineTeacher; got neither",
             )
         self._record = _StepRecord()
+
+    def _check_cache(self, cache: CacheReader) -> None:
+        """Refuse a cache for another student before the first step, as far as the student's config says."""
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        check_cache(
+            cache,
+            num_student_heads=getattr(config, "num_attention_heads", None),
+            num_student_layers=getattr(config, "num_hidden_layers", None),
+            # Queries and keys are good at any temperature.
+            temperature=self.temperature if cache.manifest.factors is None else None,
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As the base class does it; of supervised data the samples alone."""
@@ -99,6 +113,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of a step; counts their rows and how long they were waited for."""
+        self._record.begin(self.state.global_step)
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._record.wait_seconds += time.perf_counter() - started
@@ -218,10 +233,14 @@ class _StepRecord:
     def __init__(self) -> None:
         self.rows_in_step = 0
         self.wait_seconds = 0.0
-        self._last_step = 0
+        self._last_step: int | None = None
         self._sums: dict[str, Tensor] = {}
         self._beta = torch.zeros(())
         self._clipped, self._alphas = torch.zeros((), dtype=torch.int64), 0
+
+    def begin(self, step: int) -> None:
+        """Note the step that the first sum belongs to: not 0 where a training is resumed."""
+        self._last_step = step if self._last_step is None else self._last_step
 
     def add(self, base: Tensor, terms: dict[int, Tensor], beta: Tensor) -> None:
         sums = {"base_loss": base.detach(), "shd_loss": torch.stack(list(terms.values())).sum()}
@@ -240,7 +259,7 @@ class _StepRecord:
 
     def means(self, step: int) -> dict[str, float]:
         """Means over the steps since the last call, which this one ends."""
-        steps = max(step - self._last_step, 1)
+        steps = max(step - (self._last_step or 0), 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
         means["beta"] = float(self._beta)
         means["clipped_alphas"] = float(self._clipped) / max(self._alphas, 1)

@@ -203,6 +203,9 @@ def test_evaluation_checkpoints_and_resuming(cache: Path, tmp_path: Path) -> Non
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     for name, value in weights(again).items():
         torch.testing.assert_close(value, weights(trainer)[name], msg=name)
+    for key in ("base_loss", "shd_loss", "beta", "clipped_alphas"):
+        logged = [[log[key] for log in each.state.log_history if key in log] for each in (again, trainer)]
+        assert logged[0] == pytest.approx(logged[1]), key
 
 
 @pytest.mark.slow
@@ -226,6 +229,9 @@ def test_what_is_refused(cache: Path, tmp_path: Path) -> None:
         make_trainer(tmp_path, train=make_samples(), beta=0.1)
     assert neither.value.code == "argument-value"
     joined = SupervisedDataset(make_samples(), cache)
+    with pytest.raises(ShdError, match="num_student_heads must be 2") as heads:
+        make_trainer(tmp_path, train=joined, model=make_model(4, seed=2), beta=0.1)
+    assert heads.value.code == "cache-mismatch"
     collate = SupervisedCollator(pad, joined.cache.manifest, joined.layers)
     assert set(collate([make_samples()[0]])) == {"input_ids", "attention_mask", "labels"}
     left = SupervisedCollator(
