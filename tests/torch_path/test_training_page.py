@@ -1,0 +1,53 @@
+"""The examples of docs/training.md run as written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the examples train Hugging Face students")
+accelerate = pytest.importorskip("accelerate", reason="one example uses accelerate")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from torch_path.test_trainer import cache, make_model, make_samples, pad  # noqa: E402, F401
+
+import shd_torch  # noqa: E402
+from shd_torch.trainer import SHDTrainer  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+LOOP, TRAINER, LIVE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE], ids=["loop", "trainer", "live"])
+def test_example_trains(example: str, cache: Path, tmp_path: Path) -> None:  # noqa: F811
+    student = make_model(2, seed=2)
+    before = {name: value.detach().clone() for name, value in student.named_parameters()}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    names: dict[str, Any] = {name: getattr(shd_torch, name) for name in shd_torch.__all__} | {
+        "torch": torch,
+        "Accelerator": accelerate.Accelerator,
+        "SHDTrainer": SHDTrainer,
+        "arguments": arguments,
+        "joined": shd_torch.SupervisedDataset(make_samples(), cache),
+        "loader": torch.utils.data.DataLoader(make_samples(), 4, collate_fn=pad),
+        "model": make_model(4, seed=1),
+        "optimizer": torch.optim.SGD(student.parameters(), 0.1),
+        "pad": pad,
+        "student": student,
+    }
+    exec(compile(example, PAGE.name, "exec"), names)
+    trained = names["trainer"].model if "trainer" in names else student
+    changed = [name for name, value in trained.named_parameters() if not torch.equal(value, before[name])]
+    assert any("q_proj" in name for name in changed)
+    if "trainer" in names:
+        assert names["trainer"].state.log_history[0]["shd_loss"] > 0
+    else:
+        assert all(torch.isfinite(term) for term in names["terms"].values())
