@@ -88,13 +88,22 @@ class Coded(Supervision):
 
     def mass(self) -> Tensor:
         """1 for every row with a code above 0, ``(B, H_s, L)``; see ``Supervision``."""
-        result = torch.empty(self.shape[:3], device=self.device)
-        for part, samples, rows in self.tiles():
-            keys = part.key_range(rows)
-            if self.codec == "float32":  # stored as they were, not made to sum to one
-                result[samples, :, rows] = part._tile(rows, keys, torch.float32).sum(-1)
+        result = torch.zeros(self.shape[:3], device=self.device)
+        for samples, codes, length in self._parts:
+            row = result[samples, :, :length]
+            if self.support == "full":
+                square = codes.view(*codes.shape[:2], length, length)
+                # Codes of float32 are stored as they were, not made to sum to one.
+                row.copy_(square.sum(-1) if self.codec == "float32" else (square != 0).any(-1))
             else:
-                result[samples, :, rows] = part.has_mass(rows, keys).any(-1).to(torch.float32)
+                ends = torch.arange(1, length + 1, device=codes.device)
+                ends = ends * (ends + 1) // 2 - 1
+                if self.codec == "float32":
+                    rows = torch.split(codes, list(range(1, length + 1)), dim=-1)
+                    row.copy_(torch.stack([each.sum(-1) for each in rows], dim=-1))
+                else:
+                    counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends]
+                    row.copy_(counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0)
         return result
 
     def samples(self, start: int, stop: int) -> Self:

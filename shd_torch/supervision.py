@@ -165,7 +165,9 @@ class Supervision(ABC):
         result = torch.empty(self.shape[:3], dtype=self.dtype, device=self.device)
         for part, samples, rows in self.tiles():
             probs = part.probs(rows, part.key_range(rows), temperature=temperature)
-            result[samples, :, rows] = -torch.xlogy(probs, probs).sum(-1)
+            # The logarithm of 0 takes ten times that of a number; times 0 either is 0.
+            logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
+            result[samples, :, rows] = -logs.mul_(probs).sum(-1)
         return result
 
 

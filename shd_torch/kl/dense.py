@@ -38,10 +38,12 @@ def run(request: KlRequest) -> KlResult:
         teacher = request.teacher_probs(part, samples, rows, keys)
         log_q, slope = request.log_probs(samples, rows, keys)
         weights = request.weights[samples, :, rows]
+        # On a processor the exponential of -inf takes twenty times that of a number; softmax knows better.
+        dz = log_q.softmax(-1)
         if request.wants_value:
             value += _weighted_kl(teacher, log_q, weights)
         mass = request.mass[samples, :, rows]
-        dz = log_q.exp_().mul_((weights * mass)[..., None]).addcmul_(teacher, weights[..., None], value=-1.0)
+        dz.mul_((weights * mass)[..., None]).addcmul_(teacher, weights[..., None], value=-1.0)
         if request.temperature != 1.0:
             dz /= request.temperature
         if dbias is not None:
@@ -72,7 +74,9 @@ def weighted_kl(request: KlRequest) -> Tensor:
 def _weighted_kl(teacher: Tensor, log_q: Tensor, weights: Tensor) -> Tensor:
     # What is -inf is held at the lowest number: nothing where the teacher has no mass, and huge where it has.
     log_q.clamp_(min=torch.finfo(log_q.dtype).min)
-    rows = (torch.xlogy(teacher, teacher) - teacher * log_q).sum(-1)
+    # The logarithm of 0 is as slow; any other number times 0 is 0 as well.
+    log_teacher = teacher.clamp(min=torch.finfo(teacher.dtype).tiny).log_()
+    rows = log_teacher.sub_(log_q).mul_(teacher).sum(-1)
     return (weights * rows).sum()
 
 
