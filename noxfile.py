@@ -32,7 +32,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict."""
-    install(session, "-e", ".[all]", "mypy", "nox")
+    install(session, "-e", ".[all,ray]", "mypy", "nox")
     session.run("mypy")
     # The oracle's loops over cases use one name for tables of several types.
     session.run("mypy", "--allow-redefinition", "specs/tools")
