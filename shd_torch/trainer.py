@@ -236,7 +236,7 @@ class _StepRecord:
         self._last_step: int | None = None
         self._sums: dict[str, Tensor] = {}
         self._beta = torch.zeros(())
-        self._clipped, self._alphas = torch.zeros((), dtype=torch.int64), 0
+        self._alphas: list[tuple[Tensor, Tensor | int]] = []  # clipped and all, of each batch
 
     def begin(self, step: int) -> None:
         """Note the step that the first sum belongs to: not 0 where a training is resumed."""
@@ -251,18 +251,18 @@ class _StepRecord:
 
     def count_alphas(self, counts: Tensor | None, online: Sequence[Any]) -> None:
         if counts is not None:
-            self._clipped, self._alphas = self._clipped + counts[0].cpu(), self._alphas + int(counts[1])
+            self._alphas.append((counts[0], counts[1]))
         for each in online:
             for squeeze in each.squeezes:
-                self._clipped = self._clipped.to(squeeze.num_clipped.device) + squeeze.num_clipped
-                self._alphas += sum(alpha.numel() for alpha in squeeze.alphas)
+                self._alphas.append((squeeze.num_clipped, sum(alpha.numel() for alpha in squeeze.alphas)))
 
     def means(self, step: int) -> dict[str, float]:
         """Means over the steps since the last call, which this one ends."""
         steps = max(step - (self._last_step or 0), 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
         means["beta"] = float(self._beta)
-        means["clipped_alphas"] = float(self._clipped) / max(self._alphas, 1)
+        clipped, alphas = (sum(int(pair[place]) for pair in self._alphas) for place in (0, 1))
+        means["clipped_alphas"] = clipped / max(alphas, 1)
         means["wait_seconds"] = self.wait_seconds / steps
         rows = self.rows_in_step
         self.__init__()  # type: ignore[misc]
