@@ -3,9 +3,9 @@
 Plain functions of tensors, without automatic differentiation. Importing this package does not import Triton.
 """
 
-from shd_torch.kernels.coded import PackedCodes, kl_coded, packed_layers
+from shd_torch.kernels.coded import PackedCodes, kl_coded
 from shd_torch.kernels.factored import kl_factored
 from shd_torch.kernels.launch import unsupported_reason
 from shd_torch.kernels.operands import RowsKl
 
-__all__ = ["PackedCodes", "RowsKl", "kl_coded", "kl_factored", "packed_layers", "unsupported_reason"]
+__all__ = ["PackedCodes", "RowsKl", "kl_coded", "kl_factored", "unsupported_reason"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from shd_ref.cache import packed_size
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_finite, check_option, check_temperature
-from shd_torch.dataset import CodedSupervision
 from shd_torch.kernels.arguments import check_heads, check_lse, check_weights, make_mask
 from shd_torch.kernels.launch import compute_lse, compute_masses, make_heads, require_support, run_passes
 from shd_torch.kernels.operands import Coded, RowsKl
@@ -37,27 +35,6 @@ class PackedCodes(NamedTuple):
     starts: Sequence[int]
     lengths: Sequence[int]
     support: str
-
-
-def packed_layers(supervision: CodedSupervision) -> tuple[PackedCodes, ...]:
-    """The layers of a batch as it comes from a cache; nothing is copied.
-
-    Raises:
-        ShdError: ``argument-value`` for a codec that the kernels do not decode.
-    """
-    check_option("supervision.codec", supervision.codec, CODECS, "CACHE-30")
-    sizes = [
-        packed_size(supervision.codec, supervision.support, supervision.num_student_heads, length)
-        for length in supervision.lengths
-    ]
-    starts = [*accumulate(sizes * len(supervision.layers), initial=0)]
-    count = len(sizes)
-    return tuple(
-        PackedCodes(
-            supervision.buffer, starts[layer * count : (layer + 1) * count], supervision.lengths, supervision.support
-        )
-        for layer in range(len(supervision.layers))
-    )
 
 
 @torch.no_grad()

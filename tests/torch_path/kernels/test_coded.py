@@ -14,7 +14,7 @@ from torch_path.twins import assert_agrees
 
 from shd_ref.cache import decode, encode, pack
 from shd_torch import CodedSupervision, ShdError
-from shd_torch.kernels import PackedCodes, packed_layers
+from shd_torch.kernels import PackedCodes
 
 CASES = [
     Case("causal, L=63, d=40, grouped queries", 63, width=40, kv_heads=1, is_causal=True),
@@ -58,7 +58,8 @@ def test_the_bytes_of_a_cache_are_read_as_they_lie(kernel: Kernel, support: str)
     other = [np.full_like(blob, 255) for blob in blobs]
     buffer = torch.from_numpy(np.concatenate([*other, *blobs]))
     batch = CodedSupervision(buffer, lengths, (0, 5), 2, "sqrt8-row", support)
-    layer = packed_layers(batch)[1]
+    coded = batch.supervise()[1]
+    layer = PackedCodes(buffer, coded.starts, coded.lengths, coded.support)
     assert (layer.starts[0], layer.starts[1]) == (buffer.numel() // 2, buffer.numel() // 2 + blobs[0].size)
     weights = np.random.default_rng(0).random((3, 2, 40)).astype(np.float32)
     given = layer._replace(buffer=buffer.numpy())  # type: ignore[arg-type]  # the helper makes tensors of arrays
@@ -71,12 +72,6 @@ def test_the_bytes_of_a_cache_are_read_as_they_lie(kernel: Kernel, support: str)
     for name in ("kl", "dq", "dk"):
         assert np.abs(plain[name]).max() > 0
         np.testing.assert_array_equal(straight[name], plain[name], err_msg=name)
-
-
-def test_other_codecs_are_refused() -> None:
-    batch = CodedSupervision(torch.zeros(8, dtype=torch.uint8), (2,), (0,), 1, "u4", "full")
-    with pytest.raises(ShdError, match="sqrt8-row, sqrt8-abs; got 'u4'"):
-        packed_layers(batch)
 
 
 def test_code_one_and_code_zero(kernel: Kernel) -> None:
