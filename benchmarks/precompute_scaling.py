@@ -35,7 +35,7 @@ from shd_torch import export_teacher
 RESULT = Path(__file__).with_suffix(".json")
 BASE = {"length": 64, "heads": 4, "layers": 2}
 GROWTH = {"length": (64, 128, 256), "heads": (4, 8, 16), "layers": (2, 4, 8)}
-HEAD_WIDTH = 16
+HEAD_WIDTH = 64
 PART = """
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ from shd_ref.teacher.precompute import PrecomputeJob
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.buckets import share_shards
 teacher, data, out, part, parts = sys.argv[1:]
-run = RunOptions(batch_size=8, samples_per_shard=8, num_threads=1)
+run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)
 job = PrecomputeJob(TeacherRun(Path(teacher), dict(np.load(data)), PrecomputeOptions(2), run))
 writer = CacheWriter(out, job.manifest)
 print("ready", flush=True)
@@ -114,7 +114,7 @@ def time_ray(teacher: Path, data: Path, out: Path, workers: int) -> float:
         lambda: dict(np.load(data)),
         out,
         PrecomputeOptions(2),
-        RunOptions(batch_size=8, samples_per_shard=8),
+        RunOptions(batch_size=8, samples_per_shard=32),
         workers=workers,
         on_progress=lambda done, _total, _size: times.append((time.perf_counter(), done)),
     )
@@ -125,7 +125,7 @@ def time_ray(teacher: Path, data: Path, out: Path, workers: int) -> float:
 def time_growth(folder: Path, samples: int, **shape: int) -> tuple[float, float]:
     """Seconds a sample of precompute, and of a plain forward in the same batches."""
     teacher, data = make_teacher(folder, **shape), make_data(samples, shape["length"])
-    run = RunOptions(batch_size=8, samples_per_shard=8, num_threads=1)
+    run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)
     job = PrecomputeJob(TeacherRun(teacher, data, PrecomputeOptions(shape["heads"] // 2), run))
     with tempfile.TemporaryDirectory(dir=folder) as out:
         writer = CacheWriter(Path(out) / "cache", job.manifest)

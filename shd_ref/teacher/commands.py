@@ -258,7 +258,7 @@ def precompute(
     if any(summary.missing_shards for summary in summaries):
         console.print("next: the other parts; the last one seals, or shd merge does where each has its folder")
         return
-    check = ["shd", "verify", str(summaries[0].folder), "--teacher", str(teacher)]
+    check = ["shd", "verify", out if len(heads) == 1 else str(summaries[0].folder), "--teacher", str(teacher)]
     check += words_of_inputs(inputs, tokenizer, text_column, max_length)
     console.print(f"next: {shlex.join(check)}", markup=False, highlight=False, soft_wrap=True)
 

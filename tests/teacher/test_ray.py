@@ -14,8 +14,10 @@ import pytest
 from cache.makers import contents
 from numpy.typing import NDArray
 from teacher.attention_graphs import token_teacher
+from typer.testing import CliRunner
 
 from shd_ref.cache import list_cache, verify_cache
+from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions
@@ -126,3 +128,19 @@ def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
     assert caught.value.code == "argument-value"
     with pytest.raises(ShdError, match="workers must be 1 to 0"):
         precompute_on_ray(teacher, lambda: inputs, tmp_path, OPTIONS, RunOptions(num_threads=3, samples_per_shard=3))
+
+
+def test_from_the_command_line(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths too: actors work in other folders."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", **make_tokens())
+    job = ["precompute", os.path.relpath(teacher), "--inputs", "data.npz", "--student-heads", "2"]
+    job += ["--batch-size", "4", "--samples-per-shard", "3"]
+    for words in (["--out", "one"], ["--out", "two", "--engine", "ray", "--workers", "2"]):
+        result = CliRunner().invoke(load_app(), [*job, *words], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        assert f"shd verify {words[1]}" in result.output
+    assert verify_cache(tmp_path / "two").ok
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    again = CliRunner().invoke(load_app(), [*job, "--out", "two", "--engine", "ray", "--workers", "9"])
+    assert again.exit_code == 0, "nothing is left to do, so no worker is asked for"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from teacher.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
-from shd_ref.cache import list_cache, merge_caches, verify_cache
+from shd_ref.cache import CacheReader, list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import share_shards
@@ -32,6 +33,13 @@ def make_tokens() -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(3)
     mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
     return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+
+
+def shd(*words: str | Path, fails: bool = False) -> str:
+    """The output of a command that must succeed, or fail."""
+    result = CliRunner().invoke(load_app(), [str(word) for word in words], env=WIDE)
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +124,7 @@ def test_processes_begin_one_folder_at_once(teacher: Path, tmp_path: Path) -> No
 
 
 def test_commands(teacher: Path, tmp_path: Path) -> None:
-    app, runner = load_app(), CliRunner()
     np.savez(tmp_path / "data.npz", **make_tokens())
-
-    def shd(*words: str | Path, fails: bool = False) -> str:
-        result = runner.invoke(app, [str(word) for word in words], env=WIDE)
-        assert result.exit_code == int(fails), result.output
-        return result.output
-
     job: list[str | Path] = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--student-heads", "2"]
     job += ["--samples-per-shard", "3"]
     parts = [tmp_path / "a", tmp_path / "b"]
@@ -154,3 +155,27 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     exported = shd("export", tmp_path / "b", "--out", tmp_path / "tars", fails=True)
     assert "cache-incomplete" in exported
     assert "must be i/n with 0 <= i < n" in shd(*job, "--out", tmp_path / "c", "--shards", "2/2", fails=True)
+
+
+def test_export_from_the_command_line(teacher: Path, tmp_path: Path) -> None:
+    """Tar files of every sample, and the same command again makes what is missing alone."""
+    np.savez(tmp_path / "data.npz", **make_tokens())
+    cache, tars = tmp_path / "cache", tmp_path / "tars"
+    job = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--student-heads", "2", "--out", cache]
+    shd(*job, "--samples-per-shard", "10")
+    assert "webdataset: 41 samples in 5 files written" in shd("export", cache, "--out", tars)
+    names = sorted(path.name for path in tars.glob("*.tar"))
+    (tars / names[2]).unlink()
+    again = shd("export", cache, "--out", tars)
+    assert "10 samples in 1 files written" in again
+    assert "4 files were there" in again
+    keys = set()
+    for name in names:
+        with tarfile.open(tars / name) as tar:
+            keys |= {
+                json.loads(file.read())["key"]
+                for m in tar
+                if m.name.endswith(".json") and (file := tar.extractfile(m))
+            }
+    assert keys == set(CacheReader(cache).keys())
+    assert "--format" in shd("export", cache, "--out", tars, "--format", "mds", fails=True)
