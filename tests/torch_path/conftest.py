@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 # Many small problems: threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def trainer_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache that ``trainer_cases`` trains with; its modules skip where a package for it is absent."""
+    from torch_path.trainer_cases import write_cache
+
+    return write_cache(tmp_path_factory.mktemp("trainer"))

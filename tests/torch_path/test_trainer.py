@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
 pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from shd_ref.teacher.precompute import precompute  # noqa: E402
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions  # noqa: E402
-from shd_torch import (  # noqa: E402
+from torch_path.trainer_cases import (
+    LENGTHS,
+    make_model,
+    make_samples,
+    make_trainer,
+    pad,
+    weights,
+)
+
+from shd_torch import (
     BetaSchedule,
     LossBalancer,
     OnlineTeacher,
@@ -24,98 +30,13 @@ from shd_torch import (  # noqa: E402
     SupervisedDataset,
     attention_kl,
     capture_attention,
-    export_teacher,
 )
-from shd_torch.trainer import SHDTrainer, SupervisedCollator  # noqa: E402
-
-LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
-
-
-def make_model(heads: int, seed: int) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=30,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                value *= 20  # maps that are not nearly uniform
-    return model
-
-
-def make_samples() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for length in LENGTHS:
-        ids = torch.randint(3, 30, (length,), generator=generator)
-        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
-    return samples
-
-
-def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {
-        name: torch.nn.utils.rnn.pad_sequence([s[name] for s in samples], batch_first=True, padding_value=value)
-        for name, value in fill.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trainer")
-    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
-    example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
-    teacher = make_model(4, seed=1).eval()
-    teacher.set_attn_implementation("eager")
-    export_teacher(teacher, example, folder / "teacher.onnx")
-    options = PrecomputeOptions(num_student_heads=2, codec="float32")
-    precompute(folder / "teacher.onnx", arrays, folder / "cache", options, RunOptions(num_threads=1))
-    return folder / "cache"
-
-
-def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
-    arguments = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "optim": "sgd",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-        **given.pop("arguments", {}),
-    }
-    return SHDTrainer(
-        model=given.pop("model", None) or make_model(2, seed=2),
-        args=transformers.TrainingArguments(**arguments),
-        train_dataset=train,
-        data_collator=pad,
-        **given,
-    )
-
-
-def weights(trainer: SHDTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+from shd_torch.trainer import SupervisedCollator
 
 
 @pytest.mark.slow
-def test_a_step_is_what_the_formula_says(cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), cache)
+def test_a_step_is_what_the_formula_says(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
     trainer = make_trainer(
         tmp_path, train=joined, beta=0.3, arguments={"max_steps": 1, "per_device_train_batch_size": 8}
     )
@@ -145,8 +66,8 @@ def test_a_step_is_what_the_formula_says(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_accumulated_micro_batches_are_the_batch(cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), cache)
+def test_accumulated_micro_batches_are_the_batch(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
     whole = make_trainer(tmp_path, train=joined, beta=0.3, arguments={"per_device_train_batch_size": 8})
     parts = make_trainer(
         tmp_path,
@@ -164,8 +85,8 @@ def test_accumulated_micro_batches_are_the_batch(cache: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_live_teacher_supervises_as_its_cache_does(cache: Path, tmp_path: Path) -> None:
-    cached = make_trainer(tmp_path, train=SupervisedDataset(make_samples(), cache), beta=0.5)
+def test_a_live_teacher_supervises_as_its_cache_does(trainer_cache: Path, tmp_path: Path) -> None:
+    cached = make_trainer(tmp_path, train=SupervisedDataset(make_samples(), trainer_cache), beta=0.5)
     teacher = OnlineTeacher(make_model(4, seed=1), 2, 2)
     live = make_trainer(tmp_path, train=make_samples(), teacher=teacher, beta=0.5)
     cached.train()
@@ -174,15 +95,15 @@ def test_a_live_teacher_supervises_as_its_cache_does(cache: Path, tmp_path: Path
         for key in ("loss", "base_loss", "shd_loss", "clipped_alphas"):
             assert one[key] == pytest.approx(other[key], rel=1e-3), key
     both = make_trainer(
-        tmp_path, train=SupervisedDataset(make_samples(), cache), teacher=teacher, beta=0.5, temperature=1.0
+        tmp_path, train=SupervisedDataset(make_samples(), trainer_cache), teacher=teacher, beta=0.5, temperature=1.0
     )
     both.train()  # the mean of two equal terms
     assert both.state.log_history[0]["shd_loss"] == pytest.approx(cached.state.log_history[0]["shd_loss"], rel=1e-3)
 
 
 @pytest.mark.slow
-def test_evaluation_checkpoints_and_resuming(cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), cache)
+def test_evaluation_checkpoints_and_resuming(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
     trainer = make_trainer(
         tmp_path / "a", train=joined, eval_dataset=joined, beta=BetaSchedule(0.4, "linear"), arguments=arguments
@@ -209,8 +130,8 @@ def test_evaluation_checkpoints_and_resuming(cache: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_balancer_and_backends(cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), cache)
+def test_balancer_and_backends(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
     balanced = make_trainer(tmp_path, train=joined, beta=0.5, balancer=LossBalancer(1.0), arguments={"max_steps": 1})
     balanced.train()
     log = balanced.state.log_history[0]
@@ -224,11 +145,11 @@ def test_balancer_and_backends(cache: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(value, runs[1][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_what_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_what_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ShdError, match="OnlineTeacher; got neither") as neither:
         make_trainer(tmp_path, train=make_samples(), beta=0.1)
     assert neither.value.code == "argument-value"
-    joined = SupervisedDataset(make_samples(), cache)
+    joined = SupervisedDataset(make_samples(), trainer_cache)
     with pytest.raises(ShdError, match="num_student_heads must be 2") as heads:
         make_trainer(tmp_path, train=joined, model=make_model(4, seed=2), beta=0.1)
     assert heads.value.code == "cache-mismatch"

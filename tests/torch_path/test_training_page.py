@@ -14,7 +14,7 @@ accelerate = pytest.importorskip("accelerate", reason="one example uses accelera
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from torch_path.test_trainer import cache, make_model, make_samples, pad  # noqa: E402, F401
+from torch_path.trainer_cases import make_model, make_samples, pad  # noqa: E402
 
 import shd_torch  # noqa: E402
 from shd_torch.trainer import SHDTrainer  # noqa: E402
@@ -25,7 +25,7 @@ LOOP, TRAINER, LIVE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE], ids=["loop", "trainer", "live"])
-def test_example_trains(example: str, cache: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_example_trains(example: str, trainer_cache: Path, tmp_path: Path) -> None:
     student = make_model(2, seed=2)
     before = {name: value.detach().clone() for name, value in student.named_parameters()}
     arguments = transformers.TrainingArguments(
@@ -36,7 +36,7 @@ def test_example_trains(example: str, cache: Path, tmp_path: Path) -> None:  # n
         "Accelerator": accelerate.Accelerator,
         "SHDTrainer": SHDTrainer,
         "arguments": arguments,
-        "joined": shd_torch.SupervisedDataset(make_samples(), cache),
+        "joined": shd_torch.SupervisedDataset(make_samples(), trainer_cache),
         "loader": torch.utils.data.DataLoader(make_samples(), 4, collate_fn=pad),
         "model": make_model(4, seed=1),
         "optimizer": torch.optim.SGD(student.parameters(), 0.1),

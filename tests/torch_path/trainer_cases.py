@@ -1,0 +1,96 @@
+"""Students, samples, a cache and trainers of SHDTrainer's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_torch import export_teacher
+from shd_torch.trainer import SHDTrainer
+
+LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
+
+
+def make_model(heads: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                value *= 20  # maps that are not nearly uniform
+    return model
+
+
+def make_samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in LENGTHS:
+        ids = torch.randint(3, 30, (length,), generator=generator)
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    return samples
+
+
+def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([s[name] for s in samples], batch_first=True, padding_value=value)
+        for name, value in fill.items()
+    }
+
+
+def write_cache(folder: Path) -> Path:
+    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
+    example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
+    teacher = make_model(4, seed=1).eval()
+    teacher.set_attn_implementation("eager")
+    export_teacher(teacher, example, folder / "teacher.onnx")
+    options = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(folder / "teacher.onnx", arrays, folder / "cache", options, RunOptions(num_threads=1))
+    return folder / "cache"
+
+
+def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
+    arguments = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "optim": "sgd",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        **given.pop("arguments", {}),
+    }
+    return SHDTrainer(
+        model=given.pop("model", None) or make_model(2, seed=2),
+        args=transformers.TrainingArguments(**arguments),
+        train_dataset=train,
+        data_collator=pad,
+        **given,
+    )
+
+
+def weights(trainer: SHDTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
