@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 from shd_ref.cache import CacheReader, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
-from shd_torch.dataset import SupervisedDataset, check_cache, pack_records
+from shd_torch.dataset import CacheJoin, SupervisedDataset, check_cache, pack_records
 from shd_torch.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
+from shd_torch.stream import SupervisedStream
 
 try:
+    from accelerate.data_loader import prepare_data_loader
     from transformers import Trainer
 except ImportError as error:
     raise ImportError(
@@ -32,28 +35,29 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     The student keeps its fused attention; its queries and keys are captured while it trains. Evaluation, checkpoints
     and everything else are the base class's: a checkpoint holds the student alone. Ranks and accumulated batches
-    with different numbers of rows add up to the whole batch (``batch_share``).
+    with different numbers of rows add up to the whole batch (``batch_share``). A ``SupervisedStream`` gives each rank
+    its share; what makes no whole step for every rank is left out at its end.
 
-    Logged beside ``loss``, as means over the steps since the last log: ``base_loss``, ``shd_loss`` (nats, before
-    beta), ``shd_loss_layer_<i>``, ``beta`` (of the last step, with the balancer's scale), ``clipped_alphas`` (part of
-    all merge weights that were outside [0, 1]) and ``wait_seconds`` (for data, a step).
+    Logged beside ``loss``, of all ranks, as means over the steps since the last log: ``base_loss``, ``shd_loss``
+    (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's scale),
+    ``clipped_alphas`` (part of all merge weights that were outside [0, 1]) and ``wait_seconds`` (for data, a step).
 
     Args:
         *args: as for ``transformers.Trainer``.
         beta: weight of the term, a number or a function of progress in [0, 1] such as ``BetaSchedule``.
         teacher: live teachers (anything that is called and returns as ``OnlineTeacher`` does), which see every batch
-            without its labels; or None where ``train_dataset`` is a
-            ``SupervisedDataset``, whose cache then supervises. Several terms are averaged.
+            without its labels; or None where ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream``,
+            whose cache then supervises. Several terms are averaged.
         temperature: T_a of both maps.
-        balancer: scales the term to a part of the base loss before beta.
+        balancer: scales the term to a part of the base loss before beta, each micro-batch of all ranks by itself.
         kl: more keywords of ``attention_kl``: ``backend``, ``value``, ``support``, ``product_dtype``, ``check``.
             ``check`` is on at the first step only, unless it is given.
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
         ShdError: ``cache-mismatch`` for a cache that is not for this student; ``argument-value`` without a teacher or
-            a ``SupervisedDataset``, or with ``DataParallel``; during training what ``layer_kls`` raises, and
-            ``inputs-invalid`` for batches that are not padded on the right.
+            supervised data, with ``DataParallel``, or where one rank is to read for all; during training what
+            ``layer_kls`` raises, and ``inputs-invalid`` for batches that are not padded on the right.
     """
 
     def __init__(
@@ -76,15 +80,24 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process "
                 "(DataParallel): start it with torchrun or accelerate",
             )
-        if isinstance(self.train_dataset, SupervisedDataset):
+        if isinstance(self.train_dataset, CacheJoin):
             self._check_cache(self.train_dataset.cache)
+            if self.accelerator.dispatch_batches:
+                raise ShdError(
+                    "argument-value",
+                    "accelerator_config must leave dispatch_batches off; got True: every rank reads its own records",
+                )
             self.data_collator = SupervisedCollator(
-                self.data_collator, self.train_dataset.cache.manifest, self.train_dataset.layers
+                # The base class removes columns from samples alone, not from samples with records.
+                self._get_collator_with_removed_columns(self.data_collator, "training"),
+                self.train_dataset.cache.manifest,
+                self.train_dataset.layers,
             )
         elif not self.teachers:
             raise ShdError(
                 "argument-value",
-                "train_dataset must be a SupervisedDataset, or teacher an OnlineTeacher; got neither",
+                "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher; got "
+                "neither",
             )
         self._record = _StepRecord()
 
@@ -99,26 +112,53 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             temperature=self.temperature if cache.manifest.factors is None else None,
         )
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """As the base class does it; a stream is read by every rank for itself."""
+        if not isinstance(self.train_dataset, SupervisedStream):
+            return super().get_train_dataloader()
+        loader: DataLoader[Any] = DataLoader(
+            self.train_dataset,
+            self._train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            drop_last=self.args.dataloader_drop_last,
+        )
+        # As one process: the stream divides itself, and Accelerate would divide each share again.
+        prepared: DataLoader[Any] = prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
+        return prepared
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As the base class does it; of supervised data the samples alone."""
         chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]  # a mapping by name
-        return super().get_eval_dataloader(_Samples(chosen) if isinstance(chosen, SupervisedDataset) else chosen)
+        return super().get_eval_dataloader(_leave_samples(chosen, "eval_dataset"))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As the base class does it; of supervised data the samples alone."""
-        supervised = isinstance(test_dataset, SupervisedDataset)
-        return super().get_test_dataloader(_Samples(test_dataset) if supervised else test_dataset)
+        return super().get_test_dataloader(_leave_samples(test_dataset, "test_dataset"))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of a step; counts their rows and how long they were waited for."""
         self._record.begin(self.state.global_step)
         started = time.perf_counter()
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        taken = list(islice(epoch_iterator, num_batches))
         self._record.wait_seconds += time.perf_counter() - started
-        self._record.rows_in_step = sum(_count_rows(batch) for batch in batches)
-        return batches, num_items
+        if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
+            # A rank that stepped alone would wait for the others for ever.
+            taken, self.control.should_epoch_stop = [], True
+        self._record.rows_in_step = sum(_count_rows(batch) for batch in taken)
+        return super().get_batch_samples(iter(taken), len(taken), device)
 
     def compute_loss(
         self,
@@ -150,27 +190,36 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         )
         # The base class divides by the number of micro-batches what is not a part of the whole step yet.
         parts = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
-        share = batch_share(
-            torch.tensor(_count_rows(inputs), device=base.device), num_rows_in_all=self._record.rows_in_step
-        )
+        num_rows = _count_rows(inputs)
+        share = batch_share(torch.tensor(num_rows, device=base.device), num_rows_in_all=self._record.rows_in_step)
         term = torch.stack(list(terms.values())).sum()
         beta = self.beta(self.state.global_step / max(self.state.max_steps, 1))
         scale = torch.tensor(beta, device=base.device)
         if self.balancer is not None:
-            scale = scale * self.balancer.scale(base, term)
+            # Both as parts of the whole step, or the scale would depend on how it is divided.
+            scale = scale * self.balancer.scale(base / parts, share * term)
         self._record.add(base / parts, {layer: share * each.detach() for layer, each in terms.items()}, scale)
-        self._record.count_alphas(counts, online)
+        self._record.count_alphas(counts, online, num_rows)
         loss = base + parts * scale * share * term
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the terms of the steps since the last log to the training's own."""
         if "loss" in logs:
-            terms = self._record.means(self.state.global_step)
+            here = self._record.means(self.state.global_step)
             # Ranks see different samples; every rank logs at the same step.
-            reduced = self.accelerator.reduce(torch.tensor(list(terms.values()), device=self.args.device), "mean")
-            logs |= dict(zip(terms, reduced.tolist(), strict=True))
+            reduced = self.accelerator.reduce(torch.tensor(list(here.values()), device=self.args.device), "mean")
+            means = dict(zip(here, reduced.tolist(), strict=True))
+            clipped, alphas = means.pop("clipped"), means.pop("alphas")
+            logs |= means | {"clipped_alphas": clipped / alphas if alphas else 0.0}
         super().log(logs, start_time)
+
+    def _is_whole_everywhere(self, taken: Sequence[Any], num_batches: int) -> bool:
+        whole = len(taken) == num_batches
+        if self.accelerator.num_processes == 1:
+            return whole
+        ranks = self.accelerator.reduce(torch.tensor(float(whole), device=self.args.device), "mean")
+        return float(ranks) == 1.0
 
     def _is_scaled(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the base loss is normalised over the whole accumulated batch, as ``training_step`` sees it."""
@@ -249,25 +298,39 @@ class _StepRecord:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._beta = beta
 
-    def count_alphas(self, counts: Tensor | None, online: Sequence[Any]) -> None:
+    def count_alphas(self, counts: Tensor | None, online: Sequence[Any], num_rows: int) -> None:
         if counts is not None:
             self._alphas.append((counts[0], counts[1]))
         for each in online:
             for squeeze in each.squeezes:
-                self._alphas.append((squeeze.num_clipped, sum(alpha.numel() for alpha in squeeze.alphas)))
+                # (B, pairs), or (B, pairs, L) with rows of padding among them.
+                numbers = (
+                    num_rows * alpha.shape[1] if alpha.ndim == 3 else alpha.numel() for alpha in squeeze.alphas
+                )
+                self._alphas.append((squeeze.num_clipped, sum(numbers)))
 
     def means(self, step: int) -> dict[str, float]:
         """Means over the steps since the last call, which this one ends."""
         steps = max(step - (self._last_step or 0), 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
         means["beta"] = float(self._beta)
-        clipped, alphas = (sum(int(pair[place]) for pair in self._alphas) for place in (0, 1))
-        means["clipped_alphas"] = clipped / max(alphas, 1)
+        for place, name in enumerate(("clipped", "alphas")):
+            means[name] = float(sum(int(pair[place]) for pair in self._alphas))
         means["wait_seconds"] = self.wait_seconds / steps
         rows = self.rows_in_step
         self.__init__()  # type: ignore[misc]
         self.rows_in_step, self._last_step = rows, step
         return means
+
+
+def _leave_samples(dataset: Any, argument: str) -> Any:
+    """Supervised data without its supervision; any other data as they are."""
+    if isinstance(dataset, SupervisedStream):
+        raise ShdError(
+            "argument-value",
+            f"{argument} must hold samples alone; got a SupervisedStream: give the data it was made of",
+        )
+    return _Samples(dataset) if isinstance(dataset, SupervisedDataset) else dataset
 
 
 def _count_rows(inputs: Mapping[str, Any]) -> int:

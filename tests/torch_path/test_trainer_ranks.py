@@ -1,0 +1,50 @@
+"""SHDTrainer by two ranks trains and logs as one process does on the same global batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from torch_path.trainer_cases import make_model, weights
+from torch_path.trainer_ranks import RANKS, WAYS, make_way, run_rank
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
+
+LOGGED = {"loss", "base_loss", "shd_loss", "shd_loss_layer_0", "shd_loss_layer_1", "beta", "clipped_alphas"}
+
+
+@pytest.fixture(scope="module")
+def by_two_ranks(trainer_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trainer_ranks")
+    torch.multiprocessing.spawn(run_rank, (str(folder), str(trainer_cache)), nprocs=RANKS)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_are_one(way: str, by_two_ranks: Path, trainer_cache: Path, tmp_path: Path) -> None:
+    alone = make_way(way, trainer_cache, tmp_path, ranks=1)
+    alone.train()
+    together = torch.load(by_two_ranks / f"{way}.pt", weights_only=True)
+    for name, expected in weights(alone).items():
+        torch.testing.assert_close(together[name], expected, rtol=1e-4, atol=1e-6, msg=f"{way}: {name}")
+    before = make_model(2, seed=2).state_dict()
+    assert not torch.equal(
+        together["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+    )
+    logged, expected_log = json.loads((by_two_ranks / f"{way}.json").read_text()), alone.state.log_history[0]
+    assert logged.keys() == expected_log.keys() >= LOGGED
+    for key in LOGGED:
+        assert logged[key] == pytest.approx(expected_log[key], rel=1e-4), key
+    assert logged["wait_seconds"] > 0
+    if way == "live":
+        assert logged["clipped_alphas"] > 0  # row by row some are

@@ -1,0 +1,66 @@
+"""A few steps of SHDTrainer by one process or by two ranks; see ``test_trainer_ranks``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_path.trainer_cases import make_model, make_samples, make_trainer, weights
+
+from shd_torch import LossBalancer, OnlineTeacher, SupervisedDataset, SupervisedStream
+from shd_torch.trainer import SHDTrainer
+
+RANKS = 2
+BATCH = 4  # samples of a step, however many processes make it
+WAYS = ("whole", "accumulated", "uneven", "balanced", "live", "stream", "stream-accumulated", "stream-leftover")
+
+
+def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
+    """Three steps, the same for any number of ranks; 4 + 3 samples an epoch where ranks get unequal batches."""
+    samples = make_samples()
+    if way in ("uneven", "stream"):
+        samples = samples[:7]
+    if way == "stream-leftover":
+        samples = samples[: BATCH + ranks - 1]  # of two ranks one has a batch more, which it must not train on
+    micro = 2 if way.endswith("accumulated") else 1
+    given: dict[str, Any] = {}
+    train: Any = SupervisedDataset(samples, cache)
+    if way.startswith("stream"):
+        train = SupervisedStream(samples, cache)
+    if way == "live":
+        train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2, alpha_per="row")
+    if way == "balanced":
+        given["balancer"] = LossBalancer(0.5)
+    arguments = {
+        "max_steps": 3,
+        "logging_steps": 3,
+        "per_device_train_batch_size": BATCH // (ranks * micro),
+        "gradient_accumulation_steps": micro,
+        "accelerator_config": {"even_batches": False},
+    }
+    return make_trainer(out, train=train, beta=0.5, arguments=arguments, **given)
+
+
+def run_rank(rank: int, folder: str, cache: str) -> None:
+    """Train in each of ``WAYS``; rank 0 writes weights and logs."""
+    torch.set_num_threads(1)
+    # What torchrun sets; the rendezvous by a file needs no free port.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    try:
+        for way in WAYS:
+            trainer = make_way(way, Path(cache), Path(folder) / way, ranks=RANKS)
+            assert trainer.accelerator.num_processes == RANKS
+            trainer.train()
+            if rank == 0:
+                torch.save(weights(trainer), Path(folder) / f"{way}.pt")
+                logged = json.dumps(trainer.state.log_history[0])
+                (Path(folder) / f"{way}.json").write_text(logged, encoding="utf-8")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
