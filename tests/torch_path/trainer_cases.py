@@ -87,7 +87,7 @@ def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
         model=given.pop("model", None) or make_model(2, seed=2),
         args=transformers.TrainingArguments(**arguments),
         train_dataset=train,
-        data_collator=pad,
+        data_collator=given.pop("collate", pad),
         **given,
     )
 

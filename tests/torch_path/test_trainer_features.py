@@ -1,0 +1,237 @@
+"""SHDTrainer with what the base class offers: autocast, compilation, checkpointing, adapters, streams, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from safetensors.torch import load_file
+from torch_path.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, weights
+
+from shd_torch import (
+    BetaSchedule,
+    LossBalancer,
+    OnlineTeacher,
+    ShdError,
+    SupervisedDataset,
+    SupervisedStream,
+    capture_attention,
+    layer_kls,
+)
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerances: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, msg=name, **tolerances)
+
+
+def test_bf16_is_autocast_of_the_formula(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    arguments = {
+        "bf16": True,
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "train_sampling_strategy": "sequential",  # another order would round sums in bfloat16 another way
+    }
+    trainer = make_trainer(tmp_path, train=joined, beta=0.5, arguments=arguments)
+    taught = trainer.data_collator([joined[index] for index in range(len(joined))])["supervision"]
+    trainer.train()
+    student, batch = make_model(2, seed=2), pad(make_samples())
+    with capture_attention(student) as captured, torch.autocast("cpu", torch.bfloat16):
+        outputs = student(**batch)
+    assert outputs.logits.dtype == torch.bfloat16
+    terms = layer_kls(captured, taught, loss_mask=batch["attention_mask"].bool())
+    (outputs.loss + 0.5 * torch.stack(list(terms.values())).sum()).backward()
+    stepped = {name: value.detach() - 0.01 * value.grad for name, value in student.named_parameters()}
+    assert all(value.dtype == torch.float32 for value in weights(trainer).values())
+    assert_same(weights(trainer), stepped, rtol=1e-4, atol=1e-6)
+    assert trainer.state.log_history[0]["shd_loss"] == pytest.approx(
+        sum(term.item() for term in terms.values()), rel=1e-4
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # the newest name is newer
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"gradient_checkpointing": True},
+    ],
+    ids=["eager", "aot_eager", "checkpointed"],
+)
+def test_how_the_student_runs_changes_nothing(arguments: dict[str, Any], trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    runs = []
+    for given in ({}, arguments):
+        trainer = make_trainer(tmp_path, train=joined, beta=0.5, arguments=given)
+        trainer.train()
+        runs.append(trainer)
+    plain, other = runs
+    assert_same(weights(other), weights(plain), rtol=1e-4, atol=1e-6)
+    assert not torch.equal(weights(plain)[Q_PROJ], make_model(2, seed=2).state_dict()[Q_PROJ])
+    for one, two in zip(plain.state.log_history[:2], other.state.log_history[:2], strict=True):
+        assert one["shd_loss"] == pytest.approx(two["shd_loss"], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_of_an_adapted_student_the_adapter_learns_and_is_saved(trainer_cache: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="adapters")
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    frozen = make_model(2, seed=2)
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def train(out: Path, resumed: Path | None) -> Any:
+        torch.manual_seed(5)
+        adapted = peft.get_peft_model(make_model(2, seed=2), config)
+        trainer = make_trainer(out, train=joined, model=adapted, beta=0.5, arguments=arguments)
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        return trainer
+
+    trainer = train(tmp_path / "a", None)
+    state = trainer.model.base_model.model.state_dict()
+    for name, value in frozen.state_dict().items():
+        assert torch.equal(state[name if name in state else name.replace(".weight", ".base_layer.weight")], value), (
+            name
+        )
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    assert not (checkpoint / "model.safetensors").exists()
+    saved, last = (load_file(tmp_path / "a" / f"checkpoint-{n}" / "adapter_model.safetensors") for n in (2, 4))
+    assert {name.split(".lora_")[1][0] for name in saved} == {"A", "B"}
+    assert all(not torch.equal(saved[name], last[name]) for name in saved)
+    assert_same(weights(train(tmp_path / "b", checkpoint)), weights(trainer))
+
+
+@pytest.mark.parametrize("data", ["joined", "stream"])
+def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, tmp_path: Path) -> None:
+    def train(out: Path, resumed: Path | None) -> Any:
+        train = (SupervisedDataset if data == "joined" else SupervisedStream)(make_samples(), trainer_cache)
+        trainer = make_trainer(
+            out,
+            train=train,
+            beta=BetaSchedule(0.6, "cosine", warmup=0.2),
+            balancer=LossBalancer(0.5),
+            arguments={
+                "max_steps": 6,  # of 4 an epoch
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 2,
+                "save_strategy": "steps",
+                "save_steps": 3,
+                "optim": "adamw_torch",
+            },
+        )
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        return trainer
+
+    whole = train(tmp_path / "a", None)
+    resumed = train(tmp_path / "b", tmp_path / "a" / "checkpoint-3")
+    assert_same(weights(resumed), weights(whole))
+    for key in ("loss", "base_loss", "shd_loss", "beta", "clipped_alphas"):
+        logged = [[log[key] for log in each.state.log_history if key in log] for each in (whole, resumed)]
+        assert len(logged[0]) == 6
+        assert logged[0] == logged[1], key
+
+
+def test_the_best_student_is_loaded_at_the_end(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    arguments = {
+        "max_steps": 4,
+        "learning_rate": 5.0,  # it gets worse at once
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }
+    trainer = make_trainer(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
+    trainer.train()
+    losses = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    best = min(losses, key=lambda step: losses[step])
+    assert sorted(losses) == [1, 2, 3, 4]
+    assert best != 4  # or the last would do
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert_same(trainer.model.state_dict(), load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors"))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_trains_as_the_same_data_in_that_order(workers: int, trainer_cache: Path, tmp_path: Path) -> None:
+    arguments = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "train_sampling_strategy": "sequential",
+        "dataloader_num_workers": workers,
+    }
+    samples = make_samples()
+    # Two workers read every other sample each, and give whole batches in turn.
+    order = samples if workers == 0 else samples[::2] + samples[1::2]
+    joined = make_trainer(
+        tmp_path,
+        train=SupervisedDataset(order, trainer_cache),
+        beta=0.5,
+        arguments=arguments | {"dataloader_num_workers": 0},
+    )
+    stream = make_trainer(tmp_path, train=SupervisedStream(samples, trainer_cache), beta=0.5, arguments=arguments)
+    joined.train()
+    stream.train()
+    assert_same(weights(stream), weights(joined))
+    assert stream.state.log_history[2]["shd_loss"] == joined.state.log_history[2]["shd_loss"]
+
+
+def test_a_stream_with_a_live_teacher_needs_no_cache(trainer_cache: Path, tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from make_samples()
+
+    teacher = OnlineTeacher(make_model(4, seed=1), 2, 2)
+    live = make_trainer(tmp_path, train=Stream(), teacher=teacher, beta=0.5)
+    cached = make_trainer(tmp_path, train=SupervisedStream(make_samples(), trainer_cache), beta=0.5)
+    live.train()
+    cached.train()
+    for one, two in zip(live.state.log_history[:2], cached.state.log_history[:2], strict=True):
+        assert one["shd_loss"] == pytest.approx(two["shd_loss"], rel=1e-3)
+
+
+def test_columns_that_the_student_does_not_take_are_left_out(trainer_cache: Path, tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        seen.extend(set(sample) for sample in samples)
+        return pad(samples)
+
+    samples = [sample | {"text": f"sample {index}"} for index, sample in enumerate(make_samples())]
+    joined = SupervisedDataset(samples, trainer_cache)
+    trainer = make_trainer(
+        tmp_path, train=joined, eval_dataset=joined, collate=collate, beta=0.5, arguments={"max_steps": 1}
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert len(seen) >= 4 + len(LENGTHS)
+    assert all(names == {"input_ids", "attention_mask", "labels"} for names in seen)
+
+
+def test_what_a_stream_cannot_do_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
+    stream = SupervisedStream(make_samples(), trainer_cache)
+    trainer = make_trainer(tmp_path, train=stream, eval_dataset=stream, beta=0.5)
+    for evaluate in (trainer.evaluate, lambda: trainer.predict(stream)):
+        with pytest.raises(ShdError, match="got a SupervisedStream") as caught:
+            evaluate()
+        assert caught.value.code == "argument-value"
+    dispatched = {"accelerator_config": {"dispatch_batches": True}}
+    with pytest.raises(ShdError, match="must leave dispatch_batches off") as one_rank:
+        make_trainer(tmp_path, train=stream, beta=0.5, arguments=dispatched)
+    assert one_rank.value.code == "argument-value"
