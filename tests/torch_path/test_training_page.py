@@ -20,34 +20,54 @@ import shd_torch  # noqa: E402
 from shd_torch.trainer import SHDTrainer  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-LOOP, TRAINER, LIVE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+LOOP, TRAINER, LIGHTNING, LIVE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE], ids=["loop", "trainer", "live"])
 def test_example_trains(example: str, trainer_cache: Path, tmp_path: Path) -> None:
+    names = run_example(example, trainer_cache, tmp_path)
+    if "trainer" in names:
+        assert names["trainer"].state.log_history[0]["shd_loss"] > 0
+    else:
+        assert all(torch.isfinite(term) for term in names["terms"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")  # advice on workers of the loader
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # lightning's own
+def test_lightning_example_trains(trainer_cache: Path, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="this example uses lightning")
+    names = run_example(LIGHTNING, trainer_cache, tmp_path, lightning=lightning)
+    logged = names["module"].trainer.callback_metrics
+    assert set(logged) == {"base_loss", "shd_loss", "shd_loss_layer_0", "shd_loss_layer_1"}
+    layers = sum(logged[f"shd_loss_layer_{layer}"].item() for layer in (0, 1))
+    assert logged["shd_loss"].item() == pytest.approx(layers, rel=1e-5)
+    assert names["module"].trainer.global_step == 2
+
+
+def run_example(example: str, cache: Path, folder: Path, **more: Any) -> dict[str, Any]:
+    """The names that an example leaves, after a look at whether the student learned."""
     student = make_model(2, seed=2)
     before = {name: value.detach().clone() for name, value in student.named_parameters()}
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        output_dir=str(folder), max_steps=2, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
     )
     names: dict[str, Any] = {name: getattr(shd_torch, name) for name in shd_torch.__all__} | {
         "torch": torch,
         "Accelerator": accelerate.Accelerator,
         "SHDTrainer": SHDTrainer,
         "arguments": arguments,
-        "joined": shd_torch.SupervisedDataset(make_samples(), trainer_cache),
+        "joined": shd_torch.SupervisedDataset(make_samples(), cache),
         "loader": torch.utils.data.DataLoader(make_samples(), 4, collate_fn=pad),
         "model": make_model(4, seed=1),
         "optimizer": torch.optim.SGD(student.parameters(), 0.1),
         "pad": pad,
         "student": student,
+        **more,
     }
     exec(compile(example, PAGE.name, "exec"), names)
     trained = names["trainer"].model if "trainer" in names else student
     changed = [name for name, value in trained.named_parameters() if not torch.equal(value, before[name])]
     assert any("q_proj" in name for name in changed)
-    if "trainer" in names:
-        assert names["trainer"].state.log_history[0]["shd_loss"] > 0
-    else:
-        assert all(torch.isfinite(term) for term in names["terms"].values())
+    return names
