@@ -59,9 +59,14 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         self._divide = divide
         self._given = 0  # samples of this process's share, of the pass that is running
         self._resume = 0
+        self._place: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is spawned, not forked, does not know which rank started it.
+        return self.__dict__ | {"_place": _find_rank() or self._place}
 
     def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
-        part, parts = _find_part() if self._divide else (0, 1)
+        part, parts = _find_part(self._place) if self._divide else (0, 1)
         self._given, self._resume = self._resume, 0
         for position, sample in enumerate(islice(self.data, part + self._given * parts, None, parts), self._given):
             self._given = position + 1
@@ -94,11 +99,16 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         self._resume = self._given = given
 
 
-def _find_part() -> tuple[int, int]:
+def _find_rank() -> tuple[int, int] | None:
+    """This process's rank and how many there are; None outside of a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return None
+
+
+def _find_part(place: tuple[int, int] | None) -> tuple[int, int]:
     """Which share this process has, of how many: workers of ranks."""
-    rank, ranks = (
-        (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-    )
+    rank, ranks = _find_rank() or place or (0, 1)
     worker = get_worker_info()
     if worker is None:
         return rank, ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,16 @@ def test_ranks_share_the_stream(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
         whole = [record.index for _, record in SupervisedStream(Tokens(), cache, divide=False)]
         assert whole == list(range(NUM_SAMPLES))
     assert seen == [list(range(rank, NUM_SAMPLES, 3)) for rank in range(3)]
+
+
+def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torch.distributed.is_initialized", lambda: True)
+        patched.setattr("torch.distributed.get_world_size", lambda: 3)
+        patched.setattr("torch.distributed.get_rank", lambda: 1)
+        sent = pickle.dumps(SupervisedStream(Tokens(), cache))
+    received = [record.index for _, record in pickle.loads(sent)]  # where no process group runs
+    assert received == list(range(1, NUM_SAMPLES, 3))
 
 
 def test_goes_on_where_it_stopped(cache: Path) -> None:
