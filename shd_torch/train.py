@@ -1,7 +1,7 @@
 """A readable training loop: a student, its base loss, and the maps of a cache.
 
 ``L = base loss + beta * KL(merged map || student map)``. For image classifiers whose data fit in memory; every part
-of it (``SupervisedDataset``, ``capture_attention``, ``shd_loss``) is made to be called from a loop of one's own.
+of it (``SupervisedDataset``, ``capture_attention``, ``layer_kls``) is made to be called from a loop of one's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
 from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.factored_codes import FactoredCodes
-from shd_torch.loss import shd_loss
+from shd_torch.online import layer_kls
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def train_student(
     and every sample with the cache.
 
     Args:
-        student: maps ``image`` ``(B, ...)`` to class logits ``(B, C)``; its attention must be capturable.
+        student: maps ``image`` ``(B, ...)`` to class logits ``(B, C)``; its attention must show queries and keys.
         data: samples with ``image``, ``label`` and, for KD, ``teacher_logits`` ``(C,)``.
         options: see ``TrainOptions``.
         cache: the supervision; needed where beta is above 0.
@@ -120,12 +120,11 @@ def train_student(
             logits = student(images)
             shd = None
         else:
-            with capture_attention(student) as captured:
+            with capture_attention(student, layers=supervision.layers) as captured:
                 logits = student(images)
-            maps = supervision.to(device).decode()
-            student_logits = [captured.logits[layer] for layer in supervision.layers]
             # Values are looked at once; after that only shapes are, which costs no wait for the device.
-            shd = shd_loss(maps, student_logits, check=step == 0)
+            terms = layer_kls(captured, supervision.to(device), check=step == 0)
+            shd = torch.stack(list(terms.values())).sum()
         ce = F.cross_entropy(logits, labels)
         loss = (1 - options.kd_weight) * ce
         if options.kd_weight:
@@ -187,12 +186,12 @@ def check_student(student: nn.Module, joined: SupervisedDataset, *, device: str 
         student(sample["image"].to(device))
     check_cache(
         joined.cache,
-        num_student_heads=captured.logits[0].shape[1],
+        num_student_heads=captured.calls[0].num_heads,
         num_student_layers=captured.num_calls,
         temperature=1.0,
     )
     for layer in supervision.layers:
-        positions = captured.logits[layer].shape[-1]
+        positions = captured.layer(layer).key.shape[2]
         if positions != supervision.lengths[0]:
             raise ShdError(
                 "cache-mismatch",

@@ -79,11 +79,14 @@ def run_demo(
     report = export_teacher(teacher, examples, out / "teacher.onnx")
     console.print(f"exported {report.path.name}: differs from the model by at most {report.max_difference:.1g}")
     data = _write_data(out / "digits.npz", digits, teacher)
+    # One row a sample: the test images of digits.npz are fewer than those that the teacher labels.
+    inputs = out / "teacher_inputs.npz"
+    np.savez(inputs, image=digits.train_images)
     _shd(console, "inspect", out / "teacher.onnx")
     cache = out / "cache"
     heads_layers = ("--student-heads", STUDENT_HEADS, "--student-layers", STUDENT_LAYERS)
-    _shd(console, "precompute", out / "teacher.onnx", "--inputs", data, *heads_layers, "--out", cache)
-    _shd(console, "verify", cache, "--teacher", out / "teacher.onnx", "--inputs", data)
+    _shd(console, "precompute", out / "teacher.onnx", "--inputs", inputs, *heads_layers, "--out", cache)
+    _shd(console, "verify", cache, "--teacher", out / "teacher.onnx", "--inputs", inputs)
 
     console.rule(f"3. students: {STUDENT_HEADS} heads, {STUDENT_LAYERS} layers, few labels")
     columns = (SpinnerColumn(), TextColumn("students"), MofNCompleteColumn(), TimeElapsedColumn())
