@@ -19,6 +19,7 @@ from shd_torch.dataset import CacheJoin, SupervisedDataset, check_cache, pack_re
 from shd_torch.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
+from shd_torch.step_record import StepRecord
 from shd_torch.stream import SupervisedStream
 
 try:
@@ -99,7 +100,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher; got "
                 "neither",
             )
-        self._record = _StepRecord()
+        self._record = StepRecord()
 
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
@@ -275,53 +276,6 @@ class _Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._supervised.sample(index)
-
-
-class _StepRecord:
-    """Sums of what is logged, on the device until somebody logs."""
-
-    def __init__(self) -> None:
-        self.rows_in_step = 0
-        self.wait_seconds = 0.0
-        self._last_step: int | None = None
-        self._sums: dict[str, Tensor] = {}
-        self._beta = torch.zeros(())
-        self._alphas: list[tuple[Tensor, Tensor | int]] = []  # clipped and all, of each batch
-
-    def begin(self, step: int) -> None:
-        """Note the step that the first sum belongs to: not 0 where a training is resumed."""
-        self._last_step = step if self._last_step is None else self._last_step
-
-    def add(self, base: Tensor, terms: dict[int, Tensor], beta: Tensor) -> None:
-        sums = {"base_loss": base.detach(), "shd_loss": torch.stack(list(terms.values())).sum()}
-        sums |= {f"shd_loss_layer_{layer}": term for layer, term in terms.items()}
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._beta = beta
-
-    def count_alphas(self, counts: Tensor | None, online: Sequence[Any], num_rows: int) -> None:
-        if counts is not None:
-            self._alphas.append((counts[0], counts[1]))
-        for each in online:
-            for squeeze in each.squeezes:
-                # (B, pairs), or (B, pairs, L) with rows of padding among them.
-                numbers = (
-                    num_rows * alpha.shape[1] if alpha.ndim == 3 else alpha.numel() for alpha in squeeze.alphas
-                )
-                self._alphas.append((squeeze.num_clipped, sum(numbers)))
-
-    def means(self, step: int) -> dict[str, float]:
-        """Means over the steps since the last call, which this one ends."""
-        steps = max(step - (self._last_step or 0), 1)
-        means = {name: float(value) / steps for name, value in self._sums.items()}
-        means["beta"] = float(self._beta)
-        for place, name in enumerate(("clipped", "alphas")):
-            means[name] = float(sum(int(pair[place]) for pair in self._alphas))
-        means["wait_seconds"] = self.wait_seconds / steps
-        rows = self.rows_in_step
-        self.__init__()  # type: ignore[misc]
-        self.rows_in_step, self._last_step = rows, step
-        return means
 
 
 def _leave_samples(dataset: Any, argument: str) -> Any:

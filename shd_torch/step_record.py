@@ -1,0 +1,63 @@
+"""What ``SHDTrainer`` logs beside the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StepRecord:
+    """Sums over the steps since the last log, of this process; they stay on the device until somebody logs.
+
+    Attributes:
+        rows_in_step: query rows that count in the micro-batches of the step that is running.
+        wait_seconds: for data.
+    """
+
+    def __init__(self) -> None:
+        self.rows_in_step = 0
+        self.wait_seconds = 0.0
+        self._last_step: int | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._beta = torch.zeros(())
+        self._alphas: list[tuple[Tensor, Tensor | int]] = []  # clipped and all, of each batch
+
+    def begin(self, step: int) -> None:
+        """Note the step that the first sum belongs to: not 0 where a training is resumed."""
+        self._last_step = step if self._last_step is None else self._last_step
+
+    def add(self, base: Tensor, terms: dict[int, Tensor], beta: Tensor) -> None:
+        """A micro-batch's part of its step: base loss, terms by student layer, and what they are weighed with."""
+        sums = {"base_loss": base.detach(), "shd_loss": torch.stack(list(terms.values())).sum()}
+        sums |= {f"shd_loss_layer_{layer}": term for layer, term in terms.items()}
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._beta = beta
+
+    def count_alphas(self, counts: Tensor | None, online: Sequence[Any], num_rows: int) -> None:
+        """Merge weights of a micro-batch: ``(clipped, all)`` of a cache, and what live teachers report."""
+        if counts is not None:
+            self._alphas.append((counts[0], counts[1]))
+        for each in online:
+            for squeeze in each.squeezes:
+                # (B, pairs), or (B, pairs, L) with rows of padding among them.
+                numbers = (
+                    num_rows * alpha.shape[1] if alpha.ndim == 3 else alpha.numel() for alpha in squeeze.alphas
+                )
+                self._alphas.append((squeeze.num_clipped, sum(numbers)))
+
+    def means(self, step: int) -> dict[str, float]:
+        """Means over the steps since the last call, which this one ends; ``clipped`` and ``alphas`` are numbers."""
+        steps = max(step - (self._last_step or 0), 1)
+        means = {name: float(value) / steps for name, value in self._sums.items()}
+        means["beta"] = float(self._beta)
+        for place, name in enumerate(("clipped", "alphas")):
+            means[name] = float(sum(int(pair[place]) for pair in self._alphas))
+        means["wait_seconds"] = self.wait_seconds / steps
+        rows = self.rows_in_step
+        self.__init__()  # type: ignore[misc]
+        self.rows_in_step, self._last_step = rows, step
+        return means
