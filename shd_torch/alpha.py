@@ -16,6 +16,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import degenerate_threshold
 from shd_torch.checks import check_mask, check_option, check_probs, check_real, compute_dtype
+from shd_torch.precision import without_autocast
 
 ALPHA_RULES: tuple[str, ...] = ("least_squares", "as_printed")
 ALPHA_PER: tuple[str, ...] = ("map", "row")
@@ -32,6 +33,7 @@ class AlphaSolution(NamedTuple):
 
 
 @torch.no_grad()
+@without_autocast
 def solve_alpha(
     probs_p: Tensor,
     probs_q: Tensor,

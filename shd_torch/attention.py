@@ -20,6 +20,7 @@ from shd_torch.checks import (
     compute_dtype,
     map_dtype,
 )
+from shd_torch.precision import without_autocast
 
 
 def softmax(
@@ -112,6 +113,7 @@ def soften_probs(probs: Tensor, temperature: float, row_sums: str = "one") -> Te
     return softened * probs.sum(dim=-1, keepdim=True) if row_sums == "at_most_one" else softened
 
 
+@without_autocast
 def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = True) -> Tensor:
     """``X_i = V_i W_i``: what each head's values become after the output projection (MAP-6).
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_torch.checks import compute_dtype
 from shd_torch.masks import is_allowed
+from shd_torch.precision import without_autocast
 
 
 class MaskKeywords(TypedDict):
@@ -72,6 +73,7 @@ class AttentionCall:
             "softcap": self.softcap,
         }
 
+    @without_autocast
     def compute_logits(self) -> Tensor:
         """The logits ``(B, H, L, S)``, with gradient; -inf where attending is not allowed.
 

@@ -18,6 +18,7 @@ from shd_ref.tolerances import row_sum_tolerance
 ROW_SUMS: tuple[str, ...] = ("one", "at_most_one")
 
 _INTEGER_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_REAL_DTYPES = _INTEGER_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
 
 
@@ -68,9 +69,13 @@ def check_real(
     layer: int | None = None,
 ) -> None:
     """The argument must be a real tensor with ``ndim`` axes and, with ``check``, finite entries (MAP-4, MAP-5)."""
-    if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype in _INTEGER_DTYPES):
+    if not isinstance(value, Tensor) or value.dtype not in _REAL_DTYPES:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ShdError("argument-dtype", f"{name} must be a real tensor; got {kind}", "MAP-5")
+        raise ShdError(
+            "argument-dtype",
+            f"{name} must be a tensor of integers or of floating point above 8 bits; got {kind}",
+            "MAP-5",
+        )
     if ndim is not None and value.ndim != ndim:
         raise ShdError("argument-shape", f"{name} must have {ndim} axes; got shape {tuple(value.shape)}", "MAP-4")
     if check:

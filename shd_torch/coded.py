@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple, Self
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from shd_ref.cache import code_bits, packed_size
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_probs
-from shd_torch.supervision import ALL, Supervision
+from shd_torch.supervision import ALL, TILE_ENTRIES, Supervision
 
 _WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
 # Power of a code, and what code 1 stands for once it is raised (CACHE-29, CACHE-33).
@@ -25,7 +24,7 @@ class _Part(NamedTuple):
     """Neighbouring samples of one length."""
 
     samples: slice
-    codes: Tensor  # (samples, H_s, entries)
+    codes: Tensor  # (samples, H_s, entries), or with two codes a byte (samples, bytes)
     length: int
 
 
@@ -42,6 +41,11 @@ class Coded(Supervision):
         support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
         length: L = S, to which shorter samples are padded; there rows are 0 and do not count.
         temperature: T_a of the cache; with None whatever the loss is called with.
+
+    Raises:
+        ShdError: ``argument-shape`` where a sample is longer than ``length``.
+
+    Source: CACHE-26.
     """
 
     buffer: Tensor
@@ -53,6 +57,7 @@ class Coded(Supervision):
     length: int
     temperature: float | None = None
     row_sums: str = "one"
+    _parts: tuple[_Part, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.length < max(self.lengths):
@@ -61,6 +66,8 @@ class Coded(Supervision):
                 f"length must be at least the longest sample's {max(self.lengths)}; got {self.length}: teacher and "
                 "student must see the same positions",
             )
+        # Views of the buffer, found once: a lazy property would take a lock, which no compiler follows.
+        object.__setattr__(self, "_parts", tuple(self._find_parts()))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -89,22 +96,27 @@ class Coded(Supervision):
     def mass(self) -> Tensor:
         """1 for every row with a code above 0, ``(B, H_s, L)``; see ``Supervision``."""
         result = torch.zeros(self.shape[:3], device=self.device)
-        for samples, codes, length in self._parts:
-            row = result[samples, :, :length]
-            if self.support == "full":
-                square = codes.view(*codes.shape[:2], length, length)
-                # Codes of float32 are stored as they were, not made to sum to one.
-                row.copy_(square.sum(-1) if self.codec == "float32" else (square != 0).any(-1))
-            else:
-                ends = torch.arange(1, length + 1, device=codes.device)
-                ends = ends * (ends + 1) // 2 - 1
-                if self.codec == "float32":
-                    rows = torch.split(codes, list(range(1, length + 1)), dim=-1)
-                    row.copy_(torch.stack([each.sum(-1) for each in rows], dim=-1))
-                else:
-                    counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends]
-                    row.copy_(counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0)
+        for part in self._parts:
+            together = part.samples.stop - part.samples.start
+            height = max(1, TILE_ENTRIES // (together * self.num_student_heads * part.length))
+            for top in range(0, part.length, height):
+                bottom = min(top + height, part.length)
+                result[part.samples, :, top:bottom] = self._sum_rows(part, top, bottom)
         return result
+
+    def _sum_rows(self, part: _Part, top: int, bottom: int) -> Tensor:
+        """What some rows of a part sum to, ``(samples, H_s, R)``."""
+        codes = self._read_rows(part, top, bottom)
+        if self.support == "full":
+            square = codes.view(*codes.shape[:2], bottom - top, part.length)
+            # Codes of float32 are stored as they were, not made to sum to one.
+            return square.sum(-1) if self.codec == "float32" else (square != 0).any(-1).float()
+        first = _triangle(top)
+        if self.codec == "float32":
+            return torch.stack([row.sum(-1) for row in torch.split(codes, list(range(top + 1, bottom + 1)), -1)], -1)
+        ends = torch.arange(top + 1, bottom + 1, device=codes.device)
+        counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends * (ends + 1) // 2 - first - 1]
+        return (counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0).float()
 
     def samples(self, start: int, stop: int) -> Self:
         """The codes of samples ``start .. stop - 1``."""
@@ -137,10 +149,6 @@ class Coded(Supervision):
                 "TEMP-2",
             )
 
-    @cached_property
-    def _parts(self) -> tuple[_Part, ...]:
-        return tuple(self._find_parts())
-
     def _find_parts(self) -> Iterator[_Part]:
         """The codes as tensors; views of the buffer wherever a code fills whole bytes."""
         first = 0
@@ -154,13 +162,26 @@ class Coded(Supervision):
             if self.codec in _WIDE_CODES:
                 codes = codes.view(_WIDE_CODES[self.codec])
             codes = codes.view(count, -1)
-            if code_bits(self.codec) == 4:  # two codes a byte, the earlier one in its lower half
-                codes = torch.stack([codes & 0x0F, codes >> 4], dim=-1).view(count, -1)
-            # Every blob fills whole bytes: behind an odd number of half-byte codes lies one that is none.
-            entries = length * length if self.support == "full" else length * (length + 1) // 2
-            codes = codes[:, : self.num_student_heads * entries]
-            yield _Part(slice(first, first + count), codes.reshape(count, self.num_student_heads, entries), length)
+            if code_bits(self.codec) != 4:
+                codes = codes.view(count, self.num_student_heads, -1)
+            yield _Part(slice(first, first + count), codes, length)
             first += count
+
+    def _read_rows(self, part: _Part, top: int, bottom: int) -> Tensor:
+        """The stored codes of some rows of a part, ``(samples, H_s, entries)``; a view unless two are in a byte."""
+        full, codes = self.support == "full", part.codes
+        first, last = (top * part.length, bottom * part.length) if full else (_triangle(top), _triangle(bottom))
+        if codes.ndim == 3:
+            return codes[..., first:last]
+        entries = part.length * part.length if full else _triangle(part.length)
+        heads = []
+        for head in range(self.num_student_heads):
+            start, end = head * entries + first, head * entries + last
+            held = codes[:, start // 2 : (end + 1) // 2]
+            # The earlier one is in the lower half; a row need not begin with a byte.
+            pairs = torch.stack([held & 0x0F, held >> 4], dim=-1).view(held.shape[0], -1)
+            heads.append(pairs[:, start % 2 : start % 2 + last - first])
+        return torch.stack(heads, dim=1)
 
     def _tile(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
         """Codes as numbers ``(B, H_s, R, K)``, 0 where nothing is stored."""
@@ -170,24 +191,32 @@ class Coded(Supervision):
         shape = (*self.shape[:2], bottom - top, right - left)
         # Zeros are written only where nothing else will be.
         tile = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=self.device)
-        for samples, codes, length in self._parts:
-            stored = tile[samples, :, : max(0, length - top), : max(0, length - left)]
+        for part in self._parts:
+            length, end = part.length, min(bottom, part.length)
+            if top >= end:
+                continue
+            codes = self._read_rows(part, top, end)
+            stored = tile[part.samples, :, : end - top, : max(0, length - left)]
             if self.support == "full":
-                square = codes.view(*codes.shape[:2], length, length)
-                stored.copy_(square[:, :, top:bottom, left:right])
+                stored.copy_(codes.view(*codes.shape[:2], end - top, length)[..., left:right])
             elif codes.is_cpu:
                 # A row at a time is five times faster here than an index for every entry.
-                for row in range(top, min(bottom, length)):
-                    start = row * (row + 1) // 2
+                for row in range(top, end):
+                    start = _triangle(row) - _triangle(top)
                     stored[:, :, row - top, : max(0, row + 1 - left)].copy_(
                         codes[:, :, start + left : start + min(right, row + 1)]
                     )
             else:
-                lines = torch.arange(top, min(bottom, length), device=codes.device)[:, None]
+                lines = torch.arange(top, end, device=codes.device)[:, None]
                 columns = torch.arange(left, min(right, length), device=codes.device)
-                places = (lines * (lines + 1) // 2 + columns).clamp_(max=codes.shape[2] - 1)
+                places = (lines * (lines + 1) // 2 - _triangle(top) + columns).clamp_(max=codes.shape[2] - 1)
                 stored.copy_(codes[:, :, places].masked_fill_(columns > lines, 0))
         return tile
+
+
+def _triangle(rows: int) -> int:
+    """Entries of the first rows of a lower triangle."""
+    return rows * (rows + 1) // 2
 
 
 def decode_codes(codec: str, codes: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.attention import temper
 from shd_torch.checks import check_finite, check_real, compute_dtype
-from shd_torch.fused import MapFactors, attend, attend_both_ways, expand_heads
+from shd_torch.fused import MapFactors, attend, attend_both_ways, center_keys, expand_heads
 from shd_torch.masks import AttentionMask
 from shd_torch.mixing import check_convex
+from shd_torch.precision import without_autocast
 from shd_torch.supervision import ALL, Supervision
 
 
@@ -151,6 +152,7 @@ class Factored(Supervision):
         groups = self.groups or (tuple(range(self.queries.shape[1])),) * self.num_heads
         return tuple((head, member) for head, group in enumerate(groups) for member in group)
 
+    @without_autocast
     def teacher_probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
         """A tile of the teacher's own maps ``(B, H_t, R, K)``, without sinks.
 
@@ -202,6 +204,16 @@ class Factored(Supervision):
         """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
         return self._sum_pairs(self.pair_weights).expand(self.shape[:3])
 
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The same with zeros in rows that do not count; see ``Supervision``."""
+        dropped = ~loss_mask[:, None, :]
+        rows = {"queries": dropped[..., None], "row_mass": dropped, "lse": dropped, "entropy": dropped}
+        if self.mixing.ndim == 4:
+            rows["mixing"] = dropped[:, None]
+        held = self._tensors()
+        cleared = {name: held[name].masked_fill(where, 0.0) for name, where in rows.items() if name in held}
+        return replace(self, **cleared)  # type: ignore[arg-type]  # tensors for tensors
+
     def samples(self, start: int, stop: int) -> Self:
         """The supervision of samples ``start .. stop - 1``."""
         shared = {"attn_mask": 4, "alibi_slopes": 2}  # with fewer axes, or one entry, the same for all samples
@@ -240,6 +252,7 @@ class Factored(Supervision):
         """Keys outside of which these rows have no mass, from causality and window."""
         return self.mask.key_range(rows, self.shape[3])
 
+    @without_autocast
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
         """``A~ v`` by fused attention; see ``Supervision``."""
         if self.softcap is not None:
@@ -248,6 +261,7 @@ class Factored(Supervision):
         product = attend(self._members(values.dtype, temperature), values)
         return self._sum_pairs(self.pair_weights.to(values.dtype)[..., None] * product)
 
+    @without_autocast
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``A~ v`` and ``A~^T y`` by fused attention in the dtype of the vectors; see ``Supervision``."""
         if self.softcap is not None:
@@ -258,17 +272,14 @@ class Factored(Supervision):
         product, transposed = attend_both_ways(
             self._members(vectors.dtype, temperature),
             vectors.detach()[:, students],
-            (weights * weighted.detach()[:, students]).to(vectors.dtype),
+            weights * weighted.detach()[:, students],
         )
         return self._sum_pairs(weights * product), self._sum_pairs(transposed.to(wide))
 
     def _members(self, dtype: torch.dtype, temperature: float) -> MapFactors:
         """The teacher's map of every pair."""
-        teachers, held = self._pair_heads[1], self.keys.detach()
-        if dtype.itemsize < 4:
-            # A shift of all keys changes no map, and smaller numbers are rounded by less.
-            held = held.float() - held.float().mean(2, keepdim=True)
-        held = expand_heads(held.to(dtype), self.queries.shape[1])[:, teachers]
+        teachers = self._pair_heads[1]
+        held = expand_heads(center_keys(self.keys.detach(), dtype), self.queries.shape[1])[:, teachers]
         queries = self.queries.detach().to(dtype)[:, teachers]
         return MapFactors(queries, held, self.mask.narrow(heads=teachers), self.logit_scale, temperature)
 

@@ -19,6 +19,7 @@ from shd_torch.factored import Factored
 from shd_torch.fused import expand_heads
 from shd_torch.gram import check_factors, gram_of_products, merge_gram, solve_gram_pair
 from shd_torch.mixing import STRATEGIES, compose_rounds
+from shd_torch.precision import without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,7 @@ class FactoredSqueeze:
 
 
 @torch.no_grad()
+@without_autocast
 def squeeze_factored(
     teacher: Factored,
     values: Tensor,

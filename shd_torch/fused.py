@@ -16,6 +16,9 @@ from torch import Tensor
 
 from shd_torch.masks import CHUNK, AttentionMask
 
+_FLOAT16_COLUMN = 2.0**15
+"""Half of float16's range: what rounding adds to a sum has room."""
+
 
 class MapFactors(NamedTuple):
     """Attention maps ``softmax((scale q k^T + bias) / T)`` that are never formed.
@@ -66,11 +69,12 @@ def attend_both_ways(maps: MapFactors, values: Tensor, weighted: Tensor) -> tupl
     Args:
         maps: A.
         values: v ``(B, H, S, d_v)``, of the maps' dtype.
-        weighted: y ``(B, H, L, d_v)``, likewise; 0 in rows that may attend to no key.
+        weighted: y ``(B, H, L, d_v)``, of that or a wider dtype; 0 in rows that may attend to no key.
 
     Returns:
         ``(B, H, L, d_v)`` in the maps' dtype, and ``(B, H, S, d_v)`` in float32 or wider.
     """
+    weighted, unit = _fit_range(weighted, values.dtype)
     width, (queries, keys, values, weighted) = values.shape[3], _pad(maps.queries, maps.keys, values, weighted)
     parts, transposed = [], torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
     for call in _calls(maps):
@@ -85,7 +89,18 @@ def attend_both_ways(maps: MapFactors, values: Tensor, weighted: Tensor) -> tupl
         product, pulled = _result_and_gradient(function, values[:, :, call.keys], weighted[:, :, call.rows])
         transposed[:, :, call.keys] += pulled
         parts.append(product)
-    return torch.cat(parts, dim=2)[..., :width], transposed[..., :width]
+    return torch.cat(parts, dim=2)[..., :width], transposed[..., :width] * unit
+
+
+def center_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys ``(B, H, S, d)`` in the dtype of the products, shifted by their mean where they would be rounded.
+
+    A shift of all keys changes no map, and smaller numbers are rounded by less. Keys of as few bits stay as they are:
+    a shift is rounded alike for all small keys, which moves their logits together against a large one's.
+    """
+    if keys.dtype.itemsize <= dtype.itemsize:
+        return keys.to(dtype)
+    return (keys - keys.mean(2, keepdim=True)).to(dtype)
 
 
 def expand_heads(keys: Tensor, num_heads: int) -> Tensor:
@@ -134,6 +149,19 @@ def _result_and_gradient(function: partial[Tensor], values: Tensor, weighted: Te
         product = function(leaf)
     (transposed,) = torch.autograd.grad(product, leaf, weighted)
     return product.detach(), transposed
+
+
+def _fit_range(weighted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """y in the dtype of the products, in units in which no column of ``A^T y`` can leave its range.
+
+    Where every row looks at one key, such as a language model's first, ``A^T y`` sums a whole column of y: thousands
+    of rows pass float16's 65504. A power of two for each column costs no precision.
+    """
+    if dtype != torch.float16:
+        return weighted.to(dtype), 1.0
+    most = weighted.abs().sum(2, keepdim=True, dtype=torch.float32)
+    unit = torch.exp2(torch.ceil(torch.log2(most / _FLOAT16_COLUMN)).clamp_(min=0.0))
+    return (weighted / unit).to(dtype), unit
 
 
 def _pad(*tensors: Tensor) -> list[Tensor]:

@@ -14,6 +14,7 @@ from shd_ref.errors import ShdError
 from shd_torch.checks import check_finite, check_real, check_temperature, compute_dtype
 from shd_torch.divergences import row_gradient
 from shd_torch.loss import LayerRows, Layers, LossKeywords, as_layers, layer_rows, match_layers
+from shd_torch.precision import without_autocast
 
 Gradients: TypeAlias = Tensor | list[Tensor]
 
@@ -42,6 +43,7 @@ def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: U
 
 
 @torch.no_grad()
+@without_autocast
 def shd_loss_gradient_qk(
     supervision: Layers, queries: Layers, keys: Layers, *, scale: float, **keywords: Unpack[LossKeywords]
 ) -> tuple[Gradients, Gradients]:

@@ -13,11 +13,13 @@ from shd_ref.tolerances import degenerate_threshold
 from shd_torch.alpha import ALPHA_PER, AlphaSolution
 from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_weights
 from shd_torch.factored import Factored
+from shd_torch.precision import without_autocast
 
 _DEGENERATE = degenerate_threshold()  # read once, here: a compiled graph cannot read files
 
 
 @torch.no_grad()
+@without_autocast
 def gram_tensor(
     teacher_probs: Tensor,
     values: Tensor,
@@ -69,6 +71,7 @@ def gram_tensor(
 
 
 @torch.no_grad()
+@without_autocast
 def gram_tensor_from_qk(
     teacher: Factored,
     values: Tensor,
@@ -148,6 +151,7 @@ def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None
 
 
 @torch.no_grad()
+@without_autocast
 def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -> Tensor:
     """``solve_alpha`` for heads p and q of the pool that a gram tensor describes (GRAM-2, GRAM-3).
 
@@ -185,6 +189,7 @@ def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
 
 
 @torch.no_grad()
+@without_autocast
 def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = True) -> Tensor:
     """The gram tensor of the pool in which p and q are merged; the merged head comes first (GRAM-4).
 

@@ -54,7 +54,12 @@ class AttentionMask:
         """
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ShdError("argument-value", f"window must be an integer of at least 1; got {self.window!r}")
+        if not isinstance(self.is_causal, bool):
+            raise ShdError("argument-value", f"is_causal must be True or False; got {self.is_causal!r}")
         mask, slopes = self.attn_mask, self.alibi_slopes
+        for name, tensor in (("attn_mask", mask), ("alibi_slopes", slopes)):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise ShdError("argument-dtype", f"{name} must be a tensor or None; got {type(tensor).__name__}")
         if mask is not None:
             _check_mask(mask, shape)
             mask = mask.to(device).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))

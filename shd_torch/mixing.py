@@ -27,6 +27,7 @@ from shd_torch.checks import (
     compute_dtype,
     map_dtype,
 )
+from shd_torch.precision import without_autocast
 
 STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean", "simplex")
 ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")
@@ -61,6 +62,7 @@ class SqueezeResult:
 
 
 @torch.no_grad()
+@without_autocast
 def squeeze_heads(
     teacher_probs: Tensor,
     value_outputs: Tensor,
@@ -149,6 +151,7 @@ def squeeze_heads(
     )
 
 
+@without_autocast
 def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> Tensor:
     """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
 

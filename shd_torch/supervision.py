@@ -18,6 +18,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_torch.checks import ROW_SUMS, check_option, check_probs, check_real, check_temperature, compute_dtype
 from shd_torch.fused import expand_heads
+from shd_torch.precision import without_autocast
 
 TILE_ENTRIES = 2**20
 """Entries of the largest tile that is formed at once: small enough for a processor's cache."""
@@ -79,6 +80,14 @@ class Supervision(ABC):
     def samples(self, start: int, stop: int) -> Self:
         """The supervision of samples ``start .. stop - 1``."""
 
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The same for a loss that does not count some rows: they may hold anything, but make no sum NaN.
+
+        Args:
+            loss_mask: boolean ``(B, L)``, True = the row counts; on the same device.
+        """
+        return self
+
     @abstractmethod
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same on another device."""
@@ -119,6 +128,7 @@ class Supervision(ABC):
             for start in range(0, num_rows, height):
                 yield part, samples, slice(start, min(start + height, num_rows))
 
+    @without_autocast
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
         """``A~ v``, without gradient.
 
@@ -138,6 +148,7 @@ class Supervision(ABC):
             result[samples, :, rows] = probs @ vectors[samples, :, keys]
         return result
 
+    @without_autocast
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``A~ v`` and ``A~^T y``, the two products that a gradient needs, without gradient.
 
@@ -179,11 +190,18 @@ class Dense(Supervision):
         maps: A~ ``(B, H_s, L, S)``, in any floating-point dtype.
         temperature: T_a that they were softened with before mixing; with None whatever the loss is called with.
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
+        counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+
+    Source: MAP-3, MAP-9.
     """
 
     maps: Tensor
     temperature: float | None = None
     row_sums: str = "one"
+    counted: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_option("row_sums", self.row_sums, ROW_SUMS, "MAP-9")
@@ -210,7 +228,8 @@ class Dense(Supervision):
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
         """A tile of the maps; see ``Supervision``."""
         self.check_temperature(temperature)
-        return self.maps.detach()[:, :, rows, keys].to(self.dtype)
+        tile = self.maps.detach()[:, :, rows, keys].to(self.dtype)
+        return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
         """Where the maps are not 0; see ``Supervision``."""
@@ -222,11 +241,17 @@ class Dense(Supervision):
 
     def samples(self, start: int, stop: int) -> Self:
         """The maps of samples ``start .. stop - 1``."""
-        return replace(self, maps=self.maps[start:stop])
+        counted = None if self.counted is None else self.counted[start:stop]
+        return replace(self, maps=self.maps[start:stop], counted=counted)
+
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The maps, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
+        return replace(self, counted=loss_mask)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same on another device."""
-        return replace(self, maps=self.maps.to(device, non_blocking=non_blocking))
+        counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
+        return replace(self, maps=self.maps.to(device, non_blocking=non_blocking), counted=counted)
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """The maps must be distributions; see ``Supervision``."""

@@ -16,6 +16,7 @@ from shd_torch.kl.gradient import attach
 from shd_torch.kl.request import KlRequest, make_request
 from shd_torch.loss import REDUCTIONS, SUPPORTS
 from shd_torch.masks import AttentionMask
+from shd_torch.precision import without_autocast
 from shd_torch.supervision import Dense, Supervision
 
 Layers: TypeAlias = Tensor | Sequence[Tensor]
@@ -43,8 +44,10 @@ class KlKeywords(TypedDict, total=False):
 
 
 VALUES: tuple[str, ...] = ("exact", "surrogate")
+PRODUCT_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@without_autocast
 def attention_kl(
     student_q: Layers,
     student_k: Layers,
@@ -70,10 +73,11 @@ def attention_kl(
 
     Meaning, denominators and errors are those of ``shd_loss`` with logits ``scale q k^T``; memory is linear in the
     length. The gradients are computed with the value, so that the backward pass only scales them; a second derivative
-    is refused. None reaches the supervision.
+    is refused. None reaches the supervision. ``torch.autocast`` changes nothing here.
 
     Args:
-        student_q: ``(B, H_s, L, d)`` as the student multiplies them (rotated, normalised), or a list of layers.
+        student_q: ``(B, H_s, L, d)`` as the student multiplies them (rotated, normalised), or a list of layers. Rows
+            that ``loss_mask`` drops may hold anything, NaN included, here and in the supervision.
         student_k: ``(B, H_kv, S, d)``, likewise; query head h reads key head ``h // (H_s / H_kv)``.
         supervision: ``Factored``, ``Dense`` or maps ``(B, H_s, L, S)``; a list where the queries are one.
         scale: of the products; None for ``1 / sqrt(d)``.
@@ -81,7 +85,8 @@ def attention_kl(
             gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
         is_causal: row i may attend to keys 0..i.
         window: row i may attend to keys above ``i - window`` and, where not causal, below ``i + window``.
-        alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits.
+        alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: a bias that
+            is learned goes through ``attn_mask``.
         softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before masks and biases.
         loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
         temperature: T_a of both maps; dense supervision is bound to the one it was made with.
@@ -135,6 +140,7 @@ def attention_kl(
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
+@without_autocast
 def explain_backend(
     student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Unpack[KlKeywords]
 ) -> list[BackendChoice]:
@@ -188,6 +194,9 @@ def _prepare(
     check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
     check_option("support", support, SUPPORTS, "LOSS-14")
     check_option("value", value, VALUES, "LOSS-1")
+    if product_dtype is not None and not (isinstance(product_dtype, torch.dtype) and product_dtype in PRODUCT_DTYPES):
+        names = ", ".join(map(str, PRODUCT_DTYPES))
+        raise ShdError("argument-dtype", f"product_dtype must be one of {names}, or None; got {product_dtype!r}")
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
         raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
     temperature = check_temperature(temperature)
@@ -223,6 +232,16 @@ def _match(
 ) -> list[tuple[Tensor, Tensor, Supervision]]:
     """The layers of the three: one of each, or lists of one length, at least 1 (LOSS-3)."""
     arguments = (student_q, student_k, supervision)
+    for name, argument in zip(("student_q", "student_k", "supervision"), arguments, strict=True):
+        kinds = (Tensor, Supervision) if name == "supervision" else Tensor
+        for each in argument if isinstance(argument, list | tuple) else (argument,):
+            if not isinstance(each, kinds):
+                wanted = "a Supervision or a tensor" if name == "supervision" else "a tensor"
+                raise ShdError(
+                    "argument-dtype",
+                    f"{name} must be {wanted}, or a list with one for each layer; got {type(each).__name__}",
+                    "LOSS-3",
+                )
     forms = {isinstance(argument, Tensor | Supervision) for argument in arguments}
     given: list[list[Any]] = [[each] if isinstance(each, Tensor | Supervision) else list(each) for each in arguments]
     lengths = [len(layers) for layers in given]

@@ -166,7 +166,16 @@ def make_request(
         loss_mask = loss_mask.to(device)
     if check:
         supervision.check(loss_mask, layer)
-    wants_bias_gradient = torch.is_grad_enabled() and mask.attn_mask is not None and mask.attn_mask.requires_grad
+    if loss_mask is not None:
+        supervision = supervision.drop_rows(loss_mask)
+    if isinstance(mask.alibi_slopes, Tensor) and mask.alibi_slopes.requires_grad:
+        raise ShdError(
+            "argument-value",
+            "alibi_slopes must not require a gradient, as none is computed for them; got a tensor that does: add "
+            "slope * (j - i) to attn_mask, or detach them",
+        )
+    bias = mask.attn_mask if isinstance(mask.attn_mask, Tensor) else None
+    wants_bias_gradient = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     wants_gradient = wants_bias_gradient or (
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
     )

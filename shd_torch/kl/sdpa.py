@@ -6,16 +6,23 @@ With ``Y = A_student k`` and ``U = A~ k``, both products of a map with the stude
 
 and the transposed products are what fused attention gives to its values as gradient. The keys are shifted by their
 mean first: ``rho Y - U`` stays the same, since both sides have one mass, and rounding falls with the keys' size.
+
+Half-precision products round each side before the subtraction. Three things keep that from showing where rows look at
+one key with most of their weight (``benchmarks/attention_kl_accuracy.py``): values are shifted by the key that rows
+usually see, keys of the logits are not shifted at all, and columns are made to sum to what they must.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from shd_torch.fused import MapFactors, attend_both_ways, expand_heads, sum_heads
+from shd_torch.fused import MapFactors, attend_both_ways, center_keys, expand_heads, sum_heads
 from shd_torch.kl.dense import weighted_kl
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
+
+_SAMPLE_ROWS = 16
 
 
 def unsupported_reason(request: KlRequest) -> str | None:
@@ -32,8 +39,8 @@ def unsupported_reason(request: KlRequest) -> str | None:
 def default_product_dtype(request: KlRequest) -> torch.dtype:
     """Of the fused calls: float16 for a half-precision student on an accelerator, else what sums are made in.
 
-    float16 carries eight times bfloat16's precision, and with weights of one its range suffices. On the processor
-    its products are slower than float32's.
+    float16 carries eight times bfloat16's precision, and its range suffices with weights of one and units that fit
+    (``attend_both_ways``). On the processor its products are slower than float32's.
     """
     if request.queries.dtype.itemsize == 2 and request.queries.device.type != "cpu":
         return torch.float16
@@ -48,8 +55,8 @@ def run(request: KlRequest) -> KlResult:
         return KlResult(value)
     dtype, heads = request.product_dtype or default_product_dtype(request), request.shape[1]
     wide = request.dtype
-    keys = request.keys.to(wide)
-    keys = expand_heads((keys - keys.mean(2, keepdim=True)).to(dtype), heads)
+    keys = expand_heads(request.keys.to(wide), heads)
+    values = (keys - _usual_key(request, keys, dtype)).to(dtype)
     queries = request.queries.to(dtype)
     # Weights of one inside: beta over the number of rows is too small for half precision, and comes in afterwards.
     counted = (request.weights != 0)[..., None]
@@ -57,10 +64,41 @@ def run(request: KlRequest) -> KlResult:
     taught = request.queries.to(wide) * counted
     mass = request.mass[..., None]
 
-    maps = MapFactors(queries, keys, request.mask, request.scale, request.temperature)
-    own, own_transposed = attend_both_ways(maps, keys, (mass * taught).to(dtype))
-    merged, transposed = request.supervision.products(keys, taught, temperature=request.temperature)
+    held = expand_heads(center_keys(request.keys, dtype), heads)
+    maps = MapFactors(queries, held, request.mask, request.scale, request.temperature)
+    own, own_transposed = attend_both_ways(maps, values, mass * taught)
+    merged, transposed = request.supervision.products(values, taught, temperature=request.temperature)
     factor = request.scale / request.temperature
     dq = factor * number * counted * (mass * own.to(wide) - merged.to(wide))
-    dk = factor * number * (own_transposed.to(wide) - transposed.to(wide))
+    dk = factor * number * _settle_columns(own_transposed.to(wide), transposed.to(wide))
     return KlResult(value, dq, sum_heads(dk, request.keys.shape[1]))
+
+
+def _usual_key(request: KlRequest, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the values are shifted by: the mean key, and for half precision the key that rows see: ``(B, H_s, 1, d)``.
+
+    Where rows look at one key with most of their weight, as language models at the first, some rows' average is near
+    that key, so that what the products round is what rows see besides it.
+    """
+    mean = keys.mean(2, keepdim=True)
+    if dtype.itemsize > 2:
+        return mean
+    middle = request.shape[2] // 2
+    rows = slice(max(0, middle - _SAMPLE_ROWS // 2), middle + _SAMPLE_ROWS // 2)
+    probs, _ = request.log_probs(slice(None), rows, slice(0, request.shape[3]))
+    counted = (request.weights[:, :, rows, None] != 0).to(keys.dtype)
+    number = counted.sum(2, keepdim=True)
+    seen = (probs.exp() * counted).sum(2, keepdim=True) @ keys / number.clamp(min=1.0)
+    return torch.where(number == 0, mean, seen)
+
+
+def _settle_columns(own: Tensor, merged: Tensor) -> Tensor:
+    """``own - merged`` ``(B, H_s, S, d)``, made to sum to zero over keys as it does without rounding.
+
+    Both sides have one mass in every row. What they miss goes to the keys in the ratio of their roundings' variances:
+    nearly all of it to a key that most rows look at, whose two large sums leave a small difference.
+    """
+    difference = own - merged
+    variance = own.square() + merged.square()
+    share = variance / variance.sum(2, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
+    return difference - share * difference.sum(2, keepdim=True)

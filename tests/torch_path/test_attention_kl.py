@@ -14,7 +14,7 @@ from torch_path.twins import to_float64
 import shd_torch
 from shd_ref import ShdError
 from shd_ref.tolerances import load_tolerances
-from shd_torch import Dense, attention_kl, explain_backend
+from shd_torch import Dense, Factored, Supervision, attention_kl, explain_backend
 
 BACKENDS = ("dense", "sdpa")
 
@@ -162,6 +162,49 @@ def test_uncounted_rows_may_hold_anything(backend: str) -> None:
     assert k.grad is not None
     assert_close((loss.item(), to_float64(q.grad), to_float64(k.grad)), (value, dq, dk), "float64")
     assert (q.grad[:, :, 40:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["factored", "per-row", "dense"])
+def test_uncounted_rows_of_the_teacher_may_hold_anything(form: str, backend: str) -> None:
+    case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
+    factored = case.supervision(torch.float64)
+    if form == "dense":
+        maps = torch.from_numpy(case.maps())
+        maps[:, :, 40:] = torch.nan
+        supervision: Supervision = Dense(maps)
+    else:
+        spoilt = factored.queries.clone()
+        spoilt[:, :, 40:] = torch.nan
+        mixing = factored.mixing
+        if form == "per-row":
+            mixing = mixing[..., None].repeat(1, 1, 1, 63)
+            mixing[..., 40:] = torch.nan
+        supervision = replace(factored, queries=spoilt, mixing=mixing)
+    expected = case.expected()
+    for value in ("exact", "surrogate"):
+        q, k = case.student(torch.float64)
+        options = case.options() | {"backend": backend, "check": False, "value": value}
+        loss = attention_kl(q, k, supervision, **options)
+        loss.backward()
+        assert q.grad is not None
+        assert k.grad is not None
+        found = loss.item() if value == "exact" else expected[0]
+        assert_close((found, to_float64(q.grad), to_float64(k.grad)), expected, "float64")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["factored", "dense"])
+def test_autocast_changes_nothing(form: str, backend: str) -> None:
+    """Products in bfloat16 would lose a small divergence."""
+    case = make_case(**both(is_causal=True))
+    supervision = case.supervision(torch.float32) if form == "factored" else torch.from_numpy(case.maps()).float()
+    outside = run(case, supervision, backend, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = run(case, supervision, backend, torch.float32)
+        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
+    for one, other in zip(outside, inside, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -339,6 +382,16 @@ def test_samples_and_rows_are_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None
         ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "argument-dtype"),
         ({"alibi_slopes": torch.ones(3)}, "argument-shape"),
         ({"loss_mask": torch.ones(2, 9)}, "argument-dtype"),
+        ({"supervision": None}, "argument-dtype"),
+        ({"student_q": None}, "argument-dtype"),
+        ({"student_k": np.zeros((2, 1, 9, 40))}, "argument-dtype"),
+        ({"attn_mask": [1]}, "argument-dtype"),
+        ({"alibi_slopes": [0.1, 0.2]}, "argument-dtype"),
+        ({"alibi_slopes": torch.ones(2, requires_grad=True)}, "argument-value"),
+        ({"is_causal": "no"}, "argument-value"),
+        ({"product_dtype": "float16"}, "argument-dtype"),
+        ({"product_dtype": torch.int8}, "argument-dtype"),
+        ({"student_q": torch.zeros(2, 2, 9, 40).to(torch.float8_e4m3fn)}, "argument-dtype"),
     ],
     ids=str,
 )
@@ -370,6 +423,30 @@ def test_fused_products_in_float16_keep_small_weights() -> None:
     _, dq, dk = run(case, case.supervision(torch.bfloat16), "sdpa", torch.float32, product_dtype=torch.float16)
     for got, want in zip((dq, dk), case.expected()[1:], strict=True):
         assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("length", [256, 4096])
+def test_fused_products_in_float16_where_rows_look_at_one_key(length: int) -> None:
+    """A steady channel through which rows look at the first key: sums of a column that float16 cannot hold, and whose
+    difference is thousands of times smaller than they are."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, noise, other = (torch.randn(1, 1, length, 64, generator=generator) for _ in range(4))
+    q[..., 0], k, other = 24.0, 0.3 * k, 0.3 * other
+    k[..., 0], k[:, :, 0, 0], noise[..., 0], other[..., 0] = 0.0, 4.0, 0.0, 0.0
+    student = [each.bfloat16() for each in (q, k)]
+    teacher = [each.bfloat16() for each in (q + 0.5 * noise, k + 0.5 * other)]
+    limit = load_tolerances()["kernels"]["gradient"]["bfloat16"]
+
+    def gradients(dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+        queries, keys = (each.to(dtype).requires_grad_() for each in student)
+        taught = Factored.teacher(*(each.to(dtype) for each in teacher), is_causal=True)
+        attention_kl(queries, keys, taught, is_causal=True, value="surrogate", check=False, **options).backward()
+        return [each.grad.double() for each in (queries, keys) if each.grad is not None]
+
+    exact = gradients(torch.float64, backend="dense")
+    found = gradients(torch.bfloat16, backend="sdpa", product_dtype=torch.float16)
+    for got, want in zip(found, exact, strict=True):
+        assert torch.linalg.vector_norm(got - want) < limit * torch.linalg.vector_norm(want)
 
 
 def test_loss_scaling_in_float16() -> None:

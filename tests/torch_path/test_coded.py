@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from shd_ref.cache import CODECS, decode, encode, pack
+from shd_ref.cache import CODECS, decode, encode, pack, packed_size
 from shd_torch import Coded, CodedSupervision, Dense, ShdError, attention_kl
 
 HEADS, LENGTHS = 3, (7, 7, 5, 7, 1)
@@ -105,3 +106,50 @@ def test_numbers_that_are_no_distribution_are_found(codec: str) -> None:
         assert found.value.code == ("not-finite" if np.isnan(code) else "not-a-distribution")
     sound = replace(coded, buffer=entries.to(wide).view(torch.uint8).flatten())
     assert attention_kl(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), sound) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("support", ["full", "causal"])
+@pytest.mark.parametrize("codec", ["sqrt8-row", "u4", "float32"])
+def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, codec: str) -> None:
+    """Codes are a byte an entry: nothing of that size may be made beside them."""
+    lengths = (9, 7, 7)
+    sizes = [packed_size(codec, support, 3, length) for length in lengths]
+    generator = torch.Generator().manual_seed(4)
+    buffer = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, generator=generator)
+    if codec == "float32":
+        buffer = torch.rand(sum(sizes) // 4, generator=generator).view(torch.uint8)
+    buffer[: sizes[0] // 3] = 0
+    starts = (0, sizes[0], sizes[0] + sizes[1])
+    coded = Coded(buffer, starts, lengths, 3, codec, support, 10)
+    whole = coded.mass()
+    monkeypatch.setattr("shd_torch.coded.TILE_ENTRIES", 20)
+    assert torch.equal(coded.mass(), whole)
+    assert torch.equal(whole != 0, coded.has_mass(slice(0, 10), slice(0, 10)).any(-1))
+    assert 0 < (whole != 0).sum() < whole.numel()
+
+
+# The compiler makes an instance of torch.autograd.Function, which torch itself deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+@pytest.mark.parametrize(("support", "codec"), [("full", "u4"), ("causal", "sqrt8-row")])
+def test_codes_compile_whole(support: str, codec: str, backend: str) -> None:
+    lengths, heads = (9, 6), 2
+    sizes = [packed_size(codec, support, heads, length) for length in lengths]
+    generator = torch.Generator().manual_seed(6)
+    buffer = torch.randint(2, 200, (sum(sizes),), dtype=torch.uint8, generator=generator)
+    allowed = (torch.arange(9) < torch.tensor(lengths)[:, None])[:, None, None]
+
+    def compute_loss(queries: Tensor, keys: Tensor) -> Tensor:
+        coded = Coded(buffer, (0, sizes[0]), lengths, heads, codec, support, 9)
+        causal = support == "causal"
+        return attention_kl(queries, keys, coded, is_causal=causal, attn_mask=allowed, backend=backend, check=False)
+
+    results = []
+    for function in (compute_loss, torch.compile(compute_loss, fullgraph=True, backend="aot_eager")):
+        queries = torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        keys = torch.randn(2, 1, 9, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        loss = function(queries, keys)
+        loss.backward()
+        results.append((loss.detach(), queries.grad, keys.grad))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
