@@ -5,7 +5,9 @@ The student is a causal transformer of fused attention, which is captured; the s
 busy machine hits them alike; figures are medians of the rounds' ratios. "eager" has the maps of both sides in memory,
 "compiled" is eager's loss under ``torch.compile``. Both read maps that are decoded already, which flatters them.
 
-Memory is what one loss with its gradients adds to a fresh process at its peak, for one layer of two heads.
+Memory is what one loss with its gradients adds to a fresh process at its peak, for one layer of two heads: taught by
+the teacher's queries and keys, or by a cache's codes, which are there already (one byte for each of L (L + 1) / 2
+entries a head; they alone grow with the square of the length).
 Prints tables and writes ``attention_kl_cpu.json`` beside this file.
 
     python benchmarks/attention_kl_cpu.py [--rounds 7] [--threads 1] [--no-compile]
@@ -169,14 +171,17 @@ def run_once(way: str, length: int) -> None:
 
     def loss(length: int) -> None:
         queries, keys = (torch.randn(1, 2, length, WIDTH).requires_grad_() for _ in range(2))
-        factored = make_factored(length, 4, 2)
+        taught = supervision[length]
         if way == "eager":
-            maps = factored.probs()
+            maps = taught.probs()
             eager_loss(queries, keys, maps, -torch.xlogy(maps, maps).sum(-1)).backward()
         else:
-            value = "exact" if way == "dense" else "surrogate"
-            attention_kl(queries, keys, factored, is_causal=True, backend=way, value=value, check=False).backward()
+            value = "exact" if way.endswith("dense") else "surrogate"
+            options: dict[str, Any] = {"is_causal": True, "value": value, "check": False}
+            attention_kl(queries, keys, taught, backend=way.split()[-1], **options).backward()
 
+    make: Callable[[int], Supervision] = make_codes if way.startswith("codes") else lambda n: make_factored(n, 4, 2)
+    supervision = {size: make(size) for size in (64, length)}
     loss(64)  # what the first call loads is no memory of the loss
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
@@ -184,6 +189,12 @@ def run_once(way: str, length: int) -> None:
     before = peak()
     loss(length)
     print(round(peak() - before, 1))
+
+
+def make_codes(length: int) -> Coded:
+    """A causal layer of two heads as a cache's bytes; whatever they are, they are maps."""
+    buffer = torch.randint(1, 256, (length * (length + 1),), dtype=torch.uint8)
+    return Coded(buffer, (0,), (length,), 2, "sqrt8-row", "causal", length)
 
 
 def peak() -> float:
@@ -199,7 +210,7 @@ def peak() -> float:
 
 def measure_memory(threads: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for way in ("dense", "sdpa", "eager"):
+    for way in ("dense", "sdpa", "codes dense", "codes sdpa", "eager"):
         for length in EAGER_MEMORY_LENGTHS if way == "eager" else MEMORY_LENGTHS:
             command = [sys.executable, __file__, "--threads", str(threads), "--memory", way, str(length)]
             answer = subprocess.run(command, check=True, capture_output=True, text=True)
