@@ -34,6 +34,7 @@ class FactoredCodes:
         num_teacher_heads: H_t.
         codec: ``"float16"`` or ``"int8"``.
         support: ``"full"`` or ``"causal"``.
+        firsts: positions of padding in front of each sample; none where no sample has any.
     """
 
     buffer: Tensor
@@ -45,6 +46,7 @@ class FactoredCodes:
     num_teacher_heads: int
     codec: str
     support: str
+    firsts: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FactoredCodes:
         """The same on another device."""
@@ -74,7 +76,7 @@ class FactoredCodes:
             )
         mixing, steps, codes = self._sections()
         present = self.query_mask(size)
-        padded = any(n != size for n in self.lengths)
+        padded = any(self.firsts) or any(n != size for n in self.lengths)
         row_mass = present[:, None].float().expand(-1, self.num_teacher_heads, -1) if padded else None
         supervision = []
         for number, (factors, groups) in enumerate(zip(self.factors, self.groups, strict=True)):
@@ -91,6 +93,7 @@ class FactoredCodes:
                     scale=factors.scale,
                     attn_mask=present[:, None, None] if padded else None,
                     is_causal=self.support == "causal",
+                    window=factors.window,
                     groups=groups,
                     row_mass=row_mass,
                 )
@@ -115,12 +118,15 @@ class FactoredCodes:
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
         positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
-        return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+        mask = positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+        if any(self.firsts):
+            mask &= positions >= torch.tensor(self.firsts, device=self.buffer.device)[:, None]
+        return mask
 
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
         """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
         shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
-        vectors = [(self.num_teacher_heads + each.num_key_heads) * sum(self.lengths) for each in self.factors]
+        vectors = [(self.num_teacher_heads + each.num_key_heads) * sum(self._counts) for each in self.factors]
         # Numbers of four bytes come first, so that every section is aligned.
         start = 4 * shape[0] * shape[1] * shape[2] * shape[3]
         mixing = self.buffer[:start].view(torch.float32).view(shape)
@@ -135,13 +141,19 @@ class FactoredCodes:
 
     def _spread(self, packed: Tensor, heads: int, width: int, size: int) -> Tensor:
         """Numbers, sample by sample, as float32 ``(B, heads, size, width)``, padded with zeros."""
-        if all(n == size for n in self.lengths):
+        if all(n == size for n in self._counts):
             return packed.view(len(self.lengths), heads, size, width).to(torch.float32, copy=True)
         spread = torch.zeros(len(self.lengths), heads, size, width, device=packed.device)
-        parts = torch.split(packed, [heads * n * width for n in self.lengths])
-        for target, part, n in zip(spread, parts, self.lengths, strict=True):
-            target[:, :n].copy_(part.view(heads, n, width))
+        parts = torch.split(packed, [heads * n * width for n in self._counts])
+        for target, part, n, count in zip(spread, parts, self.lengths, self._counts, strict=True):
+            target[:, n - count : n].copy_(part.view(heads, count, width))
         return spread
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """Positions of each sample without padding: those that the buffer holds."""
+        firsts = self.firsts or (0,) * len(self.lengths)
+        return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
 
 
 def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> FactoredCodes:
@@ -163,7 +175,7 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
         for record in records:
             if record.mixing is None:  # a reader has refused this already
                 raise ShdError("argument-value", f"record {record.index} must have mixing; got None", "CACHE-101")
-            vectors = (manifest.num_teacher_heads + each.num_key_heads) * record.length
+            vectors = (manifest.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
             end = 4 * vectors if manifest.codec == "int8" else 0
             mixing.append(np.ascontiguousarray(record.mixing[column]).reshape(-1).view(np.uint8))
             steps.append(record.blobs[layer][:end])
@@ -180,4 +192,5 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
         num_teacher_heads=heads,
         codec=manifest.codec,
         support=manifest.support,
+        firsts=tuple(record.first for record in records) if any(record.first for record in records) else (),
     )

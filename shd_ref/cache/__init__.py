@@ -29,6 +29,7 @@ from shd_ref.cache.factored import (
     factored_size,
     pack_factors,
     rebuild_maps,
+    row_bounds,
     unpack_factors,
 )
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
@@ -98,6 +99,7 @@ __all__ = [
     "pack_factors",
     "packed_size",
     "rebuild_maps",
+    "row_bounds",
     "sample_key",
     "sqrt8_table",
     "trim_sample",

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.documents import MAX_INTEGER, optional
 from shd_ref.cache.packing import SUPPORTS
 from shd_ref.errors import ShdError
 
@@ -41,11 +42,13 @@ class LayerFactors:
         num_key_heads: H_kv, a divisor of H_t: query head t reads key head ``t // (H_t / H_kv)``.
         width: d, components of a query and of a key.
         scale: of their products, above 0.
+        window: a row looks at keys less than this many positions from it; None for all (CACHE-112).
     """
 
     num_key_heads: int
     width: int
     scale: float
+    window: int | None = optional(None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", float(self.scale))  # a document tells 1 from 1.0
@@ -175,16 +178,25 @@ def check_coded_factors(coded: CodedFactors) -> None:
 
 
 def rebuild_maps(
-    queries: NDArray[Any], keys: NDArray[Any], scale: float, support: str, mixing: NDArray[Any] | None = None
+    queries: NDArray[Any],
+    keys: NDArray[Any],
+    scale: float,
+    support: str,
+    mixing: NDArray[Any] | None = None,
+    *,
+    window: int | None = None,
+    first: int = 0,
 ) -> Array32:
     """Maps from queries and keys: the teacher's, or mixed to the student's (CACHE-110).
 
     Args:
-        queries: ``(H_t, n, d)``.
-        keys: ``(H_kv, n, d)``.
+        queries: ``(H_t, n - first, d)``.
+        keys: ``(H_kv, n - first, d)``.
         scale: of their products.
         support: ``"full"`` or ``"causal"``.
         mixing: ``(H_s, H_t)``, or None for the teacher's own maps.
+        window: see ``LayerFactors``.
+        first: positions of padding before the first that counts; their rows and columns are zero.
 
     Returns:
         ``(H_s or H_t, n, n)`` float32, made in float64 head by head.
@@ -196,16 +208,35 @@ def rebuild_maps(
         raise ShdError("argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-40")
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
     weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
+    positions = np.arange(length)
+    low, high = (bound[:, None] for bound in row_bounds(length, support, window))
+    hidden = (positions < low) | (positions > high)
     merged = np.zeros((len(weights), length, length))
     for head in range(heads):
         logits = scale * (queries[head].astype(np.float64) @ keys[head // share].astype(np.float64).T)
-        if support == "causal":
-            logits[np.triu_indices(length, 1)] = -np.inf
+        logits[hidden] = -np.inf
         probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probs /= probs.sum(axis=-1, keepdims=True)
         for student in np.flatnonzero(weights[:, head]):
             merged[student] += weights[student, head] * probs
-    return merged.astype(np.float32)
+    return np.pad(merged.astype(np.float32), ((0, 0), (first, 0), (first, 0)))
+
+
+def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last key that each row looks at (CACHE-112).
+
+    Args:
+        length: positions, padding not counted.
+        support: ``"full"`` or ``"causal"``.
+        window: see ``LayerFactors``.
+
+    Returns:
+        Two arrays ``(length,)``; a row looks at all keys between.
+    """
+    rows = np.arange(length, dtype=np.int64)
+    reach = length if window is None else min(window, length)
+    low = np.maximum(rows - reach + 1, 0)
+    return low, rows if support == "causal" else np.minimum(rows + reach - 1, length - 1)
 
 
 def factored_kl_bound(
@@ -218,7 +249,8 @@ def factored_kl_bound(
         queries: ``(H_t, n, d)``, before coding.
         keys: ``(H_kv, n, d)``, likewise.
         scale: of their products.
-        support: ``"full"`` or ``"causal"``: which keys a row looks at.
+        support: ``"full"`` or ``"causal"``: which keys a row looks at. Within a window there are fewer, and the bound
+            holds all the more.
 
     Returns:
         ``(H_t, n)`` float64. A row of a mixed map costs at most the largest of its members'.
@@ -250,6 +282,8 @@ def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> 
             return f"width must be 1 to 10000; got {layer.width}"
         if not 0 < layer.scale < math.inf:
             return f"scale must be finite and above 0; got {layer.scale}"
+        if layer.window is not None and not 1 <= layer.window <= MAX_INTEGER:
+            return f"window must be 1 to {MAX_INTEGER}; got {layer.window}"
     return None
 
 

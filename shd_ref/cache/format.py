@@ -18,13 +18,14 @@ from shd_ref.cache.packing import SUPPORTS, packed_size
 from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
-FORMAT_VERSION: Final = "3"
+FORMAT_VERSION: Final = "4"
 """The newest version of the format. A cache has the lowest that can say what it holds (CACHE-26)."""
 
-_VERSIONS: Final = ("1", "2", "3")
+_VERSIONS: Final = ("1", "2", "3", "4")
 _CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
 ON_ERROR: Final = ("stop", "skip")
 ALPHA_PER: Final = ("map", "row")
+PADDING: Final = ("behind", "around")
 
 Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -48,6 +49,7 @@ class Manifest:
         codec: one of ``CODECS``, or of ``FACTORED_CODECS`` where factors are given.
         compression: of blobs: ``"none"`` or ``"zstd"``.
         factors: of every layer, where records hold the teacher's queries and keys instead of maps (CACHE-101).
+        padding: ``"around"`` where factored records may have padding in front too, else ``"behind"`` (CACHE-113).
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
 
     Raises:
@@ -75,6 +77,7 @@ class Manifest:
     plans: tuple[Plan, ...] | None = optional(None)
     matching: Matching | None = optional(None)  # noqa: RUF009  (None, which nobody can change)
     factors: tuple[LayerFactors, ...] | None = optional(None)
+    padding: str = optional("behind")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
@@ -101,6 +104,9 @@ class Manifest:
             require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
         else:
             self._check_factors(self.factors)
+        require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding)
+        around_maps = self.factors is None and self.padding == "around"
+        require(not around_maps, "padding must be behind where no factors are given", self.padding)
         require(self.compression in COMPRESSIONS, f"compression must be one of {COMPRESSIONS}", self.compression)
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error)
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
@@ -115,7 +121,8 @@ class Manifest:
     def format_version(self) -> str:
         """The lowest version that has all that this cache uses (CACHE-26)."""
         if self.factors is not None:
-            return "3"
+            windows = any(layer.window is not None for layer in self.factors)
+            return "4" if windows or self.padding == "around" else "3"
         plain = (self.compression, self.on_error, self.inputs.seed) == ("none", "stop", None)
         plain = plain and self.plans is None and self.matching is None
         return "1" if plain and self.codec in _CODECS_OF_VERSION_1 else "2"
@@ -140,11 +147,18 @@ class Manifest:
         """The plan of every layer, in the order of ``layers`` (CACHE-17)."""
         return (self.plan,) * len(self.layers) if self.plans is None else self.plans
 
-    def blob_sizes(self, length: int) -> tuple[int, ...]:
-        """Bytes of each layer's blob of a record of that length, before compression (CACHE-40, CACHE-107)."""
+    def blob_sizes(self, length: int, first: int = 0) -> tuple[int, ...]:
+        """Bytes of each layer's blob of a record, before compression (CACHE-40, CACHE-107).
+
+        Args:
+            length: n.
+            first: positions of padding in front, of which factored records hold nothing.
+        """
         if self.factors is None:
             return (packed_size(self.codec, self.support, self.num_student_heads, length),) * len(self.layers)
-        return tuple(factored_size(self.codec, self.num_teacher_heads, layer, length) for layer in self.factors)
+        return tuple(
+            factored_size(self.codec, self.num_teacher_heads, layer, length - first) for layer in self.factors
+        )
 
     def to_bytes(self) -> bytes:
         """The manifest file."""

@@ -115,14 +115,14 @@ class CacheReader:
             if layer not in columns:
                 message = f"layers must be among student layers {self.manifest.student_layers}; got {layer}"
                 raise ShdError("argument-value", message, "CACHE-82")
-        shard, index, length = (int(number) for number in self._where[position])
+        shard, index, length, first = (int(number) for number in self._where[position])
         spans = self._spans[position]
         names = ["alphas", *(["mixing"] if spans[1, 1] else []), *(f"layer {layer}" for layer in wanted)]
         chosen = [0, *([1] if spans[1, 1] else []), *(columns[layer] for layer in wanted)]
         blobs = dict(zip(names, self._read_blobs(shard, index, names, spans[chosen]), strict=True))
         alphas, mixing = blobs["alphas"], blobs.get("mixing")
         num_alphas = self.manifest.num_alphas if len(alphas) else 0
-        sizes = dict(zip(self.manifest.student_layers, self.manifest.blob_sizes(length), strict=True))
+        sizes = dict(zip(self.manifest.student_layers, self.manifest.blob_sizes(length, first), strict=True))
         return StoredRecord(
             index=index,
             key=key,
@@ -136,6 +136,7 @@ class CacheReader:
             alphas=_floats(alphas, alphas_shape(self.manifest, length, num_alphas)),
             mixing=None if mixing is None else _floats(mixing, mixing_shape(self.manifest, length)),
             seed=self._seeds.get(index),
+            first=first,
         )
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
@@ -147,14 +148,24 @@ class CacheReader:
         if manifest.factors is not None and record.mixing is not None:
             column = manifest.student_layers.index(layer)
             queries, keys = self.decode_factors(record, layer)
-            scale = manifest.factors[column].scale
-            return rebuild_maps(queries, keys, scale, manifest.support, record.mixing[column])
+            layer_factors, mixing = manifest.factors[column], record.mixing[column]
+            return rebuild_maps(
+                queries,
+                keys,
+                layer_factors.scale,
+                manifest.support,
+                mixing,
+                window=layer_factors.window,
+                first=record.first,
+            )
         heads = manifest.num_student_heads
         codes = unpack(record.blobs[layer], manifest.codec, manifest.support, heads, record.length)
         return decode(manifest.codec, codes)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)`` of one student layer, float32.
+
+        Positions of padding in front are left out: n counts from the record's ``first``.
 
         Raises:
             ShdError: ``argument-value`` for a cache of maps.
@@ -168,7 +179,7 @@ class CacheReader:
         factors = manifest.factors[manifest.student_layers.index(layer)]
         blob = record.blobs[layer]
         return decode_factors(
-            unpack_factors(blob, manifest.codec, manifest.num_teacher_heads, factors, record.length)
+            unpack_factors(blob, manifest.codec, manifest.num_teacher_heads, factors, record.length - record.first)
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,7 +209,7 @@ class CacheReader:
         self.skipped: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         errors: list[CodecError] = []
-        where = [np.empty((0, 3), np.int64)]
+        where = [np.empty((0, 4), np.int64)]
         spans = [np.empty((0, 2 + len(self.manifest.layers), 3), np.uint64)]
         for receipt in receipts:
             errors.append(receipt.codec_error)
@@ -207,7 +218,8 @@ class CacheReader:
             self._seeds |= receipt.sample_seeds()
             self.skipped |= {sample.key: sample.reason for sample in receipt.skipped}
             if records:
-                where.append(np.array([(receipt.shard, record.index, record.length) for record in records], np.int64))
+                places = [(receipt.shard, record.index, record.length, record.first) for record in records]
+                where.append(np.array(places, np.int64))
                 spans.append(np.array([_spans(record) for record in records], np.uint64))
         self.codec_error = merge_codec_errors(errors)
         self._where, self._spans = np.concatenate(where), np.concatenate(spans)

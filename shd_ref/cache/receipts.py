@@ -50,6 +50,7 @@ class Record:
         alphas: float32 merge coefficients.
         mixing: float32 mixing matrices, or None.
         seed: of the sample's augmentation, or None.
+        first: positions of padding in front (CACHE-113).
     """
 
     index: int
@@ -59,6 +60,7 @@ class Record:
     alphas: Blob
     mixing: Blob | None
     seed: int | None = optional(None)
+    first: int = optional(0)
 
 
 @dataclass(frozen=True)
@@ -207,12 +209,15 @@ def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
     yield from _seed_problems(record.seed, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
+    if record.first and (manifest.padding == "behind" or record.first >= record.length):
+        yield f"first must be 0, or below length {record.length} where padding is around; got {record.first}"
+        return
     if len(record.layers) != len(manifest.layers):
         yield f"layers must be {len(manifest.layers)}; got {len(record.layers)}"
     full = 4 * math.prod(alphas_shape(manifest, record.length, manifest.num_alphas))
     allowed: list[tuple[Blob, Sequence[int]]] = [
         (blob, (size,) if manifest.compression == "none" else range(1, size + 1))
-        for blob, size in zip(record.layers, manifest.blob_sizes(record.length), strict=False)
+        for blob, size in zip(record.layers, manifest.blob_sizes(record.length, record.first), strict=False)
     ]
     allowed.append((record.alphas, (0, full)))
     if record.mixing is None and manifest.factors is not None:

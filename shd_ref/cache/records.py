@@ -33,7 +33,8 @@ class NewRecord:
             follow each other. ``n_pairs`` is 0 for strategies that have none.
         mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
         seed: of the sample's augmentation, where the manifest names a column of seeds.
-        factors: per layer, where the manifest has factors: queries and keys of the n counted positions.
+        factors: per layer, where the manifest has factors: queries and keys of positions ``first`` to n - 1.
+        first: positions of padding in front, where the manifest has factors and padding around.
     """
 
     index: int
@@ -44,6 +45,7 @@ class NewRecord:
     mixing: NDArray[np.float32] | None = None
     seed: int | None = None
     factors: Sequence[CodedFactors] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,7 @@ class StoredRecord:
         alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``.
         mixing: float32 ``(num_layers, H_s, H_t)`` or ``(num_layers, H_s, H_t, n)``, or None if not stored.
         seed: of the sample's augmentation, or None.
+        first: positions of padding in front, which factored blobs leave out.
     """
 
     index: int
@@ -67,6 +70,7 @@ class StoredRecord:
     alphas: NDArray[np.float32]
     mixing: NDArray[np.float32] | None
     seed: int | None = None
+    first: int = 0
 
 
 def check_record(record: NewRecord, manifest: Manifest) -> int:
@@ -81,6 +85,8 @@ def check_record(record: NewRecord, manifest: Manifest) -> int:
     if length < 1 or len(given) != len(manifest.layers) or len(record.codes) + len(record.factors) != len(given):
         held = f"{len(record.codes)} codes and {len(record.factors)} factors"
         raise _misfit(record, f"length must be at least 1 and codes or factors {len(manifest.layers)} layers", held)
+    if not 0 <= record.first < length or (record.first and manifest.padding == "behind"):
+        raise _misfit(record, f"first must be 0, or below {length} where padding is around", record.first)
     if manifest.factors is None:
         _check_maps(record, manifest)
     else:
@@ -137,7 +143,7 @@ def _check_maps(record: NewRecord, manifest: Manifest) -> None:
 
 
 def _check_factors(record: NewRecord, manifest: Manifest) -> None:
-    length, heads = record.length, manifest.num_teacher_heads
+    length, heads = record.length - record.first, manifest.num_teacher_heads
     if record.mixing is None:
         raise _misfit(record, "mixing must be given where the manifest has factors", None)
     dtype, has_steps = np.dtype(manifest.codec), manifest.codec == "int8"

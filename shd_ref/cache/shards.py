@@ -98,7 +98,7 @@ def write_blobs(
     num_alphas = [check_record(record, manifest) for record in records]
     if manifest.compression == "none":
         blobs: list[Iterable[NDArray[np.uint8]]] = [layer_blobs(record, manifest) for record in records]
-        sizes = [manifest.blob_sizes(record.length) for record in records]
+        sizes = [manifest.blob_sizes(record.length, record.first) for record in records]
     else:
         compressed = [list(layer_blobs(record, manifest)) for record in records]
         blobs, sizes = [*compressed], [tuple(map(len, layers)) for layers in compressed]
@@ -126,6 +126,7 @@ def write_blobs(
                 alphas=values[0],
                 mixing=values[1] if record.mixing is not None else None,
                 seed=record.seed,
+                first=record.first,
             )
             for record, values, codes in zip(records, floats, layers, strict=True)
         ),

@@ -23,6 +23,8 @@ from shd_ref.teacher.tracing import before_rounding, operands, repeat_chain
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
 _MASKED: Final = -1e3
+# Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
+_FAR_BELOW: Final = 500.0
 _FOLDED: Final[dict[Layout | None, Layout]] = {"batch-heads": "batch-folded", "heads-batch": "heads-folded"}
 _UNFOLDED: Final = {folded: split for split, folded in _FOLDED.items()}
 
@@ -39,6 +41,7 @@ class SiteFactors:
         keys: likewise; transposed where ``keys_transposed``.
         keys_transposed: the tensor's last axes are ``(d, S)``.
         layout: as of the site, but of the product's operands.
+        logits_layout: as of the site, but of what its softmax reads.
         num_kv_heads: key heads before they are repeated for grouped queries.
         key_heads: which of the product's key heads to keep, one of each; empty for all.
         d: width of a query and of a key.
@@ -53,6 +56,7 @@ class SiteFactors:
     keys: str = ""
     keys_transposed: bool = True
     layout: Layout | None = None
+    logits_layout: Layout | None = None
     num_kv_heads: int = 0
     key_heads: tuple[int, ...] = ()
     d: int = 0
@@ -83,7 +87,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
     read = [read_logits(values[site.logits]) if site.supported else None for site in sites]
     wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
-    wanted |= {site.probs for site in sites if site.supported}
+    wanted |= {name for site in sites if site.supported for name in (site.probs, site.logits)}
     arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
     return tuple(_factors(site, logits, arrays) for site, logits in zip(sites, read, strict=True))
 
@@ -118,6 +122,26 @@ def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
     return queries, keys
 
 
+def add_spans(body: Body, factors: SiteFactors) -> str:
+    """Append nodes that say which keys the graph's own mask leaves each row: ``(B, H, L, 3)`` int32.
+
+    They are the first and the last of these keys and their number, so that a run of keys is told from any other mask.
+    A key counts as masked where its logit lies far below the row's largest.
+
+    Args:
+        body: where nodes are appended; its graph then holds ``factors.site``'s model.
+        factors: supported ones.
+    """
+    site = factors.site
+    logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)
+    least = body.op("Sub", body.reduce_max(logits), body.const(_FAR_BELOW))
+    seen = body.op("Cast", body.op("Greater", logits, least), to=FLOAT)
+    first = body.op("ArgMax", seen, axis=-1, keepdims=1)
+    last = body.op("ArgMax", seen, axis=-1, keepdims=1, select_last_index=1)
+    count = body.op("Cast", body.reduce_sum(seen, -1, keepdims=1), to=onnx.TensorProto.INT64)
+    return body.op("Cast", body.concat([first, last, count], axis=-1), to=onnx.TensorProto.INT32)
+
+
 def _tensors(logits: Logits) -> Iterator[ir.Value]:
     """What has to be measured of a site: computed tensors only."""
     values = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
@@ -143,7 +167,8 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> Site
     layout = _layout(site, arrays[site.probs].ndim, arrays[name_of(product.outputs[0])].ndim)
     transposed = not int_attribute(product, "transB")
     shape = arrays[name_of(keys)].shape
-    if layout is None or len(shape) != arrays[name_of(queries)].ndim:
+    logits_layout = _layout(site, arrays[site.probs].ndim, arrays[site.logits].ndim)
+    if layout is None or logits_layout is None or len(shape) != arrays[name_of(queries)].ndim:
         return _refused(site, "queries and keys have other axes than the map")
     heads = site.num_heads or 1
     kept = _distinct_heads(keys, layout, heads, arrays)
@@ -154,6 +179,7 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> Site
         keys=name_of(wide_keys),
         keys_transposed=transposed,
         layout=layout,
+        logits_layout=logits_layout,
         num_kv_heads=1 if shared else len(kept) or heads,
         key_heads=() if shared else kept,
         d=shape[-2 if transposed else -1],

@@ -59,7 +59,7 @@ class Batch:
 class ModelInputs:
     """A data set of model inputs, read once from beginning to end when this is made, and by number afterwards.
 
-    In memory stay 24 bytes a sample (and 8 more where the source is spooled), never the data.
+    In memory stay 32 bytes a sample (and 8 more where the source is spooled), never the data.
 
     Args:
         source: the rows; a mapping of arrays by name, first axis N, is one too. Columns that the graph does not
@@ -76,6 +76,7 @@ class ModelInputs:
         ignored: names of columns that the graph does not take.
         keys: ``(N, 16)`` uint8, the sample keys.
         lengths: ``(N,)`` positions of each sample; without a mask its sequence axis, or 0 where it has none.
+        firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
         seeds: ``(N,)``, or None without a seed column.
 
     Raises:
@@ -111,6 +112,7 @@ class ModelInputs:
         self._spool = None if isinstance(self._source, IndexedSource) else Spool(dtypes)
         self.keys = np.empty((len(self._source), 16), dtype=np.uint8)
         self.lengths = np.empty(len(self._source), dtype=np.int64)
+        self.firsts = np.zeros(len(self._source), dtype=np.int64)
         self.seeds = None if seed_column is None else np.empty(len(self._source), dtype=np.int64)
         self._read_all(on_read)
         fixed = [axis for name in self._padded if isinstance(axis := self._specs[name].shape[1], int)]
@@ -202,6 +204,7 @@ class ModelInputs:
             sample, self.lengths[index] = trim_sample(sample, self.mask)
         except ShdError as error:
             raise self._source.refuse(str(error), index) from error
+        self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
         return sample
 
     def _check_input(self, value: Any, name: str, index: int) -> NDArray[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 import shd_ref
 from shd_ref.cache import (
@@ -25,6 +27,7 @@ from shd_ref.cache.layout import MANIFEST_NAME
 from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 from shd_ref.teacher.faults import Outputs
+from shd_ref.teacher.masks import describe_mask
 from shd_ref.teacher.run import MATCHED, PrecomputeOptions, RunOptions, TeacherRun
 
 SHARD_BYTES: Final = 256 * 2**20
@@ -68,21 +71,29 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
     return replace(options, plans=manifest.layer_plans) if same else options
 
 
-def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
+def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[Any]] = ()) -> Manifest:
     """The manifest of a run.
 
     Args:
         work: the run.
         outputs: of its longest samples, with check outputs.
+        spans: for factored records: what the mask of each layer leaves one of the longest samples, see
+            ``describe_mask``.
 
     Raises:
         ShdError: ``graph-unsupported``.
     """
     options, run, inputs = work.options, work.run, work.inputs
     support, count = find_support(work, outputs), len(inputs)
+    windows: Sequence[int | None] = ()
+    if options.is_factored:
+        support, windows = describe_mask(spans)
     same = len(set(work.plans)) == 1
     longest = outputs[work.graph.layers[0].merged].shape[2]
-    factors = tuple(LayerFactors(each.num_kv_heads, each.d, each.scale) for each in work.factors)
+    factors = tuple(
+        LayerFactors(each.num_kv_heads, each.d, each.scale, window)
+        for each, window in zip(work.factors, windows, strict=True)
+    )
     if options.is_factored:
         sizes = [factored_size(options.factored_codec, work.num_teacher_heads, each, longest) for each in factors]
     else:
@@ -107,6 +118,7 @@ def make_manifest(work: TeacherRun, outputs: Outputs) -> Manifest:
         support=support,
         codec=options.stored_codec,
         factors=factors or None,
+        padding="around" if options.is_factored and inputs.firsts.any() else "behind",
         compression=options.compression,
         on_error=options.on_error,
         inputs=SampleInputs(names=inputs.names, mask=inputs.mask, seed=inputs.seed_column),

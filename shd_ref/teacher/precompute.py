@@ -22,6 +22,7 @@ from shd_ref.teacher.factored import check_factors
 from shd_ref.teacher.faults import Fault, find_faults
 from shd_ref.teacher.inputs import Batch
 from shd_ref.teacher.job import adopt_plans, make_manifest
+from shd_ref.teacher.masks import read_spans
 from shd_ref.teacher.records import make_records, measure_codec
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
@@ -195,12 +196,12 @@ class PrecomputeJob:
 
     def __init__(self, work: TeacherRun) -> None:
         self.work = work
-        outputs, mask = self._first_outputs()
+        outputs, mask, spans = self._first_outputs()
         self.comparison = compare_with_reference(work.graph, outputs, query_mask=mask)
         self.compared_samples = len(outputs[work.graph.layers[0].codes])
-        self.manifest = make_manifest(work, outputs)
+        self.manifest = make_manifest(work, outputs, spans)
         if work.options.is_factored:
-            check_factors(work, outputs, mask, self.manifest.support)
+            check_factors(work, outputs, mask, self.manifest)
 
     @property
     def window_shards(self) -> int:
@@ -296,7 +297,7 @@ class PrecomputeJob:
             for shard in sorted(touched & pending.keys()):
                 part = pending[shard]
                 wanted = part.samples - faults.keys()
-                records = make_records(work, batch, outputs, wanted)
+                records = make_records(work, batch, outputs, wanted, self.manifest)
                 part.records += records
                 part.skipped += [
                     Skipped(index, faults[index].key, faults[index].reason, work.inputs.seed(index))
@@ -304,7 +305,7 @@ class PrecomputeJob:
                     if index in part.samples & faults.keys()
                 ]
                 if part.codec_error is None and first:
-                    part.codec_error = measure_codec(work, batch, outputs, records, self.manifest.support)
+                    part.codec_error = measure_codec(work, batch, outputs, records, self.manifest)
                 if part.full:
                     del pending[shard]
                     receipt = writer.write_shard(shard, part.records, part.codec_error or _UNMEASURED, part.skipped)
@@ -312,8 +313,11 @@ class PrecomputeJob:
             progress.add(samples=sum(shard_of[index] in missing for index in indices))
             yield
 
-    def _first_outputs(self) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_] | None]:
-        """Check outputs and row mask of the first batch, longest samples first, that has samples without a fault."""
+    def _first_outputs(self) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_] | None, list[NDArray[Any]]]:
+        """Check outputs and row mask of the first batch, longest samples first, that has samples without a fault.
+
+        For factored records also what the mask leaves the first of these samples, see ``read_spans``.
+        """
         work = self.work
         for batch in work.batches(range(len(work.inputs))):
             outputs = work.squeeze_checked(batch)
@@ -321,7 +325,9 @@ class PrecomputeJob:
             sound = [number for number, index in enumerate(batch.indices) if index not in faults]
             if sound:
                 mask = work.query_mask(batch)
-                return {name: array[sound] for name, array in outputs.items()}, None if mask is None else mask[sound]
+                spans = read_spans(work, batch, outputs, sound[0]) if work.options.is_factored else []
+                cut = {name: array[sound] for name, array in outputs.items()}
+                return cut, None if mask is None else mask[sound], spans
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: look at its inputs", "MAP-5")
 
     def _judge(self, batch: Batch, outputs: dict[str, NDArray[Any]]) -> dict[int, Fault]:

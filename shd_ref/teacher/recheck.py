@@ -95,10 +95,13 @@ def _map_again(
         merged = np.asarray(outputs[layer.merged][number, :, :n, :n], dtype=np.float32)
         return decode(manifest.codec, encode(manifest.codec, merged))
     column = manifest.student_layers.index(layer.student_layer)
-    queries, keys = decode_factors(code_layer(manifest.codec, layer, outputs, number, n))
+    queries, keys = decode_factors(code_layer(manifest.codec, layer, outputs, number, record.first, n))
     alphas = np.stack([outputs[each.alphas][number] for each in work.graph.layers])
     mixing = mixing_of(work, alphas)[column]
-    return rebuild_maps(queries, keys, manifest.factors[column].scale, manifest.support, mixing)
+    factors = manifest.factors[column]
+    return rebuild_maps(
+        queries, keys, factors.scale, manifest.support, mixing, window=factors.window, first=record.first
+    )
 
 
 def rerun_teacher(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CodecError, NewRecord, codec_error, decode, encode, merge_codec_errors
+from shd_ref.cache import CodecError, Manifest, NewRecord, codec_error, decode, encode, merge_codec_errors
 from shd_ref.mixing import compose_mixing
 from shd_ref.teacher.factored import code_factors, measure_factors
 from shd_ref.teacher.faults import Outputs
@@ -19,7 +19,9 @@ CODED_IN_GRAPH = "sqrt8-row"
 """The codec whose quantiser ends the graph; the others code the graph's float32 maps on the host."""
 
 
-def make_records(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int]) -> list[NewRecord]:
+def make_records(
+    work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int], manifest: Manifest
+) -> list[NewRecord]:
     """The batch as records: codes, alphas before clipping, and the mixing that they compose to.
 
     Args:
@@ -27,6 +29,10 @@ def make_records(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Conta
         batch: what was fed.
         outputs: what came back.
         wanted: indices of the samples to make a record of.
+        manifest: of the cache.
+
+    Raises:
+        ShdError: as ``code_factors``, for factored records.
     """
     numbers = [number for number, index in enumerate(batch.indices) if index in wanted]
     if not numbers:
@@ -51,14 +57,15 @@ def make_records(work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Conta
                 # Weights by row follow from the alphas and would double a record; weights by map are small.
                 mixing=mixing_of(work, alphas[place]) if work.options.alpha_per == "map" else None,
                 seed=inputs.seed(index),
-                factors=code_factors(work, batch, outputs, number, length) if factored else (),
+                factors=code_factors(work, batch, outputs, number, length, manifest) if factored else (),
+                first=int(inputs.firsts[index]) if factored else 0,
             )
         )
     return records
 
 
 def measure_codec(
-    work: TeacherRun, batch: Batch, outputs: Outputs, records: Sequence[NewRecord], support: str
+    work: TeacherRun, batch: Batch, outputs: Outputs, records: Sequence[NewRecord], manifest: Manifest
 ) -> CodecError:
     """What coding cost the rows of these samples that count, from outputs with check outputs.
 
@@ -67,14 +74,14 @@ def measure_codec(
         batch: what was fed.
         outputs: what came back.
         records: what ``make_records`` made of it.
-        support: of the manifest.
+        manifest: of the cache.
 
     Raises:
         ShdError: ``graph-unsupported`` for maps that queries and keys do not make.
     """
     numbers = [batch.indices.index(record.index) for record in records]
     if work.options.is_factored:
-        return measure_factors(work, outputs, numbers, records, support)
+        return measure_factors(work, outputs, numbers, records, manifest)
     mask = work.query_mask(batch)
     errors = []
     for layer in work.graph.layers:

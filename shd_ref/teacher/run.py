@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -187,6 +187,12 @@ class TeacherRun:
         """The same with the teacher's maps and values and the uncoded merged maps."""
         return self._shared.run(batch, check_outputs=True)
 
+    def squeeze_unmasked(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """As ``squeeze_checked`` with every position counted: what the graph masks of itself, apart from padding."""
+        mask = self.inputs.mask
+        arrays = batch.arrays if mask is None else batch.arrays | {mask: np.ones_like(batch.arrays[mask])}
+        return self._shared.run_anew(replace(batch, arrays=arrays), check_outputs=True)
+
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """Samples in batches of the size that was asked for, longest first."""
         return self.inputs.batches(indices, self.run.batch_size, self.run.batch_tokens)
@@ -279,10 +285,14 @@ class _Shared:
         """The outputs of all members; the last batch is remembered where there are several."""
         if self._last is not None and self._last[:2] == (batch.indices, check_outputs):
             return self._last[2]
-        names, session = self._open(check_outputs)
-        outputs = run_batch(session, names, batch)
+        outputs = self.run_anew(batch, check_outputs=check_outputs)
         self._last = (batch.indices, check_outputs, outputs) if len(self.members) > 1 else None
         return outputs
+
+    def run_anew(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
+        """The same without a look at what is remembered, and without remembering it."""
+        names, session = self._open(check_outputs)
+        return run_batch(session, names, batch)
 
     def _open(self, check_outputs: bool) -> tuple[list[str], Any]:
         if check_outputs not in self._sessions:

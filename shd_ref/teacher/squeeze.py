@@ -13,7 +13,7 @@ from shd_ref.errors import ShdError
 from shd_ref.mixing import STRATEGIES
 from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body, batch_heads
-from shd_ref.teacher.factors import SiteFactors, add_factors
+from shd_ref.teacher.factors import SiteFactors, add_factors, add_spans
 from shd_ref.teacher.find import AttentionSite, projection_of
 from shd_ref.teacher.function import constant_alphas, every_row, squeeze_function
 from shd_ref.teacher.load import MIN_OPSET, opset_version
@@ -43,6 +43,7 @@ class SqueezedLayer:
         merged: the student's maps ``(B, H_s, L, S)`` in float32 before coding; likewise.
         queries: the teacher's queries ``(B, H_t, L, d)`` in float32; None where maps are kept.
         keys: the teacher's keys ``(B, H_kv, S, d)``; likewise.
+        spans: int32 ``(B, H_t, L, 3)``, which keys the teacher's mask leaves each row, see ``add_spans``; likewise.
     """
 
     student_layer: int
@@ -56,6 +57,7 @@ class SqueezedLayer:
     merged: str
     queries: str | None = None
     keys: str | None = None
+    spans: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,12 @@ def _squeeze_layer(
 
 
 def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
-    """Make queries and keys graph outputs."""
-    queries, keys = f"{body.prefix}queries", f"{body.prefix}keys"
+    """Make queries, keys and what the mask leaves graph outputs."""
+    queries, keys, spans = (f"{body.prefix}{name}" for name in ("queries", "keys", "spans"))
     for name, source in zip((queries, keys), add_factors(body, factors), strict=True):
         body.output(source, name, FLOAT, rank=4)
-    return replace(layer, queries=queries, keys=keys)
+    body.output(add_spans(body, factors), spans, onnx.TensorProto.INT32, rank=4)
+    return replace(layer, queries=queries, keys=keys, spans=spans)
 
 
 def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:

@@ -68,6 +68,7 @@ def _rename_layer(layer: SqueezedLayer, prefix: str) -> SqueezedLayer:
         merged=_renamed(layer.merged, prefix),
         queries=None if layer.queries is None else _renamed(layer.queries, prefix),
         keys=None if layer.keys is None else _renamed(layer.keys, prefix),
+        spans=None if layer.spans is None else _renamed(layer.spans, prefix),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache.makers import FACTORS, OTHER_PLAN, PLAN, job, write_cache
+from cache.makers import FACTORS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
 
 from shd_ref.cache import Matching, SampleInputs
 
@@ -21,6 +21,7 @@ GOLDEN_JOBS = {
     "layer-plans": job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17)),
     "factored-int8": job(num_samples=3, codec="int8", factors=FACTORS, support="causal"),
     "factored-float16": job(num_samples=3, codec="float16", factors=FACTORS),
+    "factored-window": job(num_samples=3, codec="int8", factors=WINDOWED, padding="around"),
     "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
 }
 

@@ -60,7 +60,7 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
         "alphas": floats(record["alphas"]),
         "mixing": floats(record["mixing"]),
         "maps": {
-            layer: read_factored(manifest, column, blob(place), floats(record["mixing"]), record["length"])
+            layer: read_factored(manifest, column, blob(place), floats(record["mixing"]), record)
             if "factors" in manifest
             else read_map(manifest, blob(place), record["length"])
             for column, (layer, place) in enumerate(zip(layers, record["layers"], strict=True))
@@ -90,9 +90,11 @@ def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[li
 
 
 def read_factored(
-    manifest: dict[str, Any], column: int, blob: bytes, mixing: list[float], length: int
+    manifest: dict[str, Any], column: int, blob: bytes, mixing: list[float], record: dict[str, Any]
 ) -> list[list[list[float]]]:
-    """CACHE-101 to CACHE-110."""
+    """CACHE-101 to CACHE-113."""
+    first = record.get("first", 0)
+    length = record["length"] - first
     layer = manifest["factors"][column]
     teachers, students, width = (
         manifest["layers"][0]["num_teacher_heads"],
@@ -106,17 +108,20 @@ def read_factored(
     else:
         steps, codes = (1.0,) * vectors, struct.unpack(f"<{vectors * width}e", blob)
     rows = [[code * steps[i] for code in codes[i * width : (i + 1) * width]] for i in range(vectors)]
-    mixed = [[[0.0] * length for _ in range(length)] for _ in range(students)]
+    window = layer.get("window", length)
+    mixed = [[[0.0] * record["length"] for _ in range(record["length"])] for _ in range(students)]
     for head in range(teachers):
         key_head = teachers + head // (teachers // layer["num_key_heads"])
         for i in range(length):
-            seen = range(length if manifest["support"] == "full" else i + 1)
+            seen = range(max(0, i - window + 1), i + 1)
+            if manifest["support"] == "full":
+                seen = range(seen.start, min(length, i + window))
             query, keys = rows[head * length + i], [rows[key_head * length + j] for j in seen]
             powers = [math.exp(layer["scale"] * sum(q * k for q, k in zip(query, key, strict=True))) for key in keys]
             for student in range(students):
                 weight = mixing[(column * students + student) * teachers + head]
-                for j in seen:
-                    mixed[student][i][j] += weight * powers[j] / sum(powers)
+                for j, power in zip(seen, powers, strict=True):
+                    mixed[student][first + i][first + j] += weight * power / sum(powers)
     return mixed
 
 

@@ -39,11 +39,17 @@ PLAN = (((0, 1), (2, 3)),)
 OTHER_PLAN = (((1, 3),), ((0, 2),))
 MAX_LENGTH = 9
 FACTORS = (LayerFactors(2, 3, 0.5), LayerFactors(4, 2, 0.75))
+WINDOWED = (LayerFactors(2, 3, 0.5, 2), LayerFactors(4, 2, 0.75))
 MEASURED = CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16)
 
 
 def length_of(index: int) -> int:
     return 1 + index * 5 % MAX_LENGTH
+
+
+def first_of(index: int) -> int:
+    """Positions of padding in front, where the manifest has padding around."""
+    return min(index % 3, length_of(index) - 1)
 
 
 def key_of(index: int) -> str:
@@ -104,8 +110,9 @@ def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.
     """Queries and keys in small dyadic numbers, whose means float64 holds exactly."""
     assert manifest.factors is not None
     layer, heads = manifest.factors[column], (manifest.num_teacher_heads, manifest.factors[column].num_key_heads)
+    counted = length_of(index) - (first_of(index) if manifest.padding == "around" else 0)
     queries, keys = (
-        8 * fractions((count, length_of(index), layer.width), 4000 + 100 * index + 10 * column + place) - 4
+        8 * fractions((count, counted, layer.width), 4000 + 100 * index + 10 * column + place) - 4
         for place, count in enumerate(heads)
     )
     return queries, keys
@@ -125,6 +132,7 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
         alphas=fractions((layers, manifest.num_alphas, *rows), 1000 + index),
         mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
         seed=None if manifest.inputs.seed is None else 3**33 + index,
+        first=first_of(index) if manifest.padding == "around" else 0,
         factors=[
             encode_factors(manifest.codec, *factors_of(manifest, index, column))
             for column in range(0 if manifest.factors is None else layers)

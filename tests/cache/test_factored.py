@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import FACTORS, factors_of, job, key_of, length_of, record_of, write_cache
+from cache.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, record_of, write_cache
 from numpy.typing import NDArray
 
 from shd_ref.cache import (
@@ -25,6 +25,7 @@ from shd_ref.cache import (
     factored_size,
     pack_factors,
     rebuild_maps,
+    row_bounds,
     unpack_factors,
     verify_cache,
 )
@@ -136,9 +137,55 @@ def test_cache_returns_what_was_written(tmp_path: Path, codec: str, compression:
             assert not np.triu(maps, 1).any()
 
 
+@pytest.mark.parametrize("support", ["full", "causal"])
+def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
+    manifest = job(codec="float16", factors=WINDOWED, padding="around", support=support)
+    assert manifest.format_version == "4"
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
+    assert verify_cache(tmp_path / "cache").ok
+    for index in range(manifest.dataset.num_samples):
+        record, first, n = reader.read(key_of(index)), first_of(index), length_of(index)
+        assert (record.first, record.length) == (first, n)
+        assert record.mixing is not None
+        for column, (layer, factors) in enumerate(zip(manifest.student_layers, WINDOWED, strict=True)):
+            queries, keys = reader.decode_factors(record, layer)
+            assert queries.shape == (manifest.num_teacher_heads, n - first, factors.width)
+            rows, columns = np.indices((n, n))
+            ahead, behind = (n if factors.window is None else factors.window,) * 2
+            seen = (rows >= first) & (columns >= first) & (rows - columns < behind)
+            seen &= columns <= rows if support == "causal" else columns - rows < ahead
+            maps = reader.decode(record, layer)
+            # The mixing of these makers is above 0 everywhere.
+            np.testing.assert_array_equal(maps > 0, np.broadcast_to(seen, maps.shape))
+            for head in range(manifest.num_student_heads):
+                expected = np.zeros((n, n))
+                for teacher in range(manifest.num_teacher_heads):
+                    key_head = keys[teacher // (manifest.num_teacher_heads // factors.num_key_heads)]
+                    powers = np.zeros((n, n))
+                    powers[first:, first:] = np.exp(factors.scale * queries[teacher].astype(float) @ key_head.T)
+                    powers *= seen
+                    sums = powers.sum(-1, keepdims=True)
+                    expected += record.mixing[column, head, teacher] * powers / np.where(sums > 0, sums, 1)
+                np.testing.assert_allclose(maps[head], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_look_at_what_a_window_leaves() -> None:
+    for window, support, bounds in [
+        (2, "causal", [(0, 0), (0, 1), (1, 2), (2, 3)]),
+        (2, "full", [(0, 1), (0, 2), (1, 3), (2, 3)]),
+        (9, "full", [(0, 3)] * 4),
+        (None, "causal", [(0, 0), (0, 1), (0, 2), (0, 3)]),
+    ]:
+        assert list(zip(*(bound.tolist() for bound in row_bounds(4, support, window)), strict=True)) == bounds
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {"factors": (LayerFactors(2, 3, 0.5, 0), FACTORS[1])},
+        {"codec": "sqrt8-row", "factors": None, "padding": "around"},
+        {"padding": "in front"},
         {"factors": FACTORS[:1]},
         {"factors": (LayerFactors(3, 3, 0.5), FACTORS[1])},
         {"factors": (LayerFactors(2, 0, 0.5), FACTORS[1])},
@@ -179,6 +226,9 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path, manifest, "argument-shape", factors=good[:1])
     refuse(tmp_path, manifest, "argument-shape", factors=good[::-1])
     refuse(tmp_path, manifest, "argument-shape", mixing=None)
+    refuse(tmp_path, manifest, "argument-shape", first=1)
+    around = job(codec="int8", factors=FACTORS, padding="around")
+    refuse(tmp_path / "around", around, "argument-shape", first=length_of(index))
 
 
 def test_maps_have_no_queries(tmp_path: Path) -> None:

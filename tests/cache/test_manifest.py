@@ -224,8 +224,8 @@ def test_another_spelling_of_the_same_content_is_refused(respelled: Any) -> None
 
 
 def test_newer_format_says_what_to_do() -> None:
-    members = members_of(job()) | {"format_version": "4", "something_new": [1]}
-    with pytest.raises(ShdError, match="got '4': install a release") as caught:
+    members = members_of(job()) | {"format_version": "5", "something_new": [1]}
+    with pytest.raises(ShdError, match="got '5': install a release") as caught:
         Manifest.from_bytes(document(members))
     assert caught.value.code == "cache-version"
 

@@ -117,6 +117,7 @@ PUBLIC = [
     "pack_factors",
     "packed_size",
     "rebuild_maps",
+    "row_bounds",
     "sample_key",
     "sqrt8_table",
     "trim_sample",

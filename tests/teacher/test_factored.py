@@ -133,6 +133,26 @@ def windowed(build: GraphBuilder, product: str) -> str:
     return build.op("Where", near, product, build.const(np.float32(-1e9)))
 
 
+def every_other(build: GraphBuilder, product: str) -> str:
+    """Positions look at those an even number away: no run of keys, and nothing that maps' support can say."""
+    far = np.abs(np.subtract.outer(np.arange(8), np.arange(8))) % 2 * np.float32(-1e9)
+    size = build.op("Slice", build.op("Shape", product), build.const(np.array([2])), build.const(np.array([4])))
+    start = build.const(np.array([0, 0]))
+    return build.op("Add", product, build.op("Slice", build.const(far.astype(np.float32)), start, size))
+
+
+def by_sample(build: GraphBuilder, product: str) -> str:
+    """Samples whose first number is large hide their first key from the rows from 5 on: in no other is it seen."""
+    size = build.op("Slice", build.op("Shape", product), build.const(np.array([2])), build.const(np.array([4])))
+    corner = np.zeros((8, 8), np.float32)
+    corner[5:, 0] = -1e9
+    hidden = build.op("Slice", build.const(corner), build.const(np.array([0, 0])), size)
+    starts, ends, axes = (build.const(np.array(part)) for part in ([0, 0, 0], [1, 1, 1], [1, 2, 3]))
+    number = build.op("Slice", "x", starts, ends, axes)  # (B, 1, 1, 1)
+    large = build.op("Cast", build.op("Greater", number, build.const(np.float32(5))), to=TensorProto.FLOAT)
+    return build.op("Add", product, build.op("Mul", hidden, large))
+
+
 def biased(build: GraphBuilder, product: str) -> str:
     return build.op("Add", product, build.const(np.float32([[[0.5]], [[0.0]]]) * np.ones((1, 2, 1, 1), np.float32)))
 
@@ -145,12 +165,12 @@ def softcapped(build: GraphBuilder, product: str) -> str:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (product_graph(windowed), "window"),
+        (product_graph(every_other), "mask of its own"),
         (product_graph(biased), "bias"),
         (product_graph(softcapped), "softcapped at 5"),
         (bare_attention(2), "no product of queries and keys"),
     ],
-    ids=["window", "bias", "softcap", "no queries"],
+    ids=["holes", "bias", "softcap", "no queries"],
 )
 def test_what_queries_and_keys_cannot_make_is_refused(model: onnx.ModelProto, message: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
@@ -167,11 +187,67 @@ def test_what_queries_and_keys_cannot_make_is_refused(model: onnx.ModelProto, me
     assert not (tmp_path / "cache").exists()
 
 
-def test_padding_in_front_is_refused(teacher: Path, tmp_path: Path) -> None:
+def test_mask_of_a_single_sample_is_seen_in_any_batch(tmp_path: Path) -> None:
+    x = np.random.default_rng(3).normal(size=(8, 2, 8, 3)).astype(np.float32)
+    x[6, 0, 0, 0] = 6
+    run = RunOptions(batch_size=2, samples_per_shard=4, seed=1)  # neither in the first batch nor in a shard's first
+    with pytest.raises(ShdError, match=r"row 5 .* mask of its own") as caught:
+        precompute(
+            save(product_graph(by_sample), tmp_path),
+            {"x": x},
+            tmp_path / "cache",
+            replace(OPTIONS, num_student_heads=1),
+            run,
+        )
+    assert caught.value.code == "graph-unsupported"
+    assert not (tmp_path / "cache" / "SEALED.json").exists()
+
+
+def test_window_is_found_and_kept(tmp_path: Path) -> None:
+    inputs = {"x": np.random.default_rng(3).normal(size=(4, 2, 8, 3)).astype(np.float32)}
+    teacher = save(product_graph(windowed), tmp_path)
+    for form in ("maps", "factored"):
+        options = PrecomputeOptions(1, codec="float32", form=form, factored_codec="float16")
+        precompute(teacher, inputs, tmp_path / form, options, RunOptions())
+    maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
+    (layer,) = factored.manifest.factors or ()
+    assert (layer.window, factored.manifest.support, factored.manifest.format_version) == (4, "full", "4")
+    for key in maps:
+        exact, found = maps.decode(maps.read(key), 0), factored.decode(factored.read(key), 0)
+        np.testing.assert_array_equal(exact > 0, found > 0)
+        assert codec_error(exact, found).kl_max < 1e-5
+
+
+@pytest.mark.parametrize("codec", ["int8", "float16"])
+def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str) -> None:
     inputs = make_inputs()
-    inputs["mask"][3] = inputs["mask"][3, ::-1]
-    inputs["mask"][3, 0] = 0
-    with pytest.raises(ShdError, match="pad on the right") as caught:
+    front = np.arange(NUM_SAMPLES) % 3
+    inputs["mask"] &= np.arange(LENGTH) >= np.minimum(front, inputs["mask"].sum(1) - 1)[:, None]
+    firsts = inputs["mask"].argmax(1)
+    assert len(set(firsts)) == 3
+    exact = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(teacher, inputs, tmp_path / "maps", exact, RUN)
+    precompute(teacher, inputs, tmp_path / "factored", replace(OPTIONS, factored_codec=codec), RUN)
+    assert verify_cache(tmp_path / "factored").ok
+    maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
+    assert (factored.manifest.padding, factored.manifest.format_version) == ("around", "4")
+    for key in maps:
+        record = factored.read(key)
+        first = record.first
+        assert first == firsts[record.index]
+        wanted, found = maps.decode(maps.read(key), 0), factored.decode(record, 0)
+        assert not found[:, :first].any()
+        assert not found[:, :, :first].any()
+        bound = factored_kl_bound(codec, *factored.decode_factors(record, 0), 3**-0.5).max()
+        assert codec_error(wanted[:, first:], found[:, first:]).kl_max <= 1.05 * bound + 1e-6
+    again = recheck_records(tmp_path / "factored", teacher, inputs, num_records=NUM_SAMPLES)
+    assert again.tv_max < 1e-4
+
+
+def test_padding_between_positions_is_refused(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs()
+    inputs["mask"][3] = [1, 0, 1, 1, 0, 0, 0, 0, 0]
+    with pytest.raises(ShdError, match="pad in front or behind") as caught:
         precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
     assert caught.value.code == "inputs-invalid"
 

@@ -90,15 +90,18 @@ ARCHITECTURES = (*HUGGING_FACE, "dit")
 GROUPED = ("llama", "mistral", "qwen3", "gemma2")  # fewer key/value heads than heads
 
 
-def make_model(name: str, attn_implementation: str | None = None) -> Any:
-    """The architecture with random weights, in eval mode; ``None`` is what its library chooses."""
+def make_model(name: str, attn_implementation: str | None = None, **changes: Any) -> Any:
+    """The architecture with random weights, in eval mode; ``None`` is what its library chooses.
+
+    Changes are to the configuration of a Hugging Face model.
+    """
     torch.manual_seed(0)
     if name == "dit":
         return DiffusionTransformer().eval()
     import transformers
 
     config, model, arguments = _HUGGING_FACE[name]
-    made = getattr(transformers, model)(getattr(transformers, config)(**arguments))
+    made = getattr(transformers, model)(getattr(transformers, config)(**(arguments | changes)))
     if attn_implementation is not None:
         made.set_attn_implementation(attn_implementation)
     return (made.get_encoder() if name in ENCODERS_INSIDE else made).eval()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache.makers import FACTORS, MEASURED, job, key_of, length_of, records_of, write_cache
+from cache.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of, write_cache
 from torch import Tensor
 from torch_path.models import hf_inputs, hf_model
 
@@ -36,7 +36,7 @@ def batch_of(reader: CacheReader, indices: tuple[int, ...], layers: tuple[int, .
 
 def convex(folder: Path, **changes: Any) -> CacheReader:
     """A cache whose mixing is convex, as that of a teacher is and that of ``makers`` is not."""
-    manifest = job(8, factors=FACTORS, **changes)
+    manifest = job(8, **({"factors": FACTORS} | changes))
     writer = CacheWriter(folder, manifest)
     for shard in writer.missing_shards():
         records = records_of(manifest, shard)
@@ -72,6 +72,25 @@ def test_makes_the_maps_of_the_reference(tmp_path: Path, codec: str, support: st
                 assert not maps[number, :, :, n:].any()
     with pytest.raises(ShdError, match="at least the longest"):
         batch.supervise(longest - 1)
+
+
+@pytest.mark.parametrize("support", ["full", "causal"])
+@pytest.mark.parametrize("codec", FACTORED_CODECS)
+def test_windows_and_padding_in_front(tmp_path: Path, codec: str, support: str) -> None:
+    reader = convex(tmp_path, codec=codec, support=support, factors=WINDOWED, padding="around")
+    indices = (7, 0, 2, 5)
+    batch = batch_of(reader, indices).to("cpu")
+    assert batch.firsts == tuple(first_of(index) for index in indices)
+    size = max(map(length_of, indices)) + 1
+    for layer, supervision, maps in zip((1, 2), batch.supervise(size), batch.decode(size), strict=True):
+        torch.testing.assert_close(supervision.mass(), maps.sum(-1))
+        for number, index in enumerate(indices):
+            n = length_of(index)
+            assert batch.query_mask(size)[number].nonzero()[0, 0] == first_of(index)
+            expected = np.zeros((2, size, size), dtype=np.float32)
+            expected[:, :n, :n] = reader.decode(reader.read(key_of(index)), layer)
+            np.testing.assert_array_equal(maps[number].numpy() > 0, expected > 0)
+            np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_one_buffer_that_is_picklable_and_moves(tmp_path: Path) -> None:
@@ -189,3 +208,44 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
         assert allowed < (0.5 if codec == "int8" else 0.05) * expected.item()
         error = codec_error(torch.cat(exact).numpy(), torch.cat(maps).numpy())
         assert error.kl_max < (1e-3 if codec == "int8" else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("name", "windows"), [("mistral", [4]), ("gemma2", [4, None])])
+def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int | None], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+    pytest.importorskip("onnxscript", reason="export needs onnxscript")
+    pytest.importorskip("transformers", reason="these teachers come from transformers")
+    from torch_path.architectures import HEADS, make_inputs, make_model
+
+    from shd_ref.teacher.precompute import precompute
+    from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_torch import export_teacher
+
+    model = make_model(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
+    inputs = make_inputs(name, batch=6, length=12)
+    firsts = [0, 1, 5, 2, 8, 11]
+    inputs["attention_mask"] = (torch.arange(12) >= torch.tensor(firsts)[:, None]).long()
+    teacher = export_teacher(model, make_inputs(name), tmp_path / "teacher.onnx").path
+    arrays = {key: tensor.numpy() for key, tensor in inputs.items()}
+    run = RunOptions(num_threads=1, batch_size=2)
+    options = PrecomputeOptions(HEADS, form="factored", factored_codec="float16")
+    precompute(teacher, arrays, tmp_path / "cache", options, run)
+    joined = SupervisedDataset(Tokens(inputs), tmp_path / "cache")
+    manifest = joined.cache.manifest
+    assert [layer.window for layer in manifest.factors or ()] == windows
+    assert (manifest.support, manifest.padding) == ("causal", "around")
+    _, codes = joined.collate([joined[i] for i in range(6)])
+    assert isinstance(codes, FactoredCodes)
+    assert codes.firsts == tuple(firsts)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(**inputs, output_attentions=True).attentions
+    counted = inputs["attention_mask"].bool()[:, None, :, None]
+    # As many heads as the teacher has: nothing is merged, so the maps are the model's own.
+    for maps, expected in zip(codes.decode(12), attentions, strict=True):
+        exact = torch.where(counted, expected, 0.0)
+        torch.testing.assert_close(maps, exact, atol=2e-3, rtol=0)
+        assert torch.equal(maps > 0, exact > 0)
+        assert codec_error(exact.numpy(), maps.numpy()).kl_max < 1e-5
