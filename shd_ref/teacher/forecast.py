@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from shd_ref.cache import (
     CODECS,
     FACTORED_CODECS,
     CodecError,
-    LayerFactors,
+    Manifest,
     codec_error,
     decode,
     encode,
@@ -27,9 +27,11 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.compression import compress_blob
 from shd_ref.errors import ShdError
-from shd_ref.teacher.factors import find_factors
+from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.inputs import Batch
-from shd_ref.teacher.job import find_support
+from shd_ref.teacher.job import find_support, make_manifest
+from shd_ref.teacher.masks import read_spans
+from shd_ref.teacher.records import make_records, measure_codec
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
@@ -71,11 +73,13 @@ class FactoredForecast:
         dtype: ``float16``, or ``int8`` with a float32 scale per head and position.
         bytes_per_sample: of the mean sample, with its alphas and mixing.
         total_bytes: of the whole data set.
+        error: of the maps that they make, measured on the sampled rows as that of a codec.
     """
 
     dtype: str
     bytes_per_sample: float
     total_bytes: float
+    error: CodecError
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class Forecast:
         teacher_seconds: a sample, of the teacher as it is, in batches as asked for.
         squeeze_seconds: a sample, of the squeezed graph.
         codecs: by codec.
-        factored: empty where the maps are not what queries and keys make.
+        factored: empty where the maps are not what queries and keys make; without ``float16`` where numbers are too
+            large for it.
         form: ``"dense"`` or ``"factored"``: which is smaller, ``sqrt8-row`` or int8 factors, whose errors are alike.
             That turns with the length: ``L H_s`` bytes a row (half of it if causal) against about
             ``d_k (H_t + H_kv)``.
@@ -162,7 +167,7 @@ def forecast_cache(
     codecs = tuple(
         _forecast_codec(codec, work, merged, support, lengths, len(source), teacher_seconds) for codec in CODECS
     )
-    factored = _forecast_factored(work, lengths, len(source))
+    factored = _forecast_factored(work, batches, lengths, len(source))
     recommended = _recommend(codecs, bandwidth)
     return Forecast(
         num_samples=len(source),
@@ -239,19 +244,46 @@ def _forecast_codec(
     )
 
 
-def _forecast_factored(work: TeacherRun, lengths: Any, num_samples: int) -> tuple[FactoredForecast, ...]:
-    found = find_factors(work.model, [site for _, site in work.layers])
-    if not all(factors.supported for factors in found):
+def _forecast_factored(
+    work: TeacherRun, batches: Sequence[Batch], lengths: Any, num_samples: int
+) -> tuple[FactoredForecast, ...]:
+    try:
+        factored = work.as_factored()
+        outputs = [factored.squeeze_checked(batch) for batch in batches]
+        manifest = make_manifest(factored, outputs[0], read_spans(factored, batches[0], outputs[0], 0))
+        errors = {codec: _factored_error(factored, batches, outputs, codec, manifest) for codec in FACTORED_CODECS}
+    except ShdError as error:
+        if error.code not in ("graph-unsupported", "inputs-invalid"):
+            raise
         return ()
     heads, pairs = work.num_teacher_heads, sum(len(one_round) for one_round in work.plans[0])
     floats = 4.0 * len(work.layers) * (pairs + work.options.num_student_heads * heads)
-    layers = [LayerFactors(factors.num_kv_heads, factors.d, factors.scale) for factors in found]
+    layers, counted = manifest.factors or (), lengths - work.inputs.firsts
     forecasts = []
-    for codec in FACTORED_CODECS:
-        sizes = [sum(factored_size(codec, heads, layer, int(length)) for layer in layers) for length in lengths]
+    for codec, measured in errors.items():
+        if measured is None:
+            continue
+        sizes = [sum(factored_size(codec, heads, layer, int(length)) for layer in layers) for length in counted]
         per_sample = floats + float(np.mean(sizes))
-        forecasts.append(FactoredForecast(codec, per_sample, per_sample * num_samples))
+        forecasts.append(FactoredForecast(codec, per_sample, per_sample * num_samples, measured))
     return tuple(forecasts)
+
+
+def _factored_error(
+    work: TeacherRun, batches: Sequence[Batch], outputs: Sequence[Outputs], codec: str, manifest: Manifest
+) -> CodecError | None:
+    """What coding costs the merged maps of the sampled samples; None where the codec cannot hold their numbers."""
+    manifest = replace(manifest, codec=codec)
+    errors = []
+    for batch, output in zip(batches, outputs, strict=True):
+        try:
+            records = make_records(work, batch, output, set(batch.indices), manifest)
+        except ShdError as error:
+            if error.code != "argument-value":
+                raise
+            return None
+        errors.append(measure_codec(work, batch, output, records, manifest))
+    return merge_codec_errors(errors)
 
 
 def _choose_form(codecs: Sequence[CodecForecast], factored: Sequence[FactoredForecast]) -> str:

@@ -179,6 +179,18 @@ class TeacherRun:
         self._shared.members.append(other)
         return other
 
+    def as_factored(self) -> TeacherRun:
+        """The same teacher on the same inputs, in a session of its own, with queries and keys in place of maps.
+
+        Raises:
+            ShdError: ``graph-unsupported`` for maps that they do not make.
+        """
+        other = copy.copy(self)
+        other.options = replace(self.options, form="factored", alpha_per="map", temperature=1.0, plans=self.plans)
+        other.factors = _choose_factors(self.model, self.layers)
+        other._shared = _Shared([other])
+        return other
+
     def squeeze(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Codes and alphas of a batch, by output name of ``self.graph``."""
         return self._shared.run(batch, check_outputs=False)

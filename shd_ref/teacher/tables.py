@@ -69,7 +69,16 @@ def forecast_table(forecast: Forecast) -> Table:
         )
     for form in forecast.factored:
         sizes = decimal(round(form.bytes_per_sample)), decimal(round(form.total_bytes))
-        table.add_row(f"factored, {form.dtype}", *sizes, *[""] * 5)
+        error = form.error
+        table.add_row(
+            f"factored, {form.dtype}",
+            *sizes,
+            "",
+            "",
+            f"{error.kl_mean:.2g}",
+            f"{error.kl_max:.2g}",
+            f"{error.tv_mean:.2%}",
+        )
     return table
 
 

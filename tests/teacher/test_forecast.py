@@ -59,6 +59,20 @@ def test_the_forecast_of_queries_and_keys_is_what_is_written(teacher: Path, tmp_
     options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec=codec)
     summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
     assert row.total_bytes == pytest.approx(summary.stored_bytes + 60 * 4 * (2 + 2 * 4))
+    assert row.error.rows > 0
+    assert row.error.kl_mean == pytest.approx(summary.codec_error.kl_mean, rel=0.5, abs=1e-7)
+    assert row.error.kl_max > row.error.kl_mean > 0
+
+
+def test_padding_in_front_costs_queries_and_keys_nothing(teacher: Path) -> None:
+    tokens = make_tokens(8)
+    behind, front = (
+        {name: array[:, ::step] for name, array in tokens.items()} | {"attention_mask": mask}
+        for step, mask in ((1, tokens["attention_mask"]), (-1, tokens["attention_mask"][:, ::-1]))
+    )
+    rows = [forecast_cache(teacher, inputs, OPTIONS).factored for inputs in (behind, front)]
+    assert [row.bytes_per_sample for row in rows[0]] == [row.bytes_per_sample for row in rows[1]]
+    assert rows[1][0].error.kl_max > 0
 
 
 def test_a_long_data_set_is_read_in_part(teacher: Path) -> None:
