@@ -62,6 +62,8 @@ def shd_loss_gradient_qk(
 
     Raises:
         ShdError: as ``shd_loss``; ``argument-shape`` (GRAD-5), ``argument-value`` (GRAD-8).
+
+    Source: silent. Decision: D-21.
     """
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not np.isfinite(scale):
         raise ShdError("argument-value", f"scale must be a finite number; got {scale!r}", "GRAD-8")

@@ -41,6 +41,8 @@ def gram_tensor(
     Raises:
         ShdError: ``argument-shape`` (GRAM-6), ``argument-value``, ``argument-dtype``, ``not-finite``,
             ``not-a-distribution``.
+
+    Source: silent. Decision: D-22.
     """
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     v, w = as_float(values, "values", ndim=4), as_float(output_projection, "output_projection", ndim=2)
@@ -104,6 +106,8 @@ def merge_gram(gram: ArrayLike, p: int, q: int, alpha: ArrayLike) -> Array:
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value``, ``mixing-invalid`` (GRAM-6), ``not-finite``.
+
+    Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
     """
     g, a = _check_pool(gram, p, q), as_float(alpha, "alpha")
     if a.shape != g.shape[:1] + g.shape[5:]:

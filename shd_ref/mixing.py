@@ -168,6 +168,8 @@ def mix_heads(teacher_probs: ArrayLike, mixing: ArrayLike) -> Array:
 
     Raises:
         ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``, ``mixing-invalid``.
+
+    Source: Eq. 5, for any number of heads at once.
     """
     probs = check_probs(teacher_probs, "teacher_probs", row_sums="at_most_one")
     return in_dtype_of(teacher_probs, mix_maps(probs, check_mixing(mixing, probs.shape)))

@@ -94,6 +94,8 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+
+    Source: Eq. 10. Deviation: from probabilities; sinks (D-12).
     """
     check_map_axes(attn_probs, "attn_probs")
     check_probs(attn_probs, "attn_probs", check=check, row_sums=row_sums, ndim=None)

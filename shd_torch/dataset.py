@@ -192,6 +192,9 @@ class CodedSupervision:
         codec: of the cache.
         support: ``"full"`` or ``"causal"``.
         temperature: T_a of the cache, where it is known.
+
+    Raises:
+        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
     """
 
     buffer: Tensor

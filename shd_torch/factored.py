@@ -45,6 +45,10 @@ class Factored(Supervision):
         mask: the description of who may attend in the teacher; fits ``(B, H_t, L, S)``.
         pair_weights: ``C[h,t] rho_t`` of each of the ``pairs``, ``(B, pairs, 1 or L)``; 0 on the teacher's fully
             masked rows.
+
+    Raises:
+        ShdError: ``argument-shape`` (GRAD-5, MIX-3, MAP-10), ``argument-dtype`` (MAP-5, MAP-7), ``argument-value``
+            (scale, soft cap, window, groups); values are looked at by ``check``.
     """
 
     queries: Tensor

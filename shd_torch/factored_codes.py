@@ -35,6 +35,9 @@ class FactoredCodes:
         codec: ``"float16"`` or ``"int8"``.
         support: ``"full"`` or ``"causal"``.
         firsts: positions of padding in front of each sample; none where no sample has any.
+
+    Raises:
+        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
     """
 
     buffer: Tensor

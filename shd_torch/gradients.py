@@ -34,6 +34,8 @@ def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: U
 
     Raises:
         ShdError: as ``shd_loss``.
+
+    Source: silent. Decision: D-21.
     """
     divergence = keywords.get("divergence", "kl")
     temperature = keywords.get("temperature", 1.0)
@@ -60,7 +62,9 @@ def shd_loss_gradient_qk(
         ``dq`` and ``dk``, shaped as queries and keys: tensors for tensors, lists for lists; float64 or float32.
 
     Raises:
-        ShdError: as ``shd_loss``.
+        ShdError: as ``shd_loss``; ``argument-shape`` (GRAD-5), ``argument-value`` (GRAD-8).
+
+    Source: silent. Decision: D-21.
     """
     scale = check_finite("scale", scale, "GRAD-8")
     check = keywords.get("check", True)

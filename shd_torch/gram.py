@@ -46,6 +46,8 @@ def gram_tensor(
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+
+    Source: silent. Decision: D-22.
     """
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
@@ -96,6 +98,8 @@ def gram_tensor_from_qk(
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
+
+    Source: silent. Decision: D-22.
     """
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     projection = check_factors(teacher, values, output_projection, query_mask, check=check)
@@ -166,6 +170,8 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+
+    Source: Eq. 5-9. Deviation: D-1. Decision: D-22.
     """
     _check_pool(gram, p, q, check)
     return solve_gram_pair(gram.double(), p, q, "least_squares").clipped
@@ -205,6 +211,8 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
+
+    Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
     """
     _check_pool(gram, p, q, check)
     check_real(alpha, "alpha", check=check)

@@ -166,6 +166,8 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     Raises:
         ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution`` (a negative
             probability), ``mixing-invalid``.
+
+    Source: Eq. 5, for any number of heads at once.
     """
     check_probs(teacher_probs, "teacher_probs", check=check, row_sums="at_most_one")
     check_real(mixing, "mixing", check=check)
