@@ -24,6 +24,14 @@ def load_heads(base, stride, positions, exist, WIDTH: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
+def locate_heads(gradient, line, positions, exist, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Where a contiguous gradient of one head has its entries ``[positions, PADDED]``, and which of them exist."""
+    columns = tl.arange(0, PADDED)
+    pointers = gradient + (line + positions)[:, None] * WIDTH + columns[None, :]
+    return pointers, exist[:, None] & (columns < WIDTH)[None, :]
+
+
+@triton.jit
 def query_base(model, batch, head):
     """Where the queries of a head start."""
     return model.queries + batch.to(tl.int64) * model.query_strides[0] + head.to(tl.int64) * model.query_strides[1]

@@ -16,6 +16,7 @@ from shd_torch.kernels.maps import (
     key_range,
     load_heads,
     load_key_mask,
+    locate_heads,
     logits_tile,
     may_attend,
     query_base,
@@ -93,8 +94,11 @@ def mass_pass(
 
 
 @triton.jit
-def load_rows(student, supervision, weights, num_rows, batch, head, rows, CODED: tl.constexpr):
-    """What each row brings: its weight g, its log-sum-exp, rho, and the factor of its stored entries."""
+def load_rows(student, supervision, weights, largest, num_rows, batch, head, rows, CODED: tl.constexpr):
+    """What each row brings: its weight g, g's share of the largest, and its terms.
+
+    Terms are the log-sum-exp, rho, and the factor of the stored entries.
+    """
     line = (batch.to(tl.int64) * student.num_heads + head) * num_rows
     exist = rows < num_rows
     weight = tl.load(weights + line + rows, mask=exist, other=0.0)
@@ -107,7 +111,7 @@ def load_rows(student, supervision, weights, num_rows, batch, head, rows, CODED:
         mass = tl.where(held, 1.0, 0.0)
     else:
         factor = mass
-    return weight, lse, mass, factor
+    return weight, weight / tl.where(largest > 0.0, largest, 1.0), (lse, mass, factor)
 
 
 @triton.jit
@@ -122,9 +126,7 @@ def difference_tile(
     start,
     rows,
     keys,
-    lse,
-    mass,
-    factor,
+    terms,
     gain,
     CODED: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -138,6 +140,7 @@ def difference_tile(
 
     The factors of a row go into its exponent, which costs nothing an entry.
     """
+    lse, mass, factor = terms
     allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
     logits = logits_tile(queries, held, student.scale, PRECISION)
     log_probs = tl.where(allowed, logits - (lse - tl.log2(mass * gain))[:, None], float("-inf"))
@@ -190,15 +193,11 @@ def rows_pass(
     batch, head = tl.program_id(1) // student.num_heads, tl.program_id(1) % student.num_heads
     rows = start + tl.arange(0, ROWS)
     exist = rows < mask.num_rows
-    weight, lse, mass, entry_factor = load_rows(
-        student, supervision, weights, mask.num_rows, batch, head, rows, CODED
-    )
+    largest = tl.load(peak)
+    weight, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows, CODED)
     queries = load_heads(query_base(student, batch, head), student.query_strides[2], rows, exist, WIDTH, PADDED)
     base = key_base(student, batch, head)
-    columns = tl.arange(0, PADDED)
     gain = tl.full([ROWS], HEADROOM, tl.float32)
-    largest = tl.load(peak)
-    share = weight / tl.where(largest > 0.0, largest, 1.0)
     gradient = tl.zeros([ROWS, PADDED], tl.float32)
     divergence = tl.zeros([ROWS], tl.float32)
     first, end = key_range(mask, start, ROWS, KEYS, CAUSAL)
@@ -218,9 +217,7 @@ def rows_pass(
             start,
             rows,
             keys,
-            lse,
-            mass,
-            entry_factor,
+            terms,
             gain,
             CODED,
             MEMBERS,
@@ -238,13 +235,11 @@ def rows_pass(
             weighted = (difference * share[:, None]).to(queries.dtype)
             part = tl.dot(tl.trans(weighted), queries, input_precision=PRECISION) * (factor * largest / HEADROOM)
             line = batch.to(tl.int64) * (student.num_heads // student.group_size) + head // student.group_size
-            pointers = dk + (line * mask.num_keys + keys)[:, None] * WIDTH + columns[None, :]
-            inside = (keys < mask.num_keys)[:, None] & (columns < WIDTH)[None, :]
+            pointers, inside = locate_heads(dk, line * mask.num_keys, keys, keys < mask.num_keys, WIDTH, PADDED)
             tl.atomic_add(pointers, part, mask=inside, sem="relaxed")
     line = tl.program_id(1).to(tl.int64) * mask.num_rows
-    gradient = gradient * (weight * (factor / HEADROOM))[:, None]
-    pointers = dq + (line + rows)[:, None] * WIDTH + columns[None, :]
-    tl.store(pointers, gradient, mask=exist[:, None] & (columns < WIDTH)[None, :])
+    pointers, inside = locate_heads(dq, line, rows, exist, WIDTH, PADDED)
+    tl.store(pointers, gradient * (weight * (factor / HEADROOM))[:, None], mask=inside)
     if kl is not None:
         divergence = divergence / (HEADROOM * LOG2_E)
         if CODED:
@@ -282,7 +277,6 @@ def keys_pass(
     exist = keys < mask.num_keys
     first_head = kv_head * student.group_size
     held = load_heads(key_base(student, batch, first_head), student.key_strides[2], keys, exist, WIDTH, PADDED)
-    columns = tl.arange(0, PADDED)
     largest = tl.load(peak)
     gradient = tl.zeros([KEYS, PADDED], tl.float32)
     first, end = row_range(mask, key_start, ROWS, KEYS, CAUSAL)
@@ -292,12 +286,9 @@ def keys_pass(
         head = first_head + step // num_blocks
         start = first + step % num_blocks * ROWS
         rows = start + tl.arange(0, ROWS)
-        weight, lse, mass, entry_factor = load_rows(
-            student, supervision, weights, mask.num_rows, batch, head, rows, CODED
-        )
+        _, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows, CODED)
         base = query_base(student, batch, head)
         queries = load_heads(base, student.query_strides[2], rows, rows < mask.num_rows, WIDTH, PADDED)
-        share = weight / tl.where(largest > 0.0, largest, 1.0)
         difference, _, _ = difference_tile(
             student,
             supervision,
@@ -309,9 +300,7 @@ def keys_pass(
             start,
             rows,
             keys,
-            lse,
-            mass,
-            entry_factor,
+            terms,
             share * HEADROOM,
             CODED,
             MEMBERS,
@@ -323,6 +312,5 @@ def keys_pass(
         )
         gradient = tl.dot(tl.trans(difference.to(queries.dtype)), queries, gradient, input_precision=PRECISION)
     line = tl.program_id(1).to(tl.int64) * mask.num_keys
-    pointers = dk + (line + keys)[:, None] * WIDTH + columns[None, :]
-    gradient = gradient * (factor * largest / HEADROOM)
-    tl.store(pointers, gradient, mask=exist[:, None] & (columns < WIDTH)[None, :])
+    pointers, inside = locate_heads(dk, line, keys, exist, WIDTH, PADDED)
+    tl.store(pointers, gradient * (factor * largest / HEADROOM), mask=inside)
