@@ -61,7 +61,7 @@ def kl_coded(
     once, at set-up.
 
     Args:
-        student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256.
+        student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256, in float32 128.
         student_k: ``(B, H_kv, S, d)`` of the same dtype; query head h reads key head ``h // (H_s / H_kv)``.
         codes: ``(B, H_s, L, S)`` uint8, or the cache's own bytes; what they lack up to L and S is zero.
         row_weights: g ``(B, H_s, L)`` float32, at least 0; 0 where a row does not count. Rows with a mass other than

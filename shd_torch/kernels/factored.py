@@ -44,7 +44,7 @@ def kl_factored(
     A row that may attend to nothing gives exactly 0.
 
     Args:
-        student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256.
+        student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256, in float32 128.
         student_k: ``(B, H_kv, S, d)`` of the same dtype; query head h reads key head ``h // (H_s / H_kv)``.
         teacher_q: ``(B, H_t, L, d_t)``; its dtype may differ from the student's.
         teacher_k: ``(B, H_tkv, S, d_t)``, grouped likewise.

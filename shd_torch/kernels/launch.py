@@ -17,7 +17,15 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_torch.kernels.operands import Coded, Factored, Heads, Mask, RowsKl
-from shd_torch.kernels.tiles import MASS_TILE, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
+from shd_torch.kernels.tiles import (
+    MASS_TILE,
+    MAX_FLOAT32_WIDTH,
+    MAX_WIDTH,
+    Tile,
+    choose_tile,
+    count_unrolled,
+    pad_width,
+)
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
@@ -46,8 +54,10 @@ def unsupported_reason(*tensors: Tensor) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"queries and keys must be float16, bfloat16 or float32; got {tensor.dtype}"
-        if not 1 <= tensor.shape[-1] <= MAX_WIDTH:
-            return f"heads must have a size of 1 to {MAX_WIDTH}; got {tensor.shape[-1]}"
+        limit = MAX_FLOAT32_WIDTH if tensor.dtype == torch.float32 else MAX_WIDTH
+        if not 1 <= tensor.shape[-1] <= limit:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            return f"heads must have a size of 1 to {limit} in {kind}; got {tensor.shape[-1]}"
     if is_interpreted():
         # Triton's interpreter computes bfloat16 products wrongly, without a word.
         if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
@@ -105,7 +115,8 @@ def compute_lse(heads: Heads, mask: Mask, is_causal: bool) -> Tensor:
 
     batch, num_heads, num_rows, width = heads.queries.shape
     padded = pad_width(width)
-    tile = choose_tile("lse", _row_bytes(heads), 0, _capability(heads.queries))
+    is_float32 = heads.queries.dtype == torch.float32
+    tile = choose_tile("lse", _row_bytes(heads), 0, _capability(heads.queries), is_float32=is_float32)
     lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=heads.queries.device)
     with _on_device(lse):
         passes.lse_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
@@ -159,11 +170,14 @@ def run_passes(
     teacher = supervision.teacher if isinstance(supervision, Factored) else student
     teacher_width = teacher.queries.shape[-1]
     row_bytes = max(_row_bytes(student), _row_bytes(teacher))
-    members = count_unrolled(group_sizes, row_bytes) if isinstance(supervision, Factored) else 0
+    is_float32 = torch.float32 in (student.queries.dtype, teacher.queries.dtype)
+    members = None
+    if isinstance(supervision, Factored):
+        members = count_unrolled(group_sizes, row_bytes, is_float32=is_float32)
     capability = _capability(student.queries)
     options: dict[str, Any] = {
         "CODED": isinstance(supervision, Coded),
-        "MEMBERS": members,
+        "MEMBERS": members or 0,
         "TRIANGULAR": is_triangular,
         "CAUSAL": is_causal,
         "WIDTH": width,
@@ -178,13 +192,13 @@ def run_passes(
     dk = make_dk(batch, num_kv_heads, num_keys, width, **fresh)
     kl = torch.empty(batch, num_heads, num_rows, **fresh) if want_value else None
     shared = (student, supervision, mask, row_weights, row_weights.abs().amax(), scale / temperature)
-    tile = choose_tile("rows", row_bytes, members, capability)
+    tile = choose_tile("rows", row_bytes, members, capability, is_float32=is_float32)
     with _on_device(dq):
         passes.rows_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
             dq, None if deterministic else dk, kl, *shared, **options, **_program_options(tile)
         )
         if deterministic:
-            tile = choose_tile("keys", row_bytes, members, capability)
+            tile = choose_tile("keys", row_bytes, members, capability, is_float32=is_float32)
             passes.keys_pass[(_count_tiles(num_keys, tile.keys), batch * num_kv_heads)](
                 dk, *shared, **options, **_program_options(tile)
             )
@@ -207,9 +221,8 @@ def _row_bytes(heads: Heads) -> int:
     return pad_width(heads.queries.shape[-1]) * heads.queries.element_size()
 
 
-def _capability(tensor: Tensor) -> tuple[int, int]:
-    # The interpreter takes its time by the tile: large ones are fast.
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
+def _capability(tensor: Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
 def _count_tiles(length: int, size: int) -> int:

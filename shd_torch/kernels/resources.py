@@ -111,7 +111,8 @@ def measure(variant: Variant, capability: int, tile: Tile | None = None) -> Reso
 def choose_variant_tile(variant: Variant, capability: int) -> Tile:
     """The tile that a launch would use."""
     row_bytes = pad_width(variant.width) * variant.dtype.itemsize
-    return choose_tile(variant.program, row_bytes, variant.members or 0, divmod(capability, 10))
+    is_float32 = variant.dtype == torch.float32
+    return choose_tile(variant.program, row_bytes, variant.members, divmod(capability, 10), is_float32=is_float32)
 
 
 @dataclass(frozen=True)

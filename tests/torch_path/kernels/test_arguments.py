@@ -46,9 +46,14 @@ ONES = np.ones((1, 2, 8), np.float32)
             "got .*float64",
         ),
         (
-            {"teacher_q": np.ones((1, 4, 8, 257), np.float32), "teacher_k": np.ones((1, 4, 8, 257), np.float32)},
+            {"teacher_q": np.ones((1, 4, 8, 129), np.float32), "teacher_k": np.ones((1, 4, 8, 129), np.float32)},
             "argument-value",
-            "a size of 1 to 256; got 257",
+            "a size of 1 to 128 in float32; got 129",
+        ),
+        (
+            {"teacher_q": np.ones((1, 4, 8, 257), np.float16), "teacher_k": np.ones((1, 4, 8, 257), np.float16)},
+            "argument-value",
+            "a size of 1 to 256 in float16; got 257",
         ),
     ],
 )

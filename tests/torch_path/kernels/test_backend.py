@@ -27,7 +27,7 @@ Loss = Callable[..., dict[str, Any]]
 BETA = 1e-3
 CASES = [
     Case("causal, L=63, d=40 and 24, grouped", 63, None, 40, 24, kv_heads=1, teacher_kv_heads=2, is_causal=True),
-    Case("L=65, S=70, weights per row, T=2.5", 65, 70, mixes_rows=True, temperature=2.5, batch=2),
+    Case("L=65, S=70, weights per row, T=2.5", 65, 70, mixes_rows=True, temperature=2.5),
     Case("causal, padded on the left: empty rows", 40, is_causal=True, has_key_mask=True, batch=2),
     Case(
         "groups of 3, 1 and 2, window", 37, groups=((0, 4, 2), (5,), (1, 3)), kv_heads=3, teacher_kv_heads=6, window=9
@@ -187,7 +187,9 @@ def test_device_dtype_and_head_size_are_said_first() -> None:
     (choice,) = explain_backend(heads(), heads(), teach(heads()))
     assert "need a CUDA device" in choice.refused["triton"]
     (choice,) = explain_backend(heads(8, 264), heads(8, 264), teach(heads()))
-    assert "a size of 1 to 256; got 264" in choice.refused["triton"]
+    assert "a size of 1 to 128 in float32; got 264" in choice.refused["triton"]
+    (choice,) = explain_backend(heads(8, 264, torch.float16), heads(8, 264, torch.float16), teach(heads()))
+    assert "a size of 1 to 256 in float16; got 264" in choice.refused["triton"]
     (choice,) = explain_backend(heads(dtype=torch.float64), heads(dtype=torch.float64), teach(heads()))
     assert "float16, bfloat16 or float32; got torch.float64" in choice.refused["triton"]
 

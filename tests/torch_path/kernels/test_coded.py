@@ -18,12 +18,12 @@ from shd_torch.kernels import PackedCodes
 
 CASES = [
     Case("causal, L=63, d=40, grouped queries", 63, width=40, kv_heads=1, is_causal=True),
-    Case("L=65, S=70, padded, T=2.5", 65, 70, has_key_mask=True, temperature=2.5, batch=2),
+    Case("L=65, S=70, padded, T=2.5", 65, 70, has_key_mask=True, temperature=2.5),
     Case("causal, padded on the left: empty rows", 70, is_causal=True, has_key_mask=True, batch=2),
-    Case("window of 20, L=197", 197, groups=((0, 1),), kv_heads=1, teacher_kv_heads=2, window=20),
+    Case("d=64, window of 20, L=131", 131, width=64, groups=((0, 1),), kv_heads=1, teacher_kv_heads=2, window=20),
     Case(
-        "float16, L=257, causal",
-        257,
+        "float16, d=64, L=129, causal",
+        129,
         width=64,
         groups=((0, 1),),
         kv_heads=1,
