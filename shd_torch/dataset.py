@@ -195,6 +195,8 @@ class CodedSupervision:
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
+
+    Source: CACHE-26.
     """
 
     buffer: Tensor

@@ -49,6 +49,8 @@ class Factored(Supervision):
     Raises:
         ShdError: ``argument-shape`` (GRAD-5, MIX-3, MAP-10), ``argument-dtype`` (MAP-5, MAP-7), ``argument-value``
             (scale, soft cap, window, groups); values are looked at by ``check``.
+
+    Source: MIX-3, GRAD-5.
     """
 
     queries: Tensor

@@ -38,6 +38,8 @@ class FactoredCodes:
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
+
+    Source: CACHE-100.
     """
 
     buffer: Tensor
