@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention  # by name: a model's may be replaced, this one is not
 
 from shd_torch.masks import CHUNK, AttentionMask
 
@@ -135,7 +136,7 @@ def _attend_once(
     queries: Tensor, keys: Tensor, values: Tensor, tile: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     with torch.autocast(queries.device.type, enabled=False):
-        return F.scaled_dot_product_attention(queries, keys, values, tile, is_causal=is_causal, scale=scale)
+        return scaled_dot_product_attention(queries, keys, values, tile, is_causal=is_causal, scale=scale)
 
 
 def _result_and_gradient(function: partial[Tensor], values: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:

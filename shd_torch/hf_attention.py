@@ -6,11 +6,13 @@ that it makes, which cannot be misread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shd_ref.errors import ShdError
 from shd_torch.attention_call import AttentionCall, check_heads
@@ -116,8 +118,15 @@ class _SoftmaxReachedError(Exception):
         self.logits = logits
 
 
-def _stop_at_softmax(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise _SoftmaxReachedError(input)
+class _StopAtSoftmax(TorchFunctionMode):
+    """While entered, ends this thread's code at its first softmax; other threads do not notice."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (F.softmax, torch.softmax, Tensor.softmax):
+            raise _SoftmaxReachedError(args[0] if args else (kwargs or {})["input"])
+        return func(*args, **(kwargs or {}))
 
 
 def _eager_logits(raw: RawCall) -> Tensor:
@@ -125,17 +134,14 @@ def _eager_logits(raw: RawCall) -> Tensor:
     assert raw.function is not None
     assert raw.query is not None
     assert raw.key is not None
-    softmax = F.softmax
-    F.softmax = _stop_at_softmax
     try:
-        # Keys stand in for the values, which play no part before the softmax.
-        raw.function(raw.module, raw.query, raw.key, raw.key, raw.attn_mask, **(raw.keywords or {}))
+        with _StopAtSoftmax():
+            # Keys stand in for the values, which play no part before the softmax.
+            raw.function(raw.module, raw.query, raw.key, raw.key, raw.attn_mask, **(raw.keywords or {}))
     except _SoftmaxReachedError as reached:
         logits = reached.logits
     else:
         raise _unsupported(type(raw.module).__name__, "be one softmax over its keys", "no softmax")
-    finally:
-        F.softmax = softmax
     if logits.shape != (*raw.query.shape[:3], raw.key.shape[2]):
         raise _unsupported(type(raw.module).__name__, "be one softmax over its keys", f"{tuple(logits.shape)}")
     return logits

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shd_ref.errors import ShdError
+
 
 class RawCall:
     """One attention call as a tap saw it; ``shd_torch.hf_attention`` and ``shd_torch.capture`` make sense of it."""
@@ -62,18 +64,27 @@ class RawCall:
 
 
 class _Recorder:
-    """What is being recorded; one object for good, so that compiled graphs may hold on to it."""
+    """What one thread records; one object for good."""
 
     def __init__(self) -> None:
         self.active = False
         self.wants_values = False
-        self.thread = 0
         self.last: RawCall | None = None
         self.nested = False  # inside an attention function that is recorded as a whole
         self.inner: RawCall | None = None
 
 
-_recorder = _Recorder()
+class _Threads(threading.local):
+    """A recorder a thread: attention of other threads passes the same taps, compiled or not, and is not recorded.
+
+    The recorder is an object of its own, as ``torch.compile`` has guards on its attributes, and none on this one's.
+    """
+
+    def __init__(self) -> None:
+        self.recorder = _Recorder()
+
+
+_threads = _Threads()
 _lock = threading.RLock()  # the taps are the process's: one recording thread at a time
 
 
@@ -89,19 +100,19 @@ def record(*, values: bool = False) -> Iterator[Recording]:
     """Note every attention call of this thread inside the block, with ``values`` also values and outputs."""
     recording = Recording()
     with _lock:
-        saved = dict(vars(_recorder))
-        _recorder.active, _recorder.last, _recorder.nested, _recorder.inner = True, None, False, None
-        _recorder.wants_values = values or (saved["active"] and saved["wants_values"])
-        _recorder.thread = threading.get_ident()
+        recorder = _threads.recorder
+        saved = dict(vars(recorder))
+        recorder.active, recorder.last, recorder.nested, recorder.inner = True, None, False, None
+        recorder.wants_values = values or (saved["active"] and saved["wants_values"])
         last: RawCall | None = None
         try:
             with ExitStack() as stack:
                 if not saved["active"]:
                     _install(stack)
                 yield recording
-            last = _recorder.last
+            last = recorder.last
         finally:
-            vars(_recorder).update(saved)
+            vars(recorder).update(saved)
         chain = last
         while chain is not None:
             recording.calls.append(chain)
@@ -109,27 +120,31 @@ def record(*, values: bool = False) -> Iterator[Recording]:
         recording.calls.reverse()
         if saved["active"] and not saved["nested"] and recording.calls:
             recording.calls[0].before = saved["last"]  # an outer recording sees them too
-            _recorder.last = last
+            recorder.last = last
         for call in recording.calls if not saved["active"] else ():
             call.before = None
 
 
 def is_recording() -> bool:
     """Whether this thread's attention is being recorded."""
-    if not _recorder.active or _recorder.nested:
-        return False
-    return torch.compiler.is_compiling() or _recorder.thread == threading.get_ident()
+    recorder = _threads.recorder
+    return recorder.active and not recorder.nested
 
 
 def add_call(call: RawCall) -> None:
     """Note a call at the head of the list."""
-    call.before = _recorder.last
-    _recorder.last = call
+    recorder = _threads.recorder
+    call.before, recorder.last = recorder.last, call
 
 
 def last_call() -> RawCall | None:
     """The call that was noted last, while this thread records."""
-    return _recorder.last if is_recording() else None
+    return _threads.recorder.last if is_recording() else None
+
+
+# One tap for one function: a compiled graph is bound to the tap it was traced with. Few are kept, as somebody may
+# make a new function for every pass.
+_once = functools.lru_cache(maxsize=64)
 
 
 def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,18 +155,19 @@ def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable
     ) -> Any:
         if args or not is_recording():
             return function(module, query, key, value, attention_mask, *args, **kwargs)
-        _recorder.nested, _recorder.inner = True, None
+        recorder = _threads.recorder
+        recorder.nested, recorder.inner = True, None
         result = function(module, query, key, value, attention_mask, **kwargs)
-        inner = _recorder.inner
-        _recorder.nested, _recorder.inner = False, None
+        inner = recorder.inner
+        recorder.nested, recorder.inner = False, None
         add_call(
             RawCall(
                 "hugging-face",
                 query,
                 key,
                 attention_mask,
-                value=value if _recorder.wants_values else None,
-                output=result[0] if _recorder.wants_values else None,
+                value=value if recorder.wants_values else None,
+                output=result[0] if recorder.wants_values else None,
                 module=module,
                 implementation=implementation,
                 function=function,
@@ -166,8 +182,9 @@ def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch has it
 def _install(stack: ExitStack) -> None:
-    _replace(stack, F, "scaled_dot_product_attention", _tapped_sdpa)
-    _replace(stack, F, "multi_head_attention_forward", _tapped_multi_head)
+    # What stands there may be somebody else's (another kernel, context parallelism), and it is what must run.
+    _replace(stack, F, "scaled_dot_product_attention", _tap_sdpa(F.scaled_dot_product_attention))
+    _replace(stack, F, "multi_head_attention_forward", _tap_multi_head(F.multi_head_attention_forward))
     # The inference-only fast path of nn.MultiheadAttention calls neither.
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
@@ -176,38 +193,62 @@ def _install(stack: ExitStack) -> None:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, function: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
+    stack.callback(_put_back, owner, name, getattr(owner, name), function)
     setattr(owner, name, function)
 
 
+def _put_back(owner: Any, name: str, original: Any, function: Any) -> None:
+    if getattr(owner, name) is function:  # else somebody replaced it during the pass, for good
+        setattr(owner, name, original)
+
+
+@_once
 def _tap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        output = original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if not _recorder.active or query.ndim != 4:
-            return output
-        values = (value, output) if _recorder.wants_values else (None, None)
-        call = RawCall(
-            "fused", query, key, attn_mask, is_causal=is_causal, scale=scale, value=values[0], output=values[1]
-        )
-        if is_recording():
-            add_call(call)
-        elif _recorder.nested:
-            _recorder.inner = call
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        recorder = _threads.recorder
+        last, inner = recorder.last, recorder.inner
+        output = original(*args, **kwargs)  # as they are: what stands here may have a signature of its own
+        seen = recorder.last is not last or recorder.inner is not inner  # by a tap inside of it
+        if recorder.active and not seen:
+            call = _read_sdpa(output, *args, **kwargs)
+            if call is not None and recorder.nested:
+                recorder.inner = call
+            elif call is not None:
+                add_call(call)
         return output
 
     return attend
 
 
+def _read_sdpa(
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **unknown: Any,
+) -> RawCall | None:
+    """A call of ``scaled_dot_product_attention``; None for one without heads."""
+    if unknown:
+        raise ShdError(
+            "capture-failed",
+            "scaled_dot_product_attention must be called with the keywords of PyTorch's own; got "
+            f"{', '.join(unknown)}, whose meaning is not known: leave them out, or call record_query_key",
+        )
+    if query.ndim != 4:
+        return None
+    call = RawCall("fused", query, key, attn_mask, is_causal=is_causal, scale=scale)
+    if _threads.recorder.wants_values:
+        call.value, call.output = value, output
+    return call
+
+
+@_once
 def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attend(
@@ -219,10 +260,10 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
         projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
         products: list[tuple[Tensor, ...]] = []
-        before = _recorder.last
+        before = _threads.recorder.last
         with ExitStack() as stack:
             for name in ("bmm", "baddbmm"):
-                _replace(stack, torch, name, _watch(products, getattr(torch, name)))
+                _replace(stack, torch, name, _watch(products, getattr(torch, name), threading.get_ident()))
             result = original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
         if products:  # the first is of queries and keys, the second of weights and values
             *mask, scaled, transposed = products[0]
@@ -230,32 +271,27 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
             bias = None if not mask else mask[0]
             if bias is not None:
                 bias = bias[None] if bias.shape[0] == 1 else bias.reshape(-1, num_heads, *bias.shape[1:])
-            values = products[1][1] if _recorder.wants_values else None
+            values = products[1][1] if _threads.recorder.wants_values else None
             values = None if values is None else values.reshape(-1, num_heads, *values.shape[1:])
             add_call(
                 RawCall(
                     "fused", heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection
                 )
             )
-        elif _recorder.last is not None and _recorder.last is not before:
-            _recorder.last.projection = projection
+        elif _threads.recorder.last is not None and _threads.recorder.last is not before:
+            _threads.recorder.last.projection = projection
         return result
 
     return attend
 
 
-def _watch(products: list[tuple[Tensor, ...]], original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _watch(products: list[tuple[Tensor, ...]], original: Callable[..., Tensor], thread: int) -> Callable[..., Tensor]:
     def multiply(*tensors: Tensor, **kwargs: Any) -> Tensor:
-        products.append(tensors)
+        if threading.get_ident() == thread:
+            products.append(tensors)
         return original(*tensors, **kwargs)
 
     return multiply
-
-
-# Made once: a compiled graph is bound to the function it was traced with.
-_tapped_sdpa = _tap_sdpa(F.scaled_dot_product_attention)
-_tapped_multi_head = _tap_multi_head(F.multi_head_attention_forward)
-_tapped_interfaces: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}
 
 
 def _install_interface(stack: ExitStack) -> None:
@@ -269,21 +305,29 @@ def _install_interface(stack: ExitStack) -> None:
 
     table = AttentionInterface._global_mapping
     saved = dict(table)
-    for name, function in saved.items():
-        if (name, function) not in _tapped_interfaces:
-            _tapped_interfaces[name, function] = tap_interface(name, function)
-        table[name] = _tapped_interfaces[name, function]
-    table["eager"] = _refuse_eager
-    stack.callback(table.update, saved)
-    stack.callback(table.pop, "eager", None)
+    # First, and put back last: only it knows what the entry "eager" means.
     _replace(stack, AttentionInterface, "get_interface", _get_interface(AttentionInterface.get_interface))
+    tapped = {name: _tap_once(name, function) for name, function in saved.items()} | {"eager": _refuse_eager}
+    table.update(tapped)
+
+    def put_back() -> None:
+        for name in [name for name, function in tapped.items() if table.get(name) is function]:
+            if name in saved:
+                table[name] = saved[name]
+            else:
+                del table[name]
+
+    stack.callback(put_back)
 
 
 def _refuse_eager(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the modelling file's own function stands behind 'eager'")
 
 
-@functools.cache
+_tap_once = _once(tap_interface)
+
+
+@_once
 def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = original(self, attn_implementation, default)

@@ -1,0 +1,212 @@
+"""The taps share the process with other people's patches and with other threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_path.models import NUM_LAYERS, PlainViT, hf_inputs, hf_model
+
+from shd_torch import OnlineTeacher, ShdError, capture_attention
+from shd_torch.taps import record
+
+
+class Doubled:
+    """Somebody's own attention, in the place of PyTorch's."""
+
+    def __init__(self) -> None:
+        self.original, self.calls = F.scaled_dot_product_attention, 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        self.calls += 1
+        return 2 * self.original(q, k, v, is_causal=is_causal)
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+def test_a_replaced_function_runs_and_is_tapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, images, mine = PlainViT().eval(), torch.randn(2, 3, 16, 16), Doubled()
+    with capture_attention(model, NUM_LAYERS) as captured:
+        ordinary = model(images)
+    queries = [call.query for call in captured.calls]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", mine)
+    plain = model(images)
+    assert not torch.equal(plain, ordinary)
+    with capture_attention(model, NUM_LAYERS) as captured:
+        assert torch.equal(model(images), plain)
+    assert F.scaled_dot_product_attention is mine
+    assert torch.equal(captured.calls[0].query, queries[0])
+    assert torch.equal(OnlineTeacher(model, 2, NUM_LAYERS)(images).output, plain)
+    assert mine.calls == 3 * NUM_LAYERS
+
+
+def test_a_function_replaced_during_a_pass_stays_and_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # put back at the end
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    patches: list[Doubled] = []
+
+    def patch_once(*_: Any) -> None:
+        if not patches:
+            patches.append(Doubled())
+            F.scaled_dot_product_attention = patches[0]
+
+    model.register_forward_pre_hook(patch_once)
+    for _ in range(2):
+        with capture_attention(model, NUM_LAYERS) as captured:
+            captured_output = model(images)
+        assert captured.num_calls == NUM_LAYERS
+        assert F.scaled_dot_product_attention is patches[0]
+    assert torch.equal(captured_output, model(images))
+
+
+def test_a_replaced_multi_head_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    attention, hidden = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+    original = F.multi_head_attention_forward
+    monkeypatch.setattr(
+        F, "multi_head_attention_forward", lambda *args, **kwargs: (2 * original(*args, **kwargs)[0], None)
+    )
+    plain = attention(hidden, hidden, hidden, need_weights=False)[0]
+    with capture_attention(attention, 1) as captured:
+        assert torch.equal(attention(hidden, hidden, hidden, need_weights=False)[0], plain)
+    assert captured.calls[0].query.shape == (2, 4, 5, 4)
+
+
+def test_keywords_of_unknown_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, tensor_layout="HND": original(q, k, v))
+
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, tensor_layout="NHD")  # type: ignore[call-arg]
+
+    model = Other()
+    with capture_attention(model), pytest.raises(ShdError, match="got tensor_layout") as caught:
+        model(torch.randn(1, 2, 3, 4))
+    assert caught.value.code == "capture-failed"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+def test_a_compiled_student_is_compiled_once_for_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    graphs: list[object] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, images = PlainViT(num_layers=1), torch.randn(2, 3, 16, 16)
+    model.blocks[0].compile(backend=count)
+    ours = F.scaled_dot_product_attention
+
+    def theirs(*args: Any, **kwargs: Any) -> Tensor:
+        return 2 * ours(*args, **kwargs)
+
+    compiled_after = []
+    for function in (ours, theirs, ours, theirs):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+        for _ in range(2):
+            with capture_attention(model, 1):
+                model(images)
+        compiled_after.append(len(graphs))
+    assert compiled_after[0] < compiled_after[1] == compiled_after[2] == compiled_after[3]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_of_another_thread_is_not_recorded(compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, other, images = PlainViT(), PlainViT(num_layers=3), torch.randn(2, 3, 16, 16)
+    if compiled:
+        for block in other.blocks:
+            block.compile(backend="eager")
+        with capture_attention(other, 3):
+            other(images)  # so that there is a graph that records
+    model.blocks[0].register_forward_hook(lambda *_: in_another_thread(lambda: other(images)))
+    with capture_attention(model, NUM_LAYERS) as captured:
+        model(images)
+    assert captured.num_calls == NUM_LAYERS
+
+
+def test_another_thread_inside_of_a_hugging_face_call_is_not_recorded() -> None:
+    transformers = pytest.importorskip("transformers", reason="a Hugging Face student")
+    model, inputs = hf_model("llama"), hf_inputs("llama")
+    x = torch.randn(1, 1, 7, 4)
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        in_another_thread(lambda: F.scaled_dot_product_attention(x, x, x, scale=9.0))
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
+        )[0].transpose(1, 2), None
+
+    transformers.AttentionInterface.register("of_a_test", attend)
+    try:
+        model.set_attn_implementation("of_a_test")
+        with capture_attention(model, NUM_LAYERS) as captured:
+            model(input_ids=inputs["input_ids"])
+    finally:
+        del transformers.AttentionInterface._global_mapping["of_a_test"]
+    assert [(call.scale, call.is_causal) for call in captured.calls] == [(8**-0.5, True)] * NUM_LAYERS
+
+
+def test_products_of_another_thread_are_not_taken_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, hidden = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+    original = torch.baddbmm
+
+    def multiply(*args: Any, **kwargs: Any) -> Tensor:
+        in_another_thread(lambda: torch.bmm(torch.randn(1, 2, 3), torch.randn(1, 3, 2)))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "baddbmm", multiply)
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    with record(values=True) as recording:
+        attention(hidden, hidden, hidden, attn_mask=mask)
+    (call,) = recording.calls
+    assert call.value is not None
+    assert call.query.shape == call.value.shape == (2, 4, 5, 4)
+
+
+def test_reading_eager_logits_leaves_the_softmax_of_other_threads() -> None:
+    model, inputs = hf_model("bert", "eager"), hf_inputs("bert")
+    with capture_attention(model, NUM_LAYERS) as captured:
+        model(**inputs)
+    (call, _) = captured.calls
+    assert call.module is not None
+    seen: list[Tensor] = []
+    function = call.own_logits
+    assert function is not None
+    original = torch.matmul
+
+    def multiply(*args: Any) -> Tensor:
+        in_another_thread(lambda: seen.append(F.softmax(torch.zeros(1, 2), -1)))
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "matmul", multiply)
+        assert function().shape == (2, 4, 7, 7)
+    assert all(torch.equal(each, torch.full((1, 2), 0.5)) for each in seen)
+    assert seen
