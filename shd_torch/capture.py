@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
 from shd_torch.attention import softmax
 from shd_torch.attention_call import AttentionCall, LogitsCall, check_heads
 from shd_torch.hf_attention import read_hf_call
@@ -107,6 +108,7 @@ class Captured:
     def take(self, raws: Sequence[RawCall], grad_enabled: bool) -> None:
         """Keep the calls of the layers that were asked for."""
         self.num_calls = len(raws)
+        opened: dict[int, Tensor] = {}  # block masks by their identity, which holds as long as the calls
         for index in range(len(raws)) if self._layers is None else self._layers:
             raw = raws[index]
             if grad_enabled and not raw.grad_enabled:
@@ -117,7 +119,7 @@ class Captured:
                     "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False}); for a frozen layer, "
                     "leave its number out of layers",
                 )
-            self._kept[index] = _read_call(raw)
+            self._kept[index] = _read_call(raw, opened)
 
 
 class AttentionCapture:
@@ -162,20 +164,12 @@ class AttentionCapture:
         # A module compiled in place goes through this attribute and never looks at its forward.
         name = "_compiled_call_impl" if getattr(student, "_compiled_call_impl", None) is not None else "forward"
         original, is_own = getattr(student, name), name in vars(student)
-        running = True
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(original, args, kwargs) if running else original(*args, **kwargs)
-
-        # This frame is never compiled, those below it are: a student captured inside a compiled module works too.
-        wrapped = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]  # as torch has it
-        setattr(student, name, wrapped)  # this instance only, and taken back below
+        watched = _WatchedForward(original, self._run)
+        setattr(student, name, watched)  # this instance only, and taken back below
 
         def undo() -> None:
-            nonlocal running
-            running = False
-            if vars(student).get(name) is not wrapped:
+            watched.run = None
+            if vars(student).get(name) is not watched:
                 return  # wrapped again by somebody else, whose wrapper stays; ours now only passes on
             if is_own:
                 setattr(student, name, original)
@@ -202,15 +196,43 @@ class AttentionCapture:
         return result
 
 
+class _WatchedForward:
+    """The forward of a student that is being captured; a copy of the student has the student's own instead."""
+
+    def __init__(self, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.run: Callable[..., Any] | None = run
+
+    # This frame is never compiled, those below it are: a student captured inside a compiled module works too.
+    @functools.partial(torch.compiler.disable, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.run is None else self.run(self.original, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A method is copied as the method of its object's copy.
+        return _get_itself, (self.original,)
+
+
+def _get_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
 def capture_attention(
     student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
 ) -> AttentionCapture:
     """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
     The last forward pass wins. Outputs are bit-identical to those without capture. Attention calls are
-    numbered in the order they run, which is layer order; calls whose tensors do not have the four axes
-    ``(B, H, L, d)`` are not counted. A student may be compiled, before or after, and wrapped in any way: capture the
-    module that is called, or one inside it.
+    numbered in the order they run; calls whose tensors do not have the four axes ``(B, H, L, d)`` are not counted.
+    Where every layer attends once, that is layer order. An encoder-decoder makes the calls of its encoder's layers
+    first, then self- and cross-attention of each decoder layer in turn: with n encoder layers, decoder layer i is
+    calls ``n + 2 i`` and ``n + 2 i + 1``. A student may be compiled, before or after, and wrapped in any way: capture
+    the module that is called, or one inside it. A deep copy of it (such as an average of its weights) is its own.
+
+    What is kept is by reference, except for FlexAttention: its ``BlockMask`` is opened to booleans, one byte an entry
+    of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once for all
+    layers that share it.
 
     Args:
         student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
@@ -225,6 +247,8 @@ def capture_attention(
     Raises:
         ShdError: ``argument-value`` for a bad ``layers``; from the student's forward pass, ``capture-failed`` where
             nothing was recorded, a layer is missing, or reentrant activation checkpointing hides its graph.
+
+    Source: the student's side of Eq. 10.
     """
     return AttentionCapture(student, layers, keep_values=keep_values)
 
@@ -336,11 +360,11 @@ def _with_query_key(call: Call, number: int) -> AttentionCall:
     return call
 
 
-def _read_call(raw: RawCall) -> Call:
+def _read_call(raw: RawCall, opened: dict[int, Tensor]) -> Call:
     if raw.logits is not None:
         return LogitsCall(raw.logits)
     if raw.kind == "hugging-face":
-        return read_hf_call(raw)
+        return read_hf_call(raw, opened)
     assert raw.query is not None
     assert raw.key is not None
     check_heads(raw.query, raw.key, type(raw.module).__name__ if raw.module is not None else "a fused call")
@@ -364,14 +388,17 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
     """The number of calls a pass must make, and which to keep; either may be None."""
     if layers is None:
         return None, None
-    numbers = (layers,) if isinstance(layers, int) else tuple(layers)
     smallest = 1 if isinstance(layers, int) else 0
-    if not numbers or len(set(numbers)) < len(numbers) or any(isinstance(n, bool) or n < smallest for n in numbers):
+    try:
+        numbers = tuple(as_index(number) for number in ((layers,) if isinstance(layers, int) else layers))
+    except TypeError:
+        numbers = ()
+    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < smallest:
         raise ShdError(
             "argument-value",
             f"layers must be a count of at least 1 or distinct zero-based layer numbers; got {layers!r}",
         )
-    return (layers, None) if isinstance(layers, int) else (None, numbers)
+    return (numbers[0], None) if isinstance(layers, int) else (None, numbers)
 
 
 def check_same_count(calls: int, first: int, name: str) -> None:

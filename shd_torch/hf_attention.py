@@ -20,8 +20,12 @@ from shd_torch.masks import is_allowed
 from shd_torch.taps import RawCall
 
 
-def read_hf_call(raw: RawCall) -> AttentionCall:
+def read_hf_call(raw: RawCall, opened: dict[int, Tensor]) -> AttentionCall:
     """The call that a Hugging Face attention function made.
+
+    Args:
+        raw: as the tap saw it.
+        opened: the masks of the same pass that were opened before, by the identity of their ``BlockMask``.
 
     Raises:
         ShdError: ``capture-failed`` for attention sinks, packed sequences and shapes that fit nothing.
@@ -49,7 +53,9 @@ def read_hf_call(raw: RawCall) -> AttentionCall:
         mask = None if mask is None else mask[..., : key.shape[2]]
         return AttentionCall(**common, attn_mask=_add_bias(mask, bias), own_logits=lambda: _eager_logits(raw))
     if mask is not None and not isinstance(mask, Tensor):
-        return AttentionCall(**common, attn_mask=_add_bias(_open_block_mask(mask, query, key), bias))
+        if id(mask) not in opened:
+            opened[id(mask)] = _open_block_mask(mask, query, key)
+        return AttentionCall(**common, attn_mask=_add_bias(opened[id(mask)], bias))
     if mask is not None and mask.ndim == 4:
         return AttentionCall(**common, attn_mask=_add_bias(mask[..., : key.shape[2]], bias))
     if raw.implementation == "flex_attention":
@@ -103,12 +109,10 @@ def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def _open_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """A ``BlockMask`` as a boolean one."""
+    """A ``BlockMask`` as a boolean one, with one head or sample where it was made for all of them."""
     from torch.nn.attention.flex_attention import create_mask
 
-    return create_mask(
-        block_mask.mask_mod, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device
-    )
+    return create_mask(block_mask.mask_mod, *block_mask.shape[:2], query.shape[2], key.shape[2], device=query.device)
 
 
 class _SoftmaxReachedError(Exception):

@@ -276,10 +276,10 @@ def test_nothing_recorded_says_what_to_do() -> None:
     assert caught.value.code == "capture-failed"
 
 
-@pytest.mark.parametrize("layers", [0, [], [1, 1], [-1], True, [False]])
+@pytest.mark.parametrize("layers", [0, [], [1, 1], [-1], True, [False], [1.5], ["0"], "01", 2.0])
 def test_bad_layers(layers: Any) -> None:
-    with pytest.raises(ShdError) as caught, capture_attention(nn.Identity(), layers):
-        pass
+    with pytest.raises(ShdError, match="layers must be") as caught:
+        capture_attention(nn.Identity(), layers)
     assert caught.value.code == "argument-value"
 
 
@@ -329,3 +329,23 @@ def test_softcaps_and_position_biases_are_in_the_logits(name: str) -> None:
         attentions = model(**inputs, output_attentions=True).attentions
     for probs, attention in zip(captured.probs, attentions, strict=True):
         torch.testing.assert_close(probs, attention)
+
+
+def test_an_encoder_decoder_makes_its_calls_layer_by_layer() -> None:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=50,
+        d_model=32,
+        encoder_layers=3,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=20,
+    )
+    model = transformers.BartModel(config).eval()
+    with capture_attention(model) as captured:
+        model(input_ids=torch.ones(1, 7, dtype=torch.int64), decoder_input_ids=torch.ones(1, 5, dtype=torch.int64))
+    shapes = [(call.query.shape[2], call.key.shape[2]) for call in captured.calls]
+    assert shapes == [(7, 7)] * 3 + [(5, 5), (5, 7)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -205,6 +206,37 @@ def test_start_and_stop() -> None:
     del model.forward
 
 
+@pytest.mark.parametrize("own_forward", [False, True])
+@pytest.mark.parametrize("way", ["copied", "pickled", "copied within a parent"])
+def test_a_copy_of_a_captured_student_is_its_own(way: str, own_forward: bool) -> None:
+    """Such as an average of its weights, made while a capture runs for the whole training."""
+    torch.manual_seed(0)
+    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
+    if own_forward:
+        model.forward = model.forward  # an attribute of the instance, as some libraries leave one
+    expected = model(images)
+    capture = capture_attention(model, 2)
+    captured = capture.start()
+    if way == "pickled":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        copied = copy.deepcopy(nn.Sequential(model))[0] if "parent" in way else copy.deepcopy(model)
+    model(images)
+    query = captured.calls[0].query
+    assert torch.equal(copied(images), expected)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(images).any()
+    assert captured.calls[0].query is query
+    capture.stop()
+    assert not copied(images).any()
+    assert torch.equal(model(images), expected)
+    with capture_attention(copied, 2) as captured:
+        copied(images)
+    assert not captured.calls[0].query.any()
+
+
 def test_a_capture_inside_a_captured_pass_is_seen_by_both() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -319,6 +351,10 @@ def test_flex_attention_students(name: str) -> None:
         plain = model(**inputs)[0]
         with capture_attention(model, 2) as captured:
             assert torch.equal(model(**inputs)[0], plain)
+    first, second = (call.attn_mask for call in captured.calls)
+    assert first is second  # opened once, and not for every head
+    assert first is not None
+    assert first.shape == (2, 1, 7, 7)
     real = inputs["attention_mask"].bool()[:, None, :, None]
     for probs, wanted in zip(captured.probs, expected, strict=True):
         torch.testing.assert_close(probs * real, wanted * real, atol=1e-6, rtol=1e-5)
