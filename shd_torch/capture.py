@@ -184,7 +184,7 @@ class AttentionCapture:
         with record(values=self._keep_values) as recording:
             result = original(*args, **kwargs)
         name, num_calls = type(self._student).__name__, len(recording.calls)
-        check_count(num_calls, self._expected, self._kept, name)
+        check_calls(num_calls, self._expected, self._kept, name)
         if self._kept is not None:
             self._first_count = self._first_count or num_calls
             check_same_count(num_calls, self._first_count, name)
@@ -411,7 +411,7 @@ def check_same_count(calls: int, first: int, name: str) -> None:
         )
 
 
-def check_count(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
+def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
     """A forward pass must make attention calls, as many as expected, those to keep among them."""
     if calls == 0:
         raise ShdError("capture-failed", f"a forward pass of {name} must show its attention; got 0 calls: {_REMEDY}")

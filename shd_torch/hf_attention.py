@@ -112,7 +112,8 @@ def _open_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> Tensor:
     """A ``BlockMask`` as a boolean one, with one head or sample where it was made for all of them."""
     from torch.nn.attention.flex_attention import create_mask
 
-    return create_mask(block_mask.mask_mod, *block_mask.shape[:2], query.shape[2], key.shape[2], device=query.device)
+    samples, heads = block_mask.shape[:2]
+    return create_mask(block_mask.mask_mod, samples, heads, query.shape[2], key.shape[2], device=query.device)
 
 
 class _SoftmaxReachedError(Exception):

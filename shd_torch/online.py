@@ -6,7 +6,8 @@ projection behind it are all that alpha needs, and queries, keys and mixing are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -15,13 +16,17 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map as pair_layers
+from shd_ref.plans import check_count
+from shd_torch.alpha import ALPHA_PER, ALPHA_RULES
 from shd_torch.attention_call import AttentionCall
-from shd_torch.capture import Captured, check_count, check_same_count
+from shd_torch.capture import Captured, check_calls, check_same_count
 from shd_torch.checks import check_option
 from shd_torch.factored import Factored
 from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.kl.loss import attention_kl
 from shd_torch.loss import REDUCTIONS
+from shd_torch.mixing import STRATEGIES
+from shd_torch.online_arguments import read_layer_map, read_plan, read_projections
 from shd_torch.projections import Projection, ProjectionWatch
 from shd_torch.supervision import Supervision
 from shd_torch.taps import RawCall, record
@@ -76,11 +81,15 @@ class OnlineTeacher:
     """A teacher that supervises each batch as it comes; see ``OnlineTeacher.__call__``.
 
     No module, so that a student that holds it neither trains nor saves it. The first batch is looked at more closely:
-    output projections are found, the layers are paired, and values are checked.
+    output projections are found, the layers are paired, and values are checked. A projection is read anew at every
+    batch, so that weights may be trained or loaded in between; one that the model makes during its pass (gathered
+    from shards, dequantised) is that of the first batch.
 
     Args:
-        model: any module whose attention ``capture_attention`` can read; it is put in eval mode and stays on its
-            device, with its own attention implementation. It may be compiled.
+        model: any module whose attention ``capture_attention`` can read; it stays on its device, with its own
+            attention implementation, and may be compiled. Each call runs it in eval mode and leaves its modules in
+            the modes they were in, so that it may be the student itself (self-distillation): call the teacher before
+            the student where a started capture watches that one, as the last pass wins.
         num_student_heads: H_s, from 1 to H_t.
         layer_map: the number of student layers, paired as ``shd_torch.layer_map`` does, or explicit pairs
             ``(student layer, teacher layer)``, zero-based; teacher layers are its attention calls in their order.
@@ -89,6 +98,12 @@ class OnlineTeacher:
         alpha_rule: as in ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose own cannot be found.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
+            for what is wrong whatever the model is; the rest at the first batch.
+
+    Source: Algorithm 1, Eq. 5-10.
     """
 
     def __init__(
@@ -103,16 +118,22 @@ class OnlineTeacher:
         alpha_per: str = "map",
         output_projections: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.model = model.eval()
+        if not isinstance(model, nn.Module):
+            raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(model).__name__}")
+        check_count("num_student_heads", num_student_heads)
+        check_option("strategy", strategy, STRATEGIES, "MIX-2")
+        check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+        check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+        self.model = model
         self.num_student_heads = num_student_heads
-        self._layer_map = layer_map if isinstance(layer_map, int) else tuple(layer_map)
+        self._layer_map = read_layer_map(layer_map)
         self._squeeze: dict[str, Any] = {
-            "plan": plan if plan is None or isinstance(plan, str) else [list(one_round) for one_round in plan],
+            "plan": read_plan(plan, num_student_heads),
             "strategy": strategy,
             "alpha_rule": alpha_rule,
             "alpha_per": alpha_per,
         }
-        self._given = dict(output_projections or {})
+        self._given = read_projections(output_projections)
         self._num_calls = 0
         self._projections: dict[int, Projection] = {}
         self._pairs: tuple[tuple[int, int], ...] = ()
@@ -138,12 +159,16 @@ class OnlineTeacher:
             check: look at the values, which makes the host wait for the device; default at the first batch only.
             **kwargs: the teacher's own arguments.
 
+        Returns:
+            The supervision of this batch, its report and the teacher's output.
+
         Raises:
             ShdError: ``capture-failed`` where attention or an output projection is not found or the number of calls
                 changes; ``layers-invalid``, ``heads-exceed``, ``not-finite`` and what else ``squeeze_heads`` raises.
         """
         first = not self._pairs
-        calls, output = self._look(args, kwargs) if first else self._run(args, kwargs)
+        with _eval_mode(self.model):
+            calls, output = self._look(args, kwargs) if first else self._run(args, kwargs)
         padding = _read_padding(kwargs.get("attention_mask"))
         squeezes = {}
         for layer, call in calls.items():
@@ -163,7 +188,7 @@ class OnlineTeacher:
         with torch.compiler.set_stance("force_eager"), record(values=True) as recording, watch:
             output = self.model(*args, **kwargs)
         name, num_calls = type(self.model).__name__, len(recording.calls)
-        check_count(num_calls, None, None, name)
+        check_calls(num_calls, None, None, name)
         if isinstance(self._layer_map, int):
             pairs = pair_layers(num_calls, self._layer_map)
         else:
@@ -208,7 +233,7 @@ class OnlineTeacher:
             return squeeze_factored(
                 Factored.teacher(call.query, call.key, **call.mask_keywords),
                 call.value[:, :, : call.key.shape[2]],
-                self._projections[layer].matrix().to(call.value.device),
+                self._projections[layer].matrix(self.model).to(call.value.device),
                 self.num_student_heads,
                 query_mask=query_mask,
                 check=check,
@@ -245,6 +270,8 @@ def layer_kls(
 
     Raises:
         ShdError: what ``attention_kl`` raises; ``capture-failed`` where a layer was not captured.
+
+    Source: Eq. 11.
     """
     check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
     teachers = list(taught) if isinstance(taught, Sequence) else [taught]
@@ -268,6 +295,24 @@ def layer_kls(
             ) / (num_maps * len(teachers))
             terms[layer] = terms[layer] + term if layer in terms else term
     return dict(sorted(terms.items()))
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside the block; behind it every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    if not any(training for _, training in modes):
+        yield
+        return
+    root = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(root)  # modules may do more than note their mode
+        for module, training in modes:
+            if module.training != training:
+                module.training = training
 
 
 def _read_padding(attention_mask: Any) -> Tensor | None:

@@ -15,23 +15,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shd_ref.errors import ShdError
 from shd_torch.taps import RawCall, last_call
 
 
 class Projection(NamedTuple):
-    """An output projection W_o, by reference: a parameter that is moved or loaded anew stays the right one.
+    """An output projection W_o, by its name in the model: one that is moved, trained or loaded anew stays right.
 
     Attributes:
-        weight: ``(D, H * d_v)`` as ``torch.nn.Linear`` stores it, or its transpose.
+        weight: ``(D, H * d_v)`` as ``torch.nn.Linear`` stores it, or its transpose; or the name of that parameter.
         is_linear: the former.
     """
 
-    weight: Tensor
+    weight: Tensor | str
     is_linear: bool = True
 
-    def matrix(self) -> Tensor:
-        """W_o ``(H * d_v, D)``."""
-        return self.weight.detach().mT if self.is_linear else self.weight.detach()
+    def matrix(self, model: nn.Module) -> Tensor:
+        """W_o ``(H * d_v, D)``.
+
+        Raises:
+            ShdError: ``capture-failed`` where the model has lost the parameter.
+        """
+        weight = self.weight
+        if isinstance(weight, str):
+            try:
+                weight = model.get_parameter(weight)
+            except AttributeError:
+                raise ShdError(
+                    "capture-failed",
+                    f"{type(model).__name__} must keep the output projection {weight}; it is gone since the first "
+                    "batch: make another OnlineTeacher for a model whose modules were replaced",
+                ) from None
+        return weight.detach().mT if self.is_linear else weight.detach()
 
 
 class ProjectionWatch(TorchFunctionMode):
@@ -40,12 +55,12 @@ class ProjectionWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._found: list[tuple[RawCall, Projection]] = []
-        self._own = {id(parameter) for parameter in model.parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def find(self, call: RawCall) -> list[Projection]:
         """The matrices that a call's output met; one, where all is well."""
         if call.projection is not None:
-            return [Projection(call.projection)]
+            return [self._name(Projection(call.projection))]
         return [projection for seen, projection in self._found if seen is call]
 
     def __torch_function__(
@@ -55,11 +70,14 @@ class ProjectionWatch(TorchFunctionMode):
         call = last_call()
         # This code runs outside of the mode, so that looking is not looked at.
         if product is not None and call is not None and _is_output(product[0], call.output):
-            projection = product[1]
-            if id(projection.weight) not in self._own:  # gathered from shards, dequantised: gone after the pass
-                projection = projection._replace(weight=projection.weight.detach().clone())
-            self._found.append((call, projection))
+            self._found.append((call, self._name(product[1])))
         return func(*args, **(kwargs or {}))
+
+    def _name(self, projection: Projection) -> Projection:
+        assert isinstance(projection.weight, Tensor)
+        name = self._names.get(id(projection.weight))
+        # One without a name was gathered from shards or dequantised, and is gone after the pass.
+        return projection._replace(weight=projection.weight.detach().clone() if name is None else name)
 
 
 def _read_product(

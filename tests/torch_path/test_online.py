@@ -289,6 +289,86 @@ def test_a_projection_that_is_moved_or_trained_stays_the_right_one() -> None:
     torch.testing.assert_close(online(images).squeezes[0].mixing, fresh)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "multi-head"])
+def test_a_projection_that_is_loaded_is_the_new_one(kind: str, assign: bool) -> None:
+    torch.manual_seed(0)
+    first, second = (PlainViT() if kind == "plain" else Stack(True, False) for _ in range(2))
+    inputs = (torch.randn(2, 3, 16, 16),) if kind == "plain" else (torch.randn(2, 6, 32), torch.zeros(6, 6))
+    online = OnlineTeacher(first, 2, 2)
+    before = online(*inputs).squeezes
+    first.load_state_dict(second.state_dict(), assign=assign)
+    expected = OnlineTeacher(second, 2, 2)(*inputs).squeezes
+    for found, wanted, old in zip(online(*inputs).squeezes, expected, before, strict=True):
+        torch.testing.assert_close(found.mixing, wanted.mixing)
+        assert not torch.allclose(found.mixing, old.mixing, atol=1e-3)
+
+
+def test_a_projection_whose_module_is_replaced_is_the_new_one_or_missed() -> None:
+    _, online, images = student_and_teacher()
+    online(images)
+    block = online.model.blocks[1]
+    block.proj = nn.Linear(32, 32)
+    fresh = OnlineTeacher(online.model, 2, 2)(images).squeezes[0].mixing
+    torch.testing.assert_close(online(images).squeezes[0].mixing, fresh)
+    block.proj = nn.Sequential(block.proj)
+    with pytest.raises(ShdError, match=r"output projection blocks\.1\.proj\.weight; it is gone") as caught:
+        online(images)
+    assert caught.value.code == "capture-failed"
+
+
+def test_a_student_may_teach_itself() -> None:
+    """Every module is left in the mode that it was in, and the teacher's pass knows no dropout."""
+    torch.manual_seed(0)
+    student, images = PlainViT().train(), torch.randn(2, 3, 16, 16)
+    student.blocks[0].mlp.append(nn.Dropout(0.5))
+    student.blocks[1].norm.eval()  # frozen by its owner
+    modes = [module.training for module in student.modules()]
+    online = OnlineTeacher(student, 2, 2)
+    outputs = []
+    for _ in range(2):
+        outputs.append(online(images).output)
+        assert [module.training for module in student.modules()] == modes
+    assert torch.equal(*outputs)
+    assert torch.equal(outputs[0], student.eval()(images))
+    student.train().blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        online(images)
+    assert all(module.training for module in student.modules())
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({"num_student_heads": -1}, "argument-value", "num_student_heads must be an integer of at least 1; got -1"),
+        ({"num_student_heads": "2"}, "argument-value", "num_student_heads must be .*; got '2'"),
+        ({"layer_map": 0}, "layers-invalid", "layer_map must be .*; got 0"),
+        ({"layer_map": "x"}, "layers-invalid", "layer_map must be .*; got 'x'"),
+        ({"layer_map": None}, "layers-invalid", "layer_map must be .*; got None"),
+        ({"layer_map": []}, "layers-invalid", "layer_map must be"),
+        ({"layer_map": [(0,)]}, "layers-invalid", "layer_map must be"),
+        ({"layer_map": [(-1, 0)]}, "layers-invalid", "layer_map must be"),
+        ({"layer_map": [(0, -1)]}, "layers-invalid", "layer_map must be"),
+        ({"layer_map": [(0, 0), (0, 1)]}, "layers-invalid", "layer_map must be"),
+        ({"plan": "random"}, "argument-value", "plan must be one of"),
+        ({"plan": [[(0, 0)]]}, "plan-invalid", "got 0 twice"),
+        ({"plan": [1]}, "plan-invalid", "plan must be rounds"),
+        ({"strategy": "best"}, "argument-value", "strategy must be one of"),
+        ({"alpha_rule": "best"}, "argument-value", "alpha_rule must be one of"),
+        ({"alpha_per": "key"}, "argument-value", "alpha_per must be one of"),
+        ({"output_projections": [1]}, "argument-value", "output_projections must be"),
+        ({"output_projections": {"0": torch.ones(2, 2)}}, "argument-value", "output_projections must name"),
+        ({"output_projections": {0: torch.ones(2)}}, "argument-shape", r"output_projections\[0\] must have 2 axes"),
+        ({"model": print}, "argument-value", "model must be a torch.nn.Module"),
+    ],
+)
+def test_arguments_are_checked_before_any_batch(changes: dict[str, Any], code: str, message: str) -> None:
+    arguments: dict[str, Any] = {"model": PlainViT(), "num_student_heads": 2, "layer_map": 2}
+    with pytest.raises(ShdError, match=message) as caught:
+        OnlineTeacher(**arguments | changes)
+    assert caught.value.code == code
+
+
 def test_what_does_not_fit_is_refused() -> None:
     images = torch.randn(1, 3, 16, 16)
     for arguments, code in (

@@ -1,0 +1,62 @@
+"""What an ``OnlineTeacher`` asks of its arguments before it has seen its model run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.plans import PLAN_KINDS, MergePlan, as_index, check_plan
+from shd_torch.checks import check_option, check_real
+
+
+def read_layer_map(layer_map: int | Iterable[tuple[int, int]]) -> int | tuple[tuple[int, int], ...]:
+    """A number of student layers, or pairs of layers (LAYER-2, LAYER-4)."""
+    try:
+        count: int | None = as_index(layer_map)
+    except TypeError:
+        count = None
+    pairs: tuple[tuple[int, int], ...] = ()
+    if count is None:
+        try:
+            pairs = tuple((as_index(student), as_index(teacher)) for student, teacher in layer_map)  # type: ignore[union-attr]
+        except (TypeError, ValueError):
+            pairs = ()
+    once = len({student for student, _ in pairs}) == len(pairs)
+    if not (count is not None and count >= 1) and not (pairs and once and min(map(min, pairs)) >= 0):
+        raise ShdError(
+            "layers-invalid",
+            "layer_map must be a number of student layers, at least 1, or pairs (student layer, teacher layer) of "
+            f"integers of at least 0 that name each student layer once; got {layer_map!r}",
+            "LAYER-2" if count is not None else "LAYER-4",
+        )
+    return pairs if count is None else count
+
+
+def read_plan(plan: str | Iterable[Iterable[Sequence[int]]] | None, num_student_heads: int) -> str | MergePlan | None:
+    """A kind of plan, or its rounds, which are checked in full (PLAN-1, PLAN-7)."""
+    if plan is None or isinstance(plan, str):
+        if plan is not None:
+            check_option("plan", plan, PLAN_KINDS, "PLAN-1")
+        return plan
+    try:
+        rounds = [list(one_round) for one_round in plan]
+    except TypeError:
+        raise ShdError("plan-invalid", f"plan must be rounds of pairs of integers; got {plan!r}", "PLAN-7") from None
+    # Each pair makes one head of two, so that the rounds say how many heads they begin with.
+    return check_plan(rounds, num_student_heads + sum(map(len, rounds)), num_student_heads)
+
+
+def read_projections(given: Mapping[int, Tensor] | None) -> dict[int, Tensor]:
+    """W_o by teacher layer."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ShdError(
+            "argument-value",
+            f"output_projections must be W_o (H_t * d_v, D) by teacher layer; got {type(given).__name__}",
+        )
+    for layer, weight in (given or {}).items():
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+            raise ShdError("argument-value", f"output_projections must name teacher layers from 0 on; got {layer!r}")
+        check_real(weight, f"output_projections[{layer}]", check=False, ndim=2)
+    return dict(given or {})
