@@ -123,7 +123,16 @@ class Captured:
 
 
 class AttentionCapture:
-    """Records a student between ``start`` and ``stop``, or inside a ``with`` block; see ``capture_attention``."""
+    """Records a student between ``start`` and ``stop``, or inside a ``with`` block.
+
+    Args:
+        student: as for ``capture_attention``.
+        layers: likewise.
+        keep_values: likewise.
+
+    Raises:
+        ShdError: ``argument-value`` for a bad ``layers``.
+    """
 
     def __init__(
         self, student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
@@ -268,6 +277,8 @@ def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
 
     Raises:
         ShdError: ``capture-failed`` where a capture is in progress and the logits do not have four axes.
+
+    Source: the student's side of Eq. 10.
     """
     if is_recording():
         if attn_logits.ndim != 4:
@@ -306,6 +317,8 @@ def record_query_key(
 
     Raises:
         ShdError: ``capture-failed`` where a capture is in progress and the shapes do not fit.
+
+    Source: the student's side of Eq. 10.
     """
     if is_recording():
         check_heads(query, key, type(module).__name__)

@@ -305,6 +305,8 @@ def check_cache(
 
     Raises:
         ShdError: ``cache-mismatch`` naming what differs.
+
+    Source: silent. Specification: the manifest of ``specs/cache-format.md``.
     """
     manifest = cache.manifest
     wanted: list[tuple[str, object, object]] = [

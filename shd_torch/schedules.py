@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final
 
 import torch
@@ -25,6 +26,9 @@ class BetaSchedule:
         kind: ``"constant"`` (stays at the peak), ``"linear"`` or ``"cosine"``.
         warmup: part of the training that the rise from 0 takes, in [0, 1).
         end: beta at the end of a linear or cosine way, at least 0.
+
+    Raises:
+        ShdError: ``argument-value`` naming what is out of range or no number.
     """
 
     peak: float
@@ -36,10 +40,10 @@ class BetaSchedule:
         if self.kind not in KINDS:
             raise ShdError("argument-value", f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
         for name, value in (("peak", self.peak), ("end", self.end)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ShdError("argument-value", f"{name} must be a finite number, at least 0; got {value}")
-        if not 0 <= self.warmup < 1:
-            raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup}")
+            if not (_is_finite(value) and value >= 0):
+                raise ShdError("argument-value", f"{name} must be a finite number, at least 0; got {value!r}")
+        if not (_is_finite(self.warmup) and 0 <= self.warmup < 1):
+            raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup!r}")
 
     def __call__(self, progress: float) -> float:
         """Beta at this part of the training, 0 at its first step and 1 behind its last."""
@@ -63,6 +67,9 @@ class LossBalancer:
     Attributes:
         fraction: of the base loss, above 0.
         limit: the largest scale.
+
+    Raises:
+        ShdError: ``argument-value`` naming what is out of range or no number.
     """
 
     fraction: float = 1.0
@@ -70,8 +77,8 @@ class LossBalancer:
 
     def __post_init__(self) -> None:
         for name, value in (("fraction", self.fraction), ("limit", self.limit)):
-            if not (math.isfinite(value) and value > 0):
-                raise ShdError("argument-value", f"{name} must be a finite number above 0; got {value}")
+            if not (_is_finite(value) and value > 0):
+                raise ShdError("argument-value", f"{name} must be a finite number above 0; got {value!r}")
 
     @torch.no_grad()
     def scale(self, base: Tensor, term: Tensor) -> Tensor:
@@ -80,3 +87,8 @@ class LossBalancer:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(both)
         return (self.fraction * both[0] / both[1].clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=self.limit)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether this is a number, of Python or numpy, and finite; booleans are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch_path.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
@@ -54,7 +56,24 @@ def test_shares() -> None:
     assert batch_share(5) == 1.0
     assert batch_share(torch.tensor(3), num_rows_in_all=12) == 0.25
     assert batch_share(0) == 0.0
-    for wrong in ({"num_rows": -1}, {"num_rows": 3, "num_rows_in_all": 2}, {"num_rows": torch.ones(2)}):
-        with pytest.raises(ShdError) as caught:
-            batch_share(**wrong)  # type: ignore[arg-type]
-        assert caught.value.code == "argument-value"
+    assert batch_share(np.int64(3), num_rows_in_all=np.float32(12)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_rows": -1}, "num_rows must be one finite number, at least 0; got -1"),
+        ({"num_rows": "a"}, "num_rows must be .*; got 'a'"),
+        ({"num_rows": True}, "num_rows must be .*; got True"),
+        ({"num_rows": float("nan")}, "num_rows must be .*; got nan"),
+        ({"num_rows": torch.tensor(float("inf"))}, r"num_rows must be .*; got tensor\(inf\)"),
+        ({"num_rows": torch.ones(2)}, "num_rows must be"),
+        ({"num_rows": 3, "num_rows_in_all": 2}, "num_rows_in_all must be .*, at least num_rows; got 2"),
+        ({"num_rows": 3, "num_rows_in_all": float("nan")}, "num_rows_in_all must be .*; got nan"),
+        ({"num_rows": 3, "num_rows_in_all": [4]}, r"num_rows_in_all must be .*; got \[4\]"),
+    ],
+)
+def test_shares_of_no_number_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShdError, match=message) as caught:
+        batch_share(**arguments)
+    assert caught.value.code == "argument-value"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -36,14 +37,19 @@ def test_balancer_makes_the_term_a_part_of_the_base_loss() -> None:
     [
         (BetaSchedule, {"peak": -1.0}),
         (BetaSchedule, {"peak": float("nan")}),
+        (BetaSchedule, {"peak": "0.1"}),
+        (BetaSchedule, {"peak": True}),
         (BetaSchedule, {"peak": 1.0, "kind": "square"}),
+        (BetaSchedule, {"peak": 1.0, "warmup": "0.1"}),
         (BetaSchedule, {"peak": 1.0, "warmup": 1.0}),
         (BetaSchedule, {"peak": 1.0, "end": -1.0}),
         (LossBalancer, {"fraction": 0.0}),
+        (LossBalancer, {"fraction": "x"}),
         (LossBalancer, {"limit": float("inf")}),
     ],
 )
 def test_refuses(make: Any, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ShdError) as caught:
+    name, value = list(arguments.items())[-1]
+    with pytest.raises(ShdError, match=re.escape(f"{name} must be ") + ".*" + re.escape(f"got {value!r}")) as caught:
         make(**arguments)
     assert caught.value.code == "argument-value"
