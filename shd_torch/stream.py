@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shd_ref.cache import CacheReader, StoredRecord
@@ -18,12 +20,15 @@ from shd_torch.dataset import CacheJoin, ModelInputs
 class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
     """Pairs every sample of an iterable with its record in a cache; ``SupervisedDataset`` for data without a length.
 
-    Each rank and each worker of a ``DataLoader`` takes every n-th sample of the same stream, so that none is read
-    twice. For an iterable that divides itself, as Hugging Face's ``split_dataset_by_node`` does, say so.
+    Each rank takes every n-th sample of the same stream, and each worker of its ``DataLoader`` every m-th of those.
+    Ranks are given equally many, as they would wait for each other else: as in PyTorch's ``DistributedSampler``, some
+    are given samples from the beginning again, or with ``drop_last`` the last ones are left out. For an iterable that
+    divides itself, as Hugging Face's ``split_dataset_by_node`` does, say so; its shares must be equal too.
 
-    After an interruption, ``load_state_dict`` skips what was given out, without reading its records: with
-    torchdata's ``StatefulDataLoader`` from each worker's own place, and with a plain ``DataLoader`` and no worker
-    from this object's.
+    After an interruption, ``load_state_dict`` skips what was given out, without reading its records. That works in
+    the process that reads: in the main one without workers, and in every worker of torchdata's
+    ``StatefulDataLoader``, whose own state holds theirs. What a loader read ahead (Accelerate's is one batch ahead)
+    counts as given out, unless its own state knows better, as ``StatefulDataLoader``'s does.
 
     Args:
         data: an iterable that starts anew each time it is iterated, in the same order.
@@ -32,6 +37,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         layers: student layers to read; default all of the cache.
         skipped: as for ``SupervisedDataset``.
         divide: whether ranks and workers share out the samples; False where ``data`` does it.
+        drop_last: leave out the last samples where they are too few for all ranks, instead of repeating the first.
 
     Raises:
         ShdError: ``argument-value``, and whatever opening the cache raises; while it is iterated ``sample-missing``
@@ -47,6 +53,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         layers: Sequence[int] | None = None,
         skipped: str = "error",
         divide: bool = True,
+        drop_last: bool = False,
     ) -> None:
         super().__init__(cache, model_inputs, layers, skipped)
         if iter(data) is data:
@@ -57,46 +64,133 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             )
         self.data = data
         self._divide = divide
+        self._drop_last = drop_last
         self._given = 0  # samples of this process's share, of the pass that is running
         self._resume = 0
+        self._saved_among: _Readers | None = None  # how many shared the stream when the loaded state was saved
         self._place: tuple[int, int] | None = None
+        self._read_by_workers = _make_flag()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned, not forked, does not know which rank started it.
         return self.__dict__ | {"_place": _find_rank() or self._place}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._read_by_workers.is_shared():  # a copy that has workers of its own
+            self._read_by_workers = _make_flag()
+
     def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
-        part, parts = _find_part(self._place) if self._divide else (0, 1)
-        self._given, self._resume = self._resume, 0
-        for position, sample in enumerate(islice(self.data, part + self._given * parts, None, parts), self._given):
-            self._given = position + 1
-            key = self.key(sample)
-            if self._is_dropped(key):
-                continue
-            if key not in self.cache:
-                raise ShdError(
-                    "sample-missing",
-                    f"{self.cache.folder} must hold every sample; sample {part + position * parts} with key {key} "
-                    f"is not in it: {self._advice(key)}",
-                    "CACHE-83",
-                )
-            yield sample, self.cache.read(key, self.layers)
-        self._given = 0
+        # Not when the first sample is asked for: a loader asks for the state before that.
+        share = self._find_share()
+        if self._saved_among not in (None, share.readers):
+            raise ShdError(
+                "argument-value",
+                f"state must be of as many ranks and workers as read now, {tuple(share.readers)}; got one of "
+                f"{tuple(self._saved_among)}: load it where they are as many, or start the pass anew",
+            )
+        self._given, self._resume, self._saved_among = self._resume, 0, None
+        self._read_by_workers.fill_(get_worker_info() is not None)
+        return self._read(share)
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples of this process's share the pass that is running has given out."""
-        return {"given": self._given}
+        """How many samples of this process's share the pass that is running has given out, of how many shares.
+
+        Raises:
+            ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which read for themselves.
+        """
+        if get_worker_info() is None and self._read_by_workers:
+            raise ShdError(
+                "argument-value",
+                "state_dict must be asked where the stream is read; got the main process of a DataLoader with "
+                "workers, whose samples it cannot count: use torchdata's StatefulDataLoader and its state_dict, or "
+                "num_workers=0",
+            )
+        return {"given": self._given, **self._find_share().readers._asdict()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """The next pass goes on behind so many samples; ranks and workers must be as many as they were.
 
         Raises:
-            ShdError: ``argument-value``.
+            ShdError: ``argument-value``; from the next pass too, where ranks or workers are more or fewer.
         """
-        given = state.get("given")
-        if not isinstance(given, int) or given < 0:
-            raise ShdError("argument-value", f"state must hold 'given', a number of at least 0; got {dict(state)}")
-        self._resume = self._given = given
+        numbers = [state.get(name) for name in ("given", *_Readers._fields)]
+        least = (0, 1, 1)
+        if any(type(n) is not int or n < bound for n, bound in zip(numbers, least, strict=True)):
+            raise ShdError(
+                "argument-value",
+                "state must hold 'given', at least 0, 'ranks' and 'workers', at least 1, as state_dict returned it; "
+                f"got {dict(state)}",
+            )
+        self._resume = self._given = state["given"]
+        self._saved_among = _Readers(state["ranks"], state["workers"])
+        self._read_by_workers.zero_()
+
+    def _read(self, share: _Share) -> Iterator[tuple[Any, StoredRecord]]:
+        start = share.worker + self._given * share.readers.workers
+        for number, sample in islice(self._rank_share(share), start, None, share.readers.workers):
+            self._given += 1
+            key = self.key(sample)
+            if key not in self.cache:
+                raise ShdError(
+                    "sample-missing",
+                    f"{self.cache.folder} must hold every sample; sample {number} with key {key} "
+                    f"is not in it: {self._advice(key)}",
+                    "CACHE-83",
+                )
+            yield sample, self.cache.read(key, self.layers)
+        # A worker stays at its end: others may not have got there yet, and the loader's state holds all of them.
+        if get_worker_info() is None:
+            self._given = 0
+
+    def _rank_share(self, share: _Share) -> Iterator[tuple[int, Any]]:
+        """The numbered samples of a rank, as many as every other rank's."""
+        rank, ranks = share.rank, share.readers.ranks
+        mine: list[tuple[int, Any]] = []
+        total = 0
+        for total, entry in enumerate(self._entries(), 1):
+            if (total - 1) % ranks == rank:
+                mine.append(entry)
+            if total % ranks == 0:  # every rank has got one
+                yield mine.pop()
+        left = total % ranks
+        if left and not self._drop_last:
+            yield mine.pop() if mine else next(islice(self._entries(), (rank - left) % total, None))
+
+    def _entries(self) -> Iterator[tuple[int, Any]]:
+        """The samples that are not dropped, numbered as they stand: what is left can be shared out equally."""
+        drops = self._drops and bool(self.cache.skipped)
+        return (
+            (n, sample) for n, sample in enumerate(self.data) if not drops or not self._is_dropped(self.key(sample))
+        )
+
+    def _find_share(self) -> _Share:
+        if not self._divide:
+            return _Share(0, 0, _Readers(1, 1))
+        rank, ranks = _find_rank() or self._place or (0, 1)
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return _Share(rank, number, _Readers(ranks, workers))
+
+
+class _Readers(NamedTuple):
+    """How many read the same stream."""
+
+    ranks: int
+    workers: int
+
+
+class _Share(NamedTuple):
+    """Which part of the stream a process reads."""
+
+    rank: int
+    worker: int
+    readers: _Readers
+
+
+def _make_flag() -> Tensor:
+    """False, in memory that workers share."""
+    return torch.zeros((), dtype=torch.bool).share_memory_()
 
 
 def _find_rank() -> tuple[int, int] | None:
@@ -104,12 +198,3 @@ def _find_rank() -> tuple[int, int] | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return None
-
-
-def _find_part(place: tuple[int, int] | None) -> tuple[int, int]:
-    """Which share this process has, of how many: workers of ranks."""
-    rank, ranks = _find_rank() or place or (0, 1)
-    worker = get_worker_info()
-    if worker is None:
-        return rank, ranks
-    return rank * worker.num_workers + worker.id, ranks * worker.num_workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache.makers import job, length_of, write_cache
-from torch.utils.data import DataLoader
+from cache.makers import is_skipped, job, length_of, write_cache
+from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import ShdError, SupervisedStream, attention_kl
 
@@ -61,26 +62,60 @@ def test_every_sample_once(cache: Path, workers: int) -> None:
     assert sorted(seen) == list(range(NUM_SAMPLES))
 
 
-def test_ranks_share_the_stream(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
-    seen = []
-    for rank in range(3):
-        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        seen.append([record.index for _, record in SupervisedStream(Tokens(), cache)])
+def as_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    patch.setattr("torch.distributed.is_initialized", lambda: True)
+    patch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    patch.setattr("torch.distributed.get_rank", lambda: rank)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+def test_ranks_share_the_stream_as_a_distributed_sampler_does(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, drop_last: bool
+) -> None:
+    for rank in range(ranks):
+        as_rank(monkeypatch, rank, ranks)
+        sampler = DistributedSampler(range(NUM_SAMPLES), ranks, rank, shuffle=False, drop_last=drop_last)
+        stream = SupervisedStream(Tokens(), cache, drop_last=drop_last)
+        if not (drop_last and ranks > NUM_SAMPLES):  # where PyTorch pads with what is not there
+            assert [record.index for _, record in stream] == list(sampler)
+        else:
+            assert list(stream) == []
         whole = [record.index for _, record in SupervisedStream(Tokens(), cache, divide=False)]
         assert whole == list(range(NUM_SAMPLES))
-    assert seen == [list(range(rank, NUM_SAMPLES, 3)) for rank in range(3)]
+
+
+def test_workers_of_all_ranks_give_equally_many_batches(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[list[int]]] = []
+    for rank in range(2):
+        as_rank(monkeypatch, rank, 2)
+        stream = SupervisedStream(Tokens(), cache)
+        loader = DataLoader(stream, 2, num_workers=2, collate_fn=stream.collate_with(numbers))
+        seen.append([batch for batch, _ in loader])
+    assert [len(batch) for batch in seen[0]] == [len(batch) for batch in seen[1]]
+    assert sorted(index for batches in seen for batch in batches for index in batch) == sorted([*range(11), 0])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_dropped_samples_leave_shares_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop_last: bool) -> None:
+    manifest = job(NUM_SAMPLES, on_error="skip")
+    folder = write_cache(tmp_path / "skipping", manifest)
+    left = [index for index in range(NUM_SAMPLES) if not is_skipped(manifest, index)]
+    seen = []
+    for rank in range(2):
+        as_rank(monkeypatch, rank, 2)
+        stream = SupervisedStream(Tokens(), folder, skipped="drop", drop_last=drop_last)
+        seen.append([record.index for _, record in stream])
+    assert len(left) == 7
+    assert seen == [left[0:6:2], left[1:6:2]] if drop_last else [left[0::2], [*left[1::2], left[0]]]
 
 
 def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("torch.distributed.is_initialized", lambda: True)
-        patched.setattr("torch.distributed.get_world_size", lambda: 3)
-        patched.setattr("torch.distributed.get_rank", lambda: 1)
+        as_rank(patched, 1, 3)
         sent = pickle.dumps(SupervisedStream(Tokens(), cache))
     received = [record.index for _, record in pickle.loads(sent)]  # where no process group runs
-    assert received == list(range(1, NUM_SAMPLES, 3))
+    assert received == [1, 4, 7, 10]
 
 
 def test_goes_on_where_it_stopped(cache: Path) -> None:
@@ -88,16 +123,73 @@ def test_goes_on_where_it_stopped(cache: Path) -> None:
     pairs = iter(first)
     seen = [next(pairs)[1].index for _ in range(4)]
     state = first.state_dict()
-    assert state == {"given": 4}
+    assert state == {"given": 4, "ranks": 1, "workers": 1}
     second = SupervisedStream(Tokens(), cache)
     second.load_state_dict(state)
     assert second.state_dict() == state
     seen += [record.index for _, record in second]
     assert seen == list(range(NUM_SAMPLES))
+    assert second.state_dict()["given"] == 0
     assert len(list(second)) == NUM_SAMPLES  # the pass after it starts at the beginning
-    for wrong in ({}, {"given": -1}, {"given": 1.5}):
+    for wrong in ({}, {"given": 4}, state | {"given": -1}, state | {"given": 1.5}, state | {"ranks": 0}):
         with pytest.raises(ShdError, match="'given'"):
             second.load_state_dict(wrong)
+
+
+def test_a_state_of_other_shares_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SupervisedStream(Tokens(), cache)
+    next(iter(stream))
+    state = stream.state_dict()
+    as_rank(monkeypatch, 0, 2)
+    stream.load_state_dict(state)
+    with pytest.raises(ShdError, match=r"state must be of as many ranks and workers .*\(2, 1\); got one of \(1, 1\)"):
+        iter(stream)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_workers_read_is_not_counted_silently(cache: Path, copied: bool) -> None:
+    stream = SupervisedStream(Tokens(), cache)
+    if copied:
+        stream = copy.deepcopy(stream)
+    assert stream.state_dict()["given"] == 0
+    loader = DataLoader(stream, 2, num_workers=2, collate_fn=stream.collate_with(numbers))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ShdError, match="StatefulDataLoader") as caught:
+        stream.state_dict()
+    assert caught.value.code == "argument-value"
+    del batches
+    next(iter(stream))  # read here again
+    assert stream.state_dict()["given"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("num_batches", range(7))
+def test_a_stateful_loader_goes_on_where_it_stopped(cache: Path, workers: int, num_batches: int) -> None:
+    """Its state says what training has seen, whatever the workers have read ahead."""
+    torchdata = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="the loader that holds its workers' state"
+    )
+
+    def make_loader() -> Any:
+        stream = SupervisedStream(Tokens(), cache)
+        return torchdata.StatefulDataLoader(
+            stream, 2, num_workers=workers, collate_fn=stream.collate_with(numbers), prefetch_factor=workers or None
+        )
+
+    loader = make_loader()
+    whole = [batch for batch, _ in make_loader()]
+    assert sorted(index for batch in whole for index in batch) == list(range(NUM_SAMPLES))
+    assert len(whole) == 6
+    batches = iter(loader)
+    seen = [next(batches)[0] for _ in range(num_batches)]
+    resumed = make_loader()
+    resumed.load_state_dict(loader.state_dict())
+    del batches
+    seen += [batch for batch, _ in resumed]
+    assert seen == whole
+    assert [batch for batch, _ in resumed] == whole  # the pass after it
 
 
 def test_what_is_refused(cache: Path) -> None:
