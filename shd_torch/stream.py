@@ -14,15 +14,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shd_ref.cache import CacheReader, StoredRecord
 from shd_ref.errors import ShdError
+from shd_torch.checks import check_option
 from shd_torch.dataset import CacheJoin, ModelInputs
+
+REMAINDERS: tuple[str, ...] = ("repeat", "drop", "keep")
+"""What becomes of samples that are too few for all ranks."""
 
 
 class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
     """Pairs every sample of an iterable with its record in a cache; ``SupervisedDataset`` for data without a length.
 
     Each rank takes every n-th sample of the same stream, and each worker of its ``DataLoader`` every m-th of those.
-    Ranks are given equally many, as they would wait for each other else: as in PyTorch's ``DistributedSampler``, some
-    are given samples from the beginning again, or with ``drop_last`` the last ones are left out. For an iterable that
+    Ranks are given equally many, as they would wait for each other else; see ``remainder``. For an iterable that
     divides itself, as Hugging Face's ``split_dataset_by_node`` does, say so; its shares must be equal too.
 
     After an interruption, ``load_state_dict`` skips what was given out, without reading its records. That works in
@@ -37,7 +40,9 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         layers: student layers to read; default all of the cache.
         skipped: as for ``SupervisedDataset``.
         divide: whether ranks and workers share out the samples; False where ``data`` does it.
-        drop_last: leave out the last samples where they are too few for all ranks, instead of repeating the first.
+        remainder: what becomes of the last samples where they are too few for all ranks: ``"repeat"`` gives the other
+            ranks the first samples again, ``"drop"`` leaves them out (both as PyTorch's ``DistributedSampler`` does),
+            and ``"keep"`` gives some ranks one more than others, for a loop that sees to it, as ``SHDTrainer`` does.
 
     Raises:
         ShdError: ``argument-value``, and whatever opening the cache raises; while it is iterated ``sample-missing``
@@ -53,8 +58,9 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         layers: Sequence[int] | None = None,
         skipped: str = "error",
         divide: bool = True,
-        drop_last: bool = False,
+        remainder: str = "repeat",
     ) -> None:
+        check_option("remainder", remainder, REMAINDERS, "")  # no word of the specification
         super().__init__(cache, model_inputs, layers, skipped)
         if iter(data) is data:
             raise ShdError(
@@ -64,7 +70,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             )
         self.data = data
         self._divide = divide
-        self._drop_last = drop_last
+        self._remainder = remainder
         self._given = 0  # samples of this process's share, of the pass that is running
         self._resume = 0
         self._saved_among: _Readers | None = None  # how many shared the stream when the loaded state was saved
@@ -144,7 +150,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             self._given = 0
 
     def _rank_share(self, share: _Share) -> Iterator[tuple[int, Any]]:
-        """The numbered samples of a rank, as many as every other rank's."""
+        """The numbered samples of a rank."""
         rank, ranks = share.rank, share.readers.ranks
         mine: list[tuple[int, Any]] = []
         total = 0
@@ -154,8 +160,10 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             if total % ranks == 0:  # every rank has got one
                 yield mine.pop()
         left = total % ranks
-        if left and not self._drop_last:
-            yield mine.pop() if mine else next(islice(self._entries(), (rank - left) % total, None))
+        if left and self._remainder != "drop":
+            yield from mine
+            if self._remainder == "repeat" and not mine:
+                yield next(islice(self._entries(), (rank - left) % total, None))
 
     def _entries(self) -> Iterator[tuple[int, Any]]:
         """The samples that are not dropped, numbered as they stand: what is left can be shared out equally."""

@@ -15,6 +15,7 @@ from cache.makers import is_skipped, job, length_of, write_cache
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import ShdError, SupervisedStream, attention_kl
+from shd_torch.stream import REMAINDERS
 
 NUM_SAMPLES = 11
 
@@ -68,19 +69,23 @@ def as_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
     patch.setattr("torch.distributed.get_rank", lambda: rank)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("remainder", REMAINDERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
 def test_ranks_share_the_stream_as_a_distributed_sampler_does(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, drop_last: bool
+    cache: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, remainder: str
 ) -> None:
     for rank in range(ranks):
         as_rank(monkeypatch, rank, ranks)
-        sampler = DistributedSampler(range(NUM_SAMPLES), ranks, rank, shuffle=False, drop_last=drop_last)
-        stream = SupervisedStream(Tokens(), cache, drop_last=drop_last)
-        if not (drop_last and ranks > NUM_SAMPLES):  # where PyTorch pads with what is not there
-            assert [record.index for _, record in stream] == list(sampler)
+        seen = [record.index for _, record in SupervisedStream(Tokens(), cache, remainder=remainder)]
+        if remainder == "keep":
+            assert seen == list(range(rank, NUM_SAMPLES, ranks))
+        elif remainder == "drop" and ranks > NUM_SAMPLES:
+            assert seen == []  # PyTorch's own fails here
         else:
-            assert list(stream) == []
+            drop_last = remainder == "drop"
+            assert seen == list(
+                DistributedSampler(range(NUM_SAMPLES), ranks, rank, shuffle=False, drop_last=drop_last)
+            )
         whole = [record.index for _, record in SupervisedStream(Tokens(), cache, divide=False)]
         assert whole == list(range(NUM_SAMPLES))
 
@@ -96,18 +101,19 @@ def test_workers_of_all_ranks_give_equally_many_batches(cache: Path, monkeypatch
     assert sorted(index for batches in seen for batch in batches for index in batch) == sorted([*range(11), 0])
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_dropped_samples_leave_shares_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop_last: bool) -> None:
+@pytest.mark.parametrize("remainder", ["repeat", "drop"])
+def test_dropped_samples_leave_shares_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remainder: str) -> None:
     manifest = job(NUM_SAMPLES, on_error="skip")
     folder = write_cache(tmp_path / "skipping", manifest)
     left = [index for index in range(NUM_SAMPLES) if not is_skipped(manifest, index)]
     seen = []
     for rank in range(2):
         as_rank(monkeypatch, rank, 2)
-        stream = SupervisedStream(Tokens(), folder, skipped="drop", drop_last=drop_last)
+        stream = SupervisedStream(Tokens(), folder, skipped="drop", remainder=remainder)
         seen.append([record.index for _, record in stream])
     assert len(left) == 7
-    assert seen == [left[0:6:2], left[1:6:2]] if drop_last else [left[0::2], [*left[1::2], left[0]]]
+    drops, repeats = [left[0:6:2], left[1:6:2]], [left[0::2], [*left[1::2], left[0]]]
+    assert seen == (drops if remainder == "drop" else repeats)
 
 
 def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
@@ -199,6 +205,8 @@ def test_what_is_refused(cache: Path) -> None:
     with pytest.raises(ShdError, match="got the iterator") as once:
         SupervisedStream(iter(Tokens()), cache)
     assert once.value.code == "argument-value"
+    with pytest.raises(ShdError, match="remainder must be one of repeat, drop, keep; got 'pad'"):
+        SupervisedStream(Tokens(), cache, remainder="pad")
     with pytest.raises(ShdError, match="skipped must be"):
         SupervisedStream(Tokens(), cache, skipped="maybe")
     with pytest.raises(ShdError, match="inputs input_ids") as inputs:

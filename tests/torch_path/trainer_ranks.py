@@ -30,7 +30,7 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
     given: dict[str, Any] = {}
     train: Any = SupervisedDataset(samples, cache)
     if way.startswith("stream"):
-        train = SupervisedStream(samples, cache)
+        train = SupervisedStream(samples, cache, remainder="keep")
     if way == "live":
         train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2, alpha_per="row")
     if way == "balanced":
