@@ -83,7 +83,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._read_by_workers.is_shared():  # a copy that has workers of its own
+        if not self._read_by_workers.untyped_storage().is_shared():  # a copy that has workers of its own
             self._read_by_workers = _make_flag()
 
     def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
@@ -198,7 +198,9 @@ class _Share(NamedTuple):
 
 def _make_flag() -> Tensor:
     """False, in memory that workers share."""
-    return torch.zeros((), dtype=torch.bool).share_memory_()
+    flag = torch.zeros((), dtype=torch.bool)
+    flag.untyped_storage().share_memory_()
+    return flag
 
 
 def _find_rank() -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,45 @@ def test_plans_of_layers_are_compared_one_by_one(tmp_path: Path) -> None:
         with pytest.raises(ShdError, match="plan must be") as caught:
             check_cache(reader, plan=plan)
         assert caught.value.code == "cache-mismatch"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 2, "prefetch_factor": 3},
+        {"num_workers": 2, "persistent_workers": True},
+        {"pin_memory": True},
+        {"num_workers": 1, "pin_memory": True, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_loaders_of_any_kind_give_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Without an accelerator a loader that is asked to pin says that it does not, and goes on."""
+    joined = SupervisedDataset(TokenData(), write_cache(tmp_path / "cache", job(NUM_SAMPLES)))
+    collate = joined.collate_with(_numbers)
+    expected = [(batch, supervision.buffer) for batch, supervision in DataLoader(joined, 3, collate_fn=collate)]
+    loader = DataLoader(joined, 3, collate_fn=collate, **options)
+    pins = options.get("pin_memory", False) and torch.accelerator.is_available()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
+            found = [(batch, supervision.buffer) for batch, supervision in loader]
+        assert [batch for batch, _ in found] == [batch for batch, _ in expected]
+        for (_, buffer), (_, wanted) in zip(found, expected, strict=True):
+            assert torch.equal(buffer, wanted)
+            assert buffer.is_pinned() == pins
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is page-locked for a CUDA device alone")
+def test_a_pinned_buffer_reaches_the_device(tmp_path: Path) -> None:
+    joined = SupervisedDataset(TokenData(), write_cache(tmp_path / "cache", job(NUM_SAMPLES)))
+    loader = DataLoader(joined, 3, collate_fn=joined.collate_with(_numbers), pin_memory=True)
+    for _, supervision in loader:
+        assert supervision.buffer.is_pinned()
+        moved = supervision.to("cuda", non_blocking=True)
+        assert torch.equal(moved.buffer.cpu(), supervision.buffer)
+
+
+def _numbers(samples: list[dict[str, Any]]) -> list[int]:
+    return [int(sample["number"]) for sample in samples]
