@@ -9,7 +9,7 @@ import typer
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.commands import app, console, reported_errors
-from shd_ref.teacher.options import MaxLengthOption, Provider, TextOption, TokenizerOption
+from shd_ref.teacher.options import MaxLengthOption, Provider, TextOption, TokenizerOption, check_teacher_options
 
 
 @app.command()
@@ -23,7 +23,7 @@ def report(
     ] = None,
     inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
     tokenizer: TokenizerOption = None,
-    text_column: TextOption = "text",
+    text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     samples: Annotated[int, typer.Option(help="How many samples the teacher is run on.", min=1)] = 4,
     records: Annotated[int, typer.Option(help="How many records' merge weights are read.", min=1)] = 512,
@@ -39,8 +39,7 @@ def report(
     from shd_ref.report.page import render_page
 
     with reported_errors():
-        if (teacher is None) != (inputs is None):
-            raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
+        check_teacher_options(teacher, inputs, tokenizer, text_column, max_length)
         reader = CacheReader(cache, allow_partial=True)
         content = read_content(reader, max_records=records)
         evidence = None

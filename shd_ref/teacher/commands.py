@@ -59,6 +59,7 @@ from shd_ref.teacher.options import (
     TextOption,
     Threads,
     TokenizerOption,
+    check_teacher_options,
     parse_heads,
     parse_layer_pairs,
     parse_shards,
@@ -143,7 +144,7 @@ def precompute(
         Compression, typer.Option(help="zstd: smaller on slow disks; needs the extra 'zstd'.")
     ] = Compression.none,
     tokenizer: TokenizerOption = None,
-    text_column: TextOption = "text",
+    text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     mask: MaskOption = None,
     seed_column: Annotated[
@@ -269,7 +270,7 @@ def verify(
     teacher: Annotated[Path | None, typer.Option(help="Also run this teacher again on some records.")] = None,
     inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
     tokenizer: TokenizerOption = None,
-    text_column: TextOption = "text",
+    text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     records: Annotated[int, typer.Option(help="How many records to run again.", min=1)] = 8,
     seed: Annotated[int, typer.Option(help="Seed of their choice.", min=0)] = 0,
@@ -282,8 +283,7 @@ def verify(
     from shd_ref.cache import verify_cache
 
     with reported_errors():
-        if (teacher is None) != (inputs is None):
-            raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
+        check_teacher_options(teacher, inputs, tokenizer, text_column, max_length)
         with show_progress("shards") as (bar, task):
             report = verify_cache(
                 cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total)

@@ -90,7 +90,7 @@ def fidelity(
     calibration_samples: CalibrationSamples = 16,
     sites: SitesOption = None,
     tokenizer: TokenizerOption = None,
-    text_column: TextOption = "text",
+    text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     mask: MaskOption = None,
     batch_size: BatchSize = 16,

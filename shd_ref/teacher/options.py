@@ -99,9 +99,12 @@ InputsPath = Annotated[
 TokenizerOption = Annotated[
     Path | None, typer.Option(help="Where the inputs are text: tokenizer.json, or the folder that holds it.")
 ]
-TextOption = Annotated[str, typer.Option(help="Column of the text.")]
+TextOption = Annotated[
+    str | None, typer.Option(help="Column of the text; default: text. Only with --tokenizer.", show_default=False)
+]
 MaxLengthOption = Annotated[
-    int | None, typer.Option(help="Tokens to keep of a text; default: as the tokenizer says.", min=1)
+    int | None,
+    typer.Option(help="Tokens to keep of a text; default: as the tokenizer says. Only with --tokenizer.", min=1),
 ]
 Provider = Annotated[str, typer.Option(help="cpu, cuda, or an onnxruntime provider name. Never falls back silently.")]
 StudentHeads = Annotated[int, typer.Option(help="Heads of the student, at most the teacher's.", min=1)]
@@ -189,10 +192,31 @@ def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
         ) from None
 
 
+def check_teacher_options(
+    teacher: Path | None,
+    inputs: Path | None,
+    tokenizer: Path | None = None,
+    text_column: str | None = None,
+    max_length: int | None = None,
+) -> None:
+    """Where the teacher is run on request only: refuse options about a run that was not asked for.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if (teacher is None) != (inputs is None):
+        raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
+    about_text = {"--tokenizer": tokenizer, "--text-column": text_column, "--max-length": max_length}
+    for option, value in about_text.items():
+        if inputs is None and value is not None:
+            raise ShdError("argument-value", f"{option} must be given with --inputs alone; got {value} without")
+
+
 def words_of_inputs(
-    inputs: str | Path, tokenizer: Path | None = None, text_column: str = "text", max_length: int | None = None
+    inputs: str | Path, tokenizer: Path | None = None, text_column: str | None = None, max_length: int | None = None
 ) -> list[str]:
     """The part of a command line that names the same inputs again, so that the next command can be shown."""
     words = ["--inputs", str(inputs)]
-    words += [] if tokenizer is None else ["--tokenizer", str(tokenizer), "--text-column", text_column]
+    words += [] if tokenizer is None else ["--tokenizer", str(tokenizer)]
+    words += [] if text_column is None else ["--text-column", text_column]
     return words + ([] if max_length is None else ["--max-length", str(max_length)])

@@ -43,7 +43,7 @@ def plan_cache(
     plan: PlanOption = Plan.progressive,
     alpha_per: AlphaPerOption = AlphaPer.map,
     tokenizer: TokenizerOption = None,
-    text_column: TextOption = "text",
+    text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     mask: MaskOption = None,
     batch_size: BatchSize = 16,

@@ -26,21 +26,27 @@ KINDS: Final[dict[str, Callable[[Path], Source]]] = {
 
 
 def open_source(
-    path: str | Path, *, tokenizer: str | Path | None = None, text_column: str = "text", max_length: int | None = None
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    text_column: str | None = None,
+    max_length: int | None = None,
 ) -> Source:
     """Open model inputs.
 
     Args:
         path: a file with a suffix of ``KINDS``, or a folder: what ``save_to_disk`` wrote, or Parquet or Arrow files.
         tokenizer: ``tokenizer.json`` or its folder, where the inputs are text.
-        text_column: which column holds the text.
-        max_length: tokens to keep of a text; default: as the tokenizer's file says.
+        text_column: which column holds the text; default ``text``. Only with a tokenizer.
+        max_length: tokens to keep of a text; default: as the tokenizer's file says. Only with a tokenizer.
 
     Raises:
-        ShdError: ``inputs-invalid`` for a file that is absent, unreadable or of no known kind;
+        ShdError: ``argument-value``; ``inputs-invalid`` for a file that is absent, unreadable or of no known kind;
             ``dependency-missing`` naming the extra that brings its reader.
     """
     file = Path(path)
+    if tokenizer is None:
+        _refuse_text_options(text_column=text_column, max_length=max_length)
     if file.is_dir():
         source = open_folder(file)
     elif file.suffix not in KINDS or not file.exists():
@@ -48,4 +54,15 @@ def open_source(
         raise ShdError("inputs-invalid", f"inputs {rule}; got {path}")
     else:
         source = KINDS[file.suffix](file)
-    return source if tokenizer is None else TokenizedSource(source, Path(tokenizer), text_column, max_length)
+    return (
+        source if tokenizer is None else TokenizedSource(source, Path(tokenizer), text_column or "text", max_length)
+    )
+
+
+def _refuse_text_options(**options: str | int | None) -> None:
+    """Options of a tokenizer say nothing of inputs that are numbers already."""
+    for name, value in options.items():
+        if value is not None:
+            raise ShdError(
+                "argument-value", f"{name} must be given with a tokenizer alone; got {value!r} without one"
+            )
