@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import MANIFEST_NAME
+from shd_ref.cache.layout import MANIFEST_NAME, RECEIPTS_NAME
+from shd_ref.cache.outputs import output_path
 from shd_ref.cache.reader import CacheReader
 from shd_ref.cache.receipts import Receipt
 from shd_ref.cache.records import StoredRecord
@@ -55,14 +56,15 @@ def export_webdataset(
 
     Args:
         cache: a sealed cache; every blob is checked as it is read.
-        out: a folder, new or with an export of the same cache begun.
+        out: a folder on this machine, new or with an export of the same cache begun.
         on_progress: called after every shard with how many are done and how many there are.
 
     Raises:
-        ShdError: as ``CacheReader``; ``cache-exists`` for a folder that holds something else, ``cache-mismatch`` for
-            an export of another cache, ``write-failed``.
+        ShdError: as ``CacheReader``; ``argument-value`` for an address or a place in the cache, ``cache-exists``
+            for a folder that holds something else, ``cache-mismatch`` for an export of another cache,
+            ``write-failed``.
     """
-    reader, folder = CacheReader(cache), Path(out)
+    reader, folder = CacheReader(cache), output_path(out, cache=cache)
     _claim_folder(folder, reader.manifest)
     written = present = samples = size = 0
     shards = reader.manifest.shards.num_shards
@@ -81,7 +83,7 @@ def export_webdataset(
 def _claim_folder(folder: Path, manifest: Manifest) -> None:
     """Begin or resume an export: its manifest comes first."""
     path = folder / MANIFEST_NAME
-    if path.exists():
+    if path.exists() and not (folder / RECEIPTS_NAME).exists():  # a cache has the same manifest, and is no export
         found = Manifest.read(folder)
         if found.id != manifest.id:
             raise ShdError(

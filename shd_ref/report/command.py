@@ -17,7 +17,7 @@ def report(
     cache: Annotated[
         str, typer.Argument(help="Folder or address of the cache; a partial one is reported too.", metavar="CACHE")
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[str, typer.Option(help="The page to write.")] = "report.html",
     teacher: Annotated[
         Path | None, typer.Option(help="The cache's teacher: adds its own maps and what every strategy loses.")
     ] = None,
@@ -35,11 +35,13 @@ def report(
     the cache with every other strategy.
     """
     from shd_ref.cache import CacheReader
+    from shd_ref.cache.outputs import output_file
     from shd_ref.report.content import read_content
     from shd_ref.report.page import render_page
 
     with reported_errors():
         check_teacher_options(teacher, inputs, tokenizer, text_column, max_length)
+        page_file = output_file(out, cache=cache)
         reader = CacheReader(cache, allow_partial=True)
         content = read_content(reader, max_records=records)
         evidence = None
@@ -51,7 +53,7 @@ def report(
             evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
         page = render_page(reader, content, evidence)
         try:
-            out.write_text(page, encoding="utf-8")
+            page_file.write_text(page, encoding="utf-8")
         except OSError as error:
             raise ShdError(
                 "write-failed", f"{out} could not be written: {error.strerror or error}: name another --out"

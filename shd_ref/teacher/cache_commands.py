@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -94,7 +93,7 @@ def merge(
 @app.command(name="export")
 def export_cache(
     cache: CacheArgument,
-    out: Annotated[Path, typer.Option(help="Folder of the export; give the same one again to resume.")],
+    out: Annotated[str, typer.Option(help="Folder of the export; give the same one again to resume.")],
     kind: Annotated[ExportFormat, typer.Option("--format", help="webdataset: tar files.")] = ExportFormat.webdataset,
 ) -> None:
     """Write a sealed cache, decoded, as files that other tools read: a tar a shard, a .npy a layer.

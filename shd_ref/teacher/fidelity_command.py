@@ -96,7 +96,7 @@ def fidelity(
     batch_size: BatchSize = 16,
     batch_tokens: BatchTokens = None,
     seed: Annotated[int, typer.Option(help="Seed of the choice of samples.", min=0)] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    json_out: Annotated[str | None, typer.Option("--json", help="Also write everything to this file.")] = None,
     provider: Provider = "cpu",
     threads: Threads = None,
 ) -> None:
@@ -105,11 +105,13 @@ def fidelity(
     The teacher runs with merged maps in place of its own, in all layers at once; no student and no training is
     needed. Ends with the command line that precomputes the best way.
     """
+    from shd_ref.cache.outputs import output_file
     from shd_ref.teacher.fidelity import FidelityOptions, measure_fidelity
     from shd_ref.teacher.run import RunOptions
     from shd_ref.teacher.sources import open_source
 
     with reported_errors():
+        json_file = None if json_out is None else output_file(json_out, argument="json")
         options = FidelityOptions(
             student_heads=tuple(student_heads),
             plans=tuple(plan.value for plan in plans),
@@ -146,8 +148,8 @@ def fidelity(
             )
             for heads, result in report.best().items()
         }
-        if json_out is not None:
-            _write_json(json_out, teacher, report, commands)
+        if json_file is not None:
+            _write_json(json_file, teacher, report, commands)
     for skipped in report.skipped:
         messages.print(f"left as it is: {skipped}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(teacher, report))

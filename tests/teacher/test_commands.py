@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def run_of(folder: Path) -> tuple[str | Path, ...]:
     return folder / "t.onnx", "--inputs", folder / "d.npz", "--student-heads", "2"
 
@@ -61,4 +66,46 @@ def test_options_of_text_are_refused_without_a_tokenizer(
     refused = shd(*words, code=1)
     assert "error (argument-value): " in refused
     assert f"{option[0][2:].replace('-', '_')} must be given with a tokenizer" in refused
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "code"),
+    [
+        ("export", "c", "argument-value"),
+        ("export", "c/shards", "argument-value"),
+        ("export", "c/new/export", "argument-value"),
+        ("export", "link/../c/tars", "argument-value"),
+        ("export", "twin", "cache-exists"),
+        ("report", "c/manifest.json", "argument-value"),
+        ("report", "c/report.html", "argument-value"),
+        ("report", "link/report.html", "argument-value"),
+        ("report", "absent/report.html", "write-failed"),
+        ("report", "twin", "write-failed"),
+    ],
+)
+def test_nothing_is_written_into_a_cache(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, place: str, code: str
+) -> None:
+    """Also through a link, and into another cache of the same job."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("c", "twin"):
+        shutil.copytree(made / "c", name)
+    Path("link").symlink_to("c", target_is_directory=True)
+    before = contents(tmp_path)
+    assert f"error ({code}): " in shd(command, "c", "--out", place, code=1)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", ["memory://x/y", "s3://bucket/x", "file:///x", ""])
+def test_what_is_written_locally_takes_no_address(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ("export", made / "c", "--out", place),
+        ("report", made / "c", "--out", place),
+        ("fidelity", *run_of(made), "--json", place),
+    ):
+        assert "error (argument-value): " in shd(*words, code=1)
     assert not any(tmp_path.iterdir())
