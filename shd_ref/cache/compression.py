@@ -24,6 +24,12 @@ def _zstandard() -> Any:
         raise ShdError("dependency-missing", message) from error
 
 
+def check_compression(compression: str) -> None:
+    """Refuse a compression whose package is missing: ``dependency-missing``."""
+    if compression != "none":
+        _zstandard()
+
+
 def compress_blob(blob: NDArray[np.uint8], compression: str) -> NDArray[np.uint8]:
     """The bytes to store: a frame where that is smaller, else the blob itself (CACHE-55)."""
     if compression == "none":

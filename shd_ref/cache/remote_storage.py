@@ -52,6 +52,8 @@ class RemoteStorage(Storage):
     root: str
 
     def __init__(self, root: str) -> None:
+        if not root.rpartition("://")[2].strip("/"):
+            raise ShdError("argument-value", f"a cache's address must name a bucket or folder; got {root!r}")
         self.root = root.rstrip("/")
         self._connections: dict[int, tuple[Any, str]] = {}
         self._connect()

@@ -15,11 +15,37 @@ from shd_ref.cache.receipts import Receipt, Skipped
 from shd_ref.cache.records import NewRecord
 from shd_ref.cache.seal import Seal, check_fingerprint
 from shd_ref.cache.shards import write_blobs
-from shd_ref.cache.storage import Folder, PendingFile, open_storage, write_errors
+from shd_ref.cache.storage import Folder, PendingFile, Storage, open_storage, write_errors
 from shd_ref.errors import ShdError
 
 ATTEMPTS: Final = 5
 """How often a shard is put anew when racing writers replace it, which takes an object store."""
+
+
+def check_free(storage: Storage) -> None:
+    """Refuse a place that holds files and no manifest: ``cache-exists`` (CACHE-70)."""
+    if storage.exists(MANIFEST_NAME):
+        return  # and a large cache is not listed
+    foreign = [name for name in storage.names() if not storage.is_leftover(name)]
+    # The manifest is looked for again after the listing: a racing writer creates it before anything else.
+    if foreign and not storage.exists(MANIFEST_NAME):
+        message = f"{storage.root} must be empty or a cache; it holds {foreign[0]!r} and no manifest"
+        raise ShdError("cache-exists", message + ": choose another folder", "CACHE-70")
+
+
+def other_job(folder: object, differences: Sequence[str]) -> ShdError:
+    """The error for a cache of another job: ``cache-mismatch`` (CACHE-23).
+
+    Args:
+        folder: the cache.
+        differences: members of the manifests, as ``Manifest.differences`` words them.
+    """
+    return ShdError(
+        "cache-mismatch",
+        f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}; "
+        "choose another folder, or repeat the job as it was",
+        "CACHE-23",
+    )
 
 
 class CacheWriter:
@@ -42,7 +68,7 @@ class CacheWriter:
         self._storage = open_storage(folder)
         self.folder = self._storage.root
         self.manifest = manifest
-        self._refuse_foreign_folder()
+        check_free(self._storage)
         with write_errors(self.folder):
             self._storage.prepare()
             self._storage.create(MANIFEST_NAME, manifest.to_bytes())
@@ -138,25 +164,10 @@ class CacheWriter:
             self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
 
-    def _refuse_foreign_folder(self) -> None:
-        if self._storage.exists(MANIFEST_NAME):
-            return  # and a large cache is not listed
-        foreign = [name for name in self._storage.names() if not self._storage.is_leftover(name)]
-        # The manifest is looked for again after the listing: a racing writer creates it before anything else.
-        if foreign and not self._storage.exists(MANIFEST_NAME):
-            message = f"{self.folder} must be empty or a cache; it holds {foreign[0]!r} and no manifest"
-            raise ShdError("cache-exists", message + ": choose another folder", "CACHE-70")
-
     def _refuse_other_manifest(self) -> None:
         found = Manifest.read(self._storage)
         if found.id != self.manifest.id:
-            differences = "; ".join(found.differences(self.manifest))
-            raise ShdError(
-                "cache-mismatch",
-                f"{self.folder} holds a cache made from something else (cache -> this job): {differences}; "
-                "choose another folder, or repeat the job as it was",
-                "CACHE-23",
-            )
+            raise other_job(self.folder, found.differences(self.manifest))
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         for shard in range(self.manifest.shards.num_shards):

@@ -26,7 +26,7 @@ from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.rule import MergeRule, SqueezeOptions, make_rule
-from shd_ref.teacher.run import RunOptions
+from shd_ref.teacher.run import RunOptions, check_run
 from shd_ref.teacher.selection import select_sites
 from shd_ref.teacher.session import open_session, run_batch
 from shd_ref.teacher.sources import Arrays, ArraySource, Source
@@ -213,6 +213,7 @@ class _FidelityTest:
 
     def __init__(self, teacher: Path, inputs: Source | Arrays, options: FidelityOptions, run: RunOptions) -> None:
         self.options, self.run = options, run
+        check_run(run)
         self.model = load_teacher(teacher)
         sites = select_sites(find_sites(self.model), options.sites)
         self.sites = tuple(site for site in sites if site.supported)

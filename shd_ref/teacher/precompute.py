@@ -18,6 +18,7 @@ from shd_ref.cache.storage import subfolder
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_shards, share_shards
 from shd_ref.teacher.compare import compare_with_reference
+from shd_ref.teacher.destination import check_destination
 from shd_ref.teacher.factored import check_factors
 from shd_ref.teacher.faults import Fault, find_faults
 from shd_ref.teacher.inputs import Batch
@@ -67,6 +68,7 @@ def precompute(
     """
     started = time.monotonic()
     run = run or RunOptions()
+    check_destination(out, Path(teacher), options, run)
     job = PrecomputeJob(TeacherRun(Path(teacher), inputs, adopt_plans(out, options, run), run, on_read))
     return _write_caches([(job, out)], started, on_progress)[0]
 
@@ -100,10 +102,10 @@ def precompute_shapes(
     # The largest maps decide how many samples a shard holds, for all alike: so the batches are the same.
     heads = sorted(student_heads, reverse=True)
     folders = [subfolder(out, f"heads-{number}") for number in heads]
-    shapes = [
-        adopt_plans(folder, replace(options, num_student_heads=number), run)
-        for number, folder in zip(heads, folders, strict=True)
-    ]
+    shapes = [replace(options, num_student_heads=number) for number in heads]
+    for folder, shape in zip(folders, shapes, strict=True):
+        check_destination(folder, Path(teacher), shape, run)
+    shapes = [adopt_plans(folder, shape, run) for folder, shape in zip(folders, shapes, strict=True)]
     works = [TeacherRun(Path(teacher), inputs, shapes[0], run, on_read)]
     works += [works[0].for_shape(shape) for shape in shapes[1:]]
     jobs = [PrecomputeJob(works[0])]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import CacheWriter
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import share_shards
+from shd_ref.teacher.destination import check_destination
 from shd_ref.teacher.job import adopt_plans
 from shd_ref.teacher.precompute import OnProgress, PrecomputeJob, finish_cache
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
@@ -91,6 +92,7 @@ def precompute_on_ray(
     started = time.monotonic()
     run = run or RunOptions()
     run = replace(run, num_threads=run.num_threads or 1)
+    check_destination(out, Path(teacher), options, run)
     plan = RayJob(Path(teacher), open_inputs, out, options, run)
     job = plan.prepare(on_read)
     writer = CacheWriter(plan.out, job.manifest)  # before the actors: they adopt its plans

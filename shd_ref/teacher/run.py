@@ -13,11 +13,16 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from shd_ref.alpha import check_option
-from shd_ref.cache import DEFAULT_FACTORED_CODEC, Teacher
+from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
+from shd_ref.attention import check_temperature
+from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, Teacher
+from shd_ref.cache.compression import COMPRESSIONS, check_compression
+from shd_ref.cache.documents import MAX_INTEGER
 from shd_ref.cache.factored import check_factored_codec
+from shd_ref.cache.format import ON_ERROR
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
+from shd_ref.mixing import STRATEGIES
 from shd_ref.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.factors import SiteFactors, find_factors
@@ -26,9 +31,9 @@ from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.selection import select_sites
-from shd_ref.teacher.session import open_session, run_batch
+from shd_ref.teacher.session import check_session, open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
-from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
+from shd_ref.teacher.squeeze import SqueezedGraph, check_sinks, squeeze_graph
 from shd_ref.teacher.union import unite_graphs
 
 FORMS: Final = ("maps", "factored")
@@ -148,9 +153,12 @@ class TeacherRun:
         self.path = teacher
         self.options = options
         self.run = run
+        check_options(options)
+        check_run(run)
         self.model = load_teacher(teacher)
-        _check_form(options)
         self.layers = _choose_sites(find_sites(self.model), options)
+        for _, site in self.layers:
+            check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
         self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
         self.num_teacher_heads = _common_heads(self.layers)
         check_counts(self.num_teacher_heads, options.num_student_heads)
@@ -364,6 +372,38 @@ def _choose_sites(
                 "(or select other sites)",
             )
     return chosen
+
+
+def check_options(options: PrecomputeOptions) -> None:
+    """Refuse what no teacher can be asked for.
+
+    Raises:
+        ShdError: ``argument-value``; ``dependency-missing`` where the compression needs a package.
+    """
+    check_option("strategy", options.strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", options.alpha_per, ALPHA_PER, "ALPHA-9")
+    check_option("codec", options.codec, CODECS, "CACHE-30")
+    check_option("compression", options.compression, COMPRESSIONS, "CACHE-55")
+    check_option("on_error", options.on_error, ON_ERROR, "CACHE-58")
+    check_compression(options.compression)
+    check_temperature(options.temperature)
+    _check_form(options)
+
+
+def check_run(run: RunOptions) -> None:
+    """Refuse what no run can be done with, before a teacher is loaded or a sample read.
+
+    Raises:
+        ShdError: ``argument-value``, ``provider-unavailable``, ``dependency-missing``.
+    """
+    for name in ("batch_size", "batch_tokens", "samples_per_shard"):
+        number = getattr(run, name)
+        if number is not None and not 1 <= number <= MAX_INTEGER:
+            raise ShdError("argument-value", f"{name} must be 1 to {MAX_INTEGER}; got {number}")
+    if not 0 <= run.seed <= MAX_INTEGER:
+        raise ShdError("argument-value", f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
+    check_session(run.provider, run.num_threads)
 
 
 def _check_form(options: PrecomputeOptions) -> None:

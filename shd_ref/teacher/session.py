@@ -22,6 +22,9 @@ PROVIDERS: Final[dict[str, str]] = {
 }
 """Short names of the execution providers; the long ones are accepted too."""
 
+MAX_THREADS: Final = 1024
+"""Of one session: onnxruntime starts as many as it is told to, whatever the machine has."""
+
 _DTYPES: Final[dict[str, str]] = {
     "tensor(bool)": "bool",
     "tensor(double)": "float64",
@@ -32,6 +35,32 @@ _DTYPES: Final[dict[str, str]] = {
     "tensor(int8)": "int8",
     "tensor(uint8)": "uint8",
 }
+
+
+def check_session(provider: str, num_threads: int | None = None) -> str:
+    """Refuse what no session can be opened with, before there is a model.
+
+    Args:
+        provider, num_threads: as for ``open_session``.
+
+    Returns:
+        onnxruntime's name of the provider.
+
+    Raises:
+        ShdError: ``provider-unavailable``, ``argument-value``, ``dependency-missing``.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ShdError(
+            "dependency-missing", "running a teacher needs onnxruntime: pip install 'squeezing-heads[teacher]'"
+        ) from error
+    name = PROVIDERS.get(provider, provider)
+    if name not in onnxruntime.get_available_providers():
+        raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
+    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
+        raise ShdError("argument-value", f"num_threads must be 1 to {MAX_THREADS}; got {num_threads}")
+    return name
 
 
 def open_session(
@@ -47,21 +76,15 @@ def open_session(
     Args:
         model: from ``load_teacher`` or made of such a one, serialised, or the path of one.
         provider: ``"cpu"``, ``"cuda"``, or onnxruntime's name of an execution provider.
-        num_threads: threads inside one operator; default: onnxruntime's choice.
+        num_threads: threads inside one operator, 1 to ``MAX_THREADS``; default: onnxruntime's choice.
 
     Raises:
-        ShdError: ``provider-unavailable``; ``graph-invalid`` where onnxruntime rejects the model;
+        ShdError: ``provider-unavailable``, ``argument-value``; ``graph-invalid`` where onnxruntime rejects the model;
             ``dependency-missing``.
     """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ShdError(
-            "dependency-missing", "running a teacher needs onnxruntime: pip install 'squeezing-heads[teacher]'"
-        ) from error
-    name = PROVIDERS.get(provider, provider)
-    if name not in onnxruntime.get_available_providers():
-        raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
+    name = check_session(provider, num_threads)
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised, not logged
     if num_threads is not None:

@@ -126,7 +126,7 @@ def squeeze_graph(
     squeezed = []
     mask = row_mask_of(body, model, row_mask_input)
     for student_layer, site in layers:
-        _check_sinks(site, options)
+        check_sinks(site, codec, options.temperature)
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         # Both numbers are known for supported sites.
         rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
@@ -276,13 +276,19 @@ def check_opset(model: onnx.ModelProto) -> int:
     return opset
 
 
-def _check_sinks(site: AttentionSite, options: SqueezeOptions) -> None:
-    """Lossy codecs and softening scale rows to one, and would lose what the sinks took."""
-    if site.row_sums == "at_most_one" and (options.codec != "float32" or options.temperature != 1.0):
+def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
+    """Refuse lossy codecs and softening where there are attention sinks.
+
+    Both scale rows to one, and would lose what the sinks took.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    if site.row_sums == "at_most_one" and (codec != "float32" or temperature != 1.0):
         raise ShdError(
             "graph-unsupported",
             f"site {site.name} has attention sinks, so its rows sum to less than one: use codec 'float32' and "
-            f"temperature 1, which keep the sums; got codec {options.codec!r}, temperature {options.temperature:g}",
+            f"temperature 1, which keep the sums; got codec {codec!r}, temperature {temperature:g}",
             "MAP-9",
         )
 

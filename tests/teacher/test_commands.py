@@ -14,6 +14,7 @@ from teacher.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
 from shd_ref.cli import load_app
+from shd_ref.teacher.inputs import ModelInputs
 
 NUM_SAMPLES = 12
 APP = load_app()
@@ -109,3 +110,43 @@ def test_what_is_written_locally_takes_no_address(
     ):
         assert "error (argument-value): " in shd(*words, code=1)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--temperature", "0"), "(argument-value): temperature must be a finite number above 0"),
+        (("--temperature", "-1"), "(argument-value): temperature must be a finite number above 0"),
+        (("--temperature", "nan"), "(argument-value): temperature must be a finite number above 0"),
+        (("--provider", "Nope"), "(provider-unavailable): "),
+        (("--threads", str(2**40)), "(argument-value): num_threads must be 1 to 1024"),
+        (("--seed", str(2**53)), f"(argument-value): seed must be 0 to {2**53 - 1}"),
+        (("--samples-per-shard", str(2**62)), "(argument-value): samples_per_shard must be 1 to"),
+        (("--out", "file"), "(cache-exists): "),
+        (("--out", "file/c"), "(write-failed): "),
+        (("--out", "foreign"), "(cache-exists): "),
+        (("--out", "nope://b/x"), "(argument-value): "),
+        (("--out", "s3://"), "(argument-value): a cache's address must name a bucket"),
+        (("--out", "c", "--strategy", "mean"), "(cache-mismatch): "),
+        (("--out", "c", "--plan", "balanced", "--student-heads", "3"), "num_student_heads: 2 -> 3"),
+        (("--student-heads", "1,2", "--strategy", "mean", "--out", "many"), "strategy: 'shd' -> 'mean'"),
+    ],
+)
+def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    """They may be terabytes, and are read from beginning to end."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "c", "c")
+    shutil.copytree(made / "c", "many/heads-2")
+    Path("foreign").mkdir()
+    for name in ("file", "foreign/thesis.txt"):
+        Path(name).write_text("dear")
+    before = contents(tmp_path)
+
+    def never(*_: object) -> None:
+        raise AssertionError("the inputs were read")
+
+    monkeypatch.setattr(ModelInputs, "_read_all", never)
+    assert said in shd("precompute", *run_of(made), "--out", "new", *words, code=1)
+    assert contents(tmp_path) == before
