@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from shd_ref.errors import ShdError
 
@@ -23,8 +24,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-console = Console()
-messages = Console(stderr=True)
+# Paths and messages may hold brackets and colons: neither is markup.
+console = Console(markup=False, emoji=False)
+messages = Console(stderr=True, markup=False, emoji=False)
 
 
 @contextmanager
@@ -33,8 +35,7 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except ShdError as error:
-        messages.print(f"[bold red]error[/] ({error.code}): ", end="")
-        messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        messages.print(Text.assemble(("error", "bold red"), f" ({error.code}): {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -54,7 +55,10 @@ def export(
     with reported_errors():
         teacher = load_hf_model(model)
         report = export_teacher(teacher, example_inputs(teacher), out, opset=opset)
-    console.print(f"{report.path}: {report.num_softmax} softmax nodes, opset {report.opset}, inputs {report.inputs}")
+    console.print(
+        f"{report.path}: {report.num_softmax} softmax nodes, opset {report.opset}, inputs {report.inputs}",
+        soft_wrap=True,
+    )
     if report.max_difference is None:
         console.print("not compared with the model: onnxruntime is not installed")
     else:
@@ -152,5 +156,5 @@ def _require(package: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(package) is None:
-        messages.print(f"the demo needs the package {package}: pip install 'squeezing-heads[[all]]'")
+        messages.print(f"the demo needs the package {package}: pip install 'squeezing-heads[all]'", soft_wrap=True)
         raise typer.Exit(1)

@@ -13,6 +13,7 @@ from rich.table import Table
 from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
 from shd_ref.cache.listing import spans
 from shd_ref.teacher.commands import app, console, messages, reported_errors, show_progress
+from shd_ref.teacher.terminal import marked
 
 
 class ExportFormat(StrEnum):
@@ -45,7 +46,7 @@ def list_contents(
         console.print(_listing_table(listing))
     if listing.damaged:
         for problem in listing.damaged:
-            messages.print(f"damaged: {problem}", markup=False, highlight=False, soft_wrap=True)
+            messages.print(f"damaged: {problem}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -57,7 +58,7 @@ def seal(cache: CacheArgument) -> None:
     """
     with reported_errors():
         sealed = CacheWriter(cache, Manifest.read(cache)).seal()
-    console.print(f"[green]sealed[/]: {sealed.num_samples} samples in {len(sealed.receipts)} shards", highlight=False)
+    console.print(marked("sealed", "green", f": {sealed.num_samples} samples in {len(sealed.receipts)} shards"))
 
 
 @app.command()
@@ -81,13 +82,10 @@ def merge(
         highlight=False,
     )
     if summary.sealed:
-        console.print("[green]sealed[/]: the cache is complete")
+        console.print(marked("sealed", "green", ": the cache is complete"))
     else:
-        console.print(
-            f"[yellow]partial[/]: missing {_shard_ranges(summary.missing)}: write them, then merge again",
-            highlight=False,
-            soft_wrap=True,
-        )
+        remedy = f": missing {_shard_ranges(summary.missing)}: write them, then merge again"
+        console.print(marked("partial", "yellow", remedy), soft_wrap=True)
 
 
 @app.command(name="export")
@@ -116,10 +114,10 @@ def _listing_table(listing: CacheListing) -> Table:
     table = Table(title=f"cache {listing.folder}", title_justify="left", show_header=False)
     total, missing = manifest.shards.num_shards, listing.missing
     if listing.sealed:
-        table.add_row("state", "[green]sealed[/]: complete")
+        table.add_row("state", marked("sealed", "green", ": complete"))
     else:
         remedy = "shd seal states that it is complete" if not missing else "give the command that made it again"
-        table.add_row("state", f"[yellow]partial[/]: {remedy}")
+        table.add_row("state", marked("partial", "yellow", f": {remedy}"))
     teacher = manifest.teacher
     table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")
     table.add_row(

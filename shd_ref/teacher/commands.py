@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
@@ -65,6 +64,7 @@ from shd_ref.teacher.options import (
     parse_shards,
     words_of_inputs,
 )
+from shd_ref.teacher.terminal import PlainConsole, marked
 
 app = typer.Typer(
     name="shd",
@@ -75,8 +75,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-console = Console()
-messages = Console(stderr=True)
+console = PlainConsole()
+messages = PlainConsole(stderr=True)
 
 
 @contextmanager
@@ -85,8 +85,7 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except ShdError as error:
-        messages.print(f"[bold red]error[/] ({error.code}): ", end="")
-        messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        messages.print(marked("error", "bold red", f" ({error.code}): {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -261,7 +260,7 @@ def precompute(
         return
     check = ["shd", "verify", out if len(heads) == 1 else str(summaries[0].folder), "--teacher", str(teacher)]
     check += words_of_inputs(inputs, tokenizer, text_column, max_length)
-    console.print(f"next: {shlex.join(check)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"next: {shlex.join(check)}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -289,24 +288,20 @@ def verify(
                 cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
             )
         if report.problems:
-            messages.print(f"[bold red]{len(report.problems)} problem(s)[/] in {cache}:")
+            messages.print(marked(f"{len(report.problems)} problem(s)", "bold red", f" in {cache}:"), soft_wrap=True)
             for problem in report.problems:
-                messages.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+                messages.print(f"  {problem}", highlight=False, soft_wrap=True)
             raise typer.Exit(1)
-        console.print(
-            f"[green]intact[/]: {report.records} records in {report.shards} shards, "
-            f"{decimal(report.bytes)}, every byte read"
-        )
+        counts = f"{report.records} records in {report.shards} shards, {decimal(report.bytes)}"
+        console.print(marked("intact", "green", f": {counts}, every byte read"))
         if teacher is not None and inputs is not None:
             from shd_ref.teacher.recheck import recheck_records
             from shd_ref.teacher.sources import open_source
 
             source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
             again = recheck_records(cache, teacher, source, num_records=records, seed=seed, provider=provider)
-            console.print(
-                f"[green]same[/]: {again.records} records ({again.rows} rows) run again, "
-                f"largest total variation {again.tv_max:.2g}"
-            )
+            counts = f"{again.records} records ({again.rows} rows) run again"
+            console.print(marked("same", "green", f": {counts}, largest total variation {again.tv_max:.2g}"))
 
 
 @app.command(

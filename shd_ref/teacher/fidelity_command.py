@@ -151,11 +151,11 @@ def fidelity(
         if json_file is not None:
             _write_json(json_file, teacher, report, commands)
     for skipped in report.skipped:
-        messages.print(f"left as it is: {skipped}", markup=False, highlight=False, soft_wrap=True)
+        messages.print(f"left as it is: {skipped}", highlight=False, soft_wrap=True)
     console.print(_table(teacher, report))
     console.print("best that can be precomputed, for each number of student heads:" if commands else "")
     for command in commands.values():
-        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
 
 
 def _table(teacher: Path, report: FidelityReport) -> Table:

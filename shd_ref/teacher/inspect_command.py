@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.commands import app, console, messages, reported_errors
 from shd_ref.teacher.options import SitesOption, TeacherPath
+from shd_ref.teacher.terminal import marked
 
 if TYPE_CHECKING:
     from shd_ref.teacher.factors import SiteFactors
@@ -126,5 +128,5 @@ def _table(teacher: Path, sites: Sequence[AttentionSite], factors: Sequence[Site
     return table
 
 
-def _verdict(supported: bool, reason: str | None) -> str:
-    return "[green]yes[/]" if supported else f"[red]no[/]: {reason}"
+def _verdict(supported: bool, reason: str | None) -> Text:
+    return marked("yes", "green") if supported else marked("no", "red", f": {reason}")

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shd_ref.teacher.forecast import Forecast
 from shd_ref.teacher.summary import PrecomputeSummary
+from shd_ref.teacher.terminal import marked
 
 
 def summary_table(summary: PrecomputeSummary) -> Table:
@@ -18,9 +19,11 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     rate = summary.written / max(summary.seconds, 1e-9)
     table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
     if summary.missing_shards:
-        table.add_row("partial", f"[yellow]{summary.missing_shards} shards[/] are left to other processes")
+        left = marked(f"{summary.missing_shards} shards", "yellow", " are left to other processes")
+        table.add_row("partial", left)
     if summary.skipped:
-        table.add_row("skipped", f"[bold red]{summary.skipped}[/]: the teacher gave NaN; their receipts name them")
+        why = ": the teacher gave NaN; their receipts name them"
+        table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
     ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
     table.add_row("stored", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than its maps in float32")
     alphas = summary.alphas
@@ -58,7 +61,7 @@ def forecast_table(forecast: Forecast) -> Table:
     for row in forecast.codecs:
         error = row.error
         table.add_row(
-            f"[bold]{row.codec}[/] <-" if row.codec == forecast.recommended else row.codec,
+            marked(row.codec, "bold", " <-") if row.codec == forecast.recommended else row.codec,
             decimal(round(row.bytes_per_sample)),
             decimal(round(row.total_bytes)),
             "?" if row.zstd_ratio is None else f"x {row.zstd_ratio:.2f}",

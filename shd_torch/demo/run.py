@@ -63,7 +63,7 @@ def run_demo(
     Returns:
         What ``results.json`` holds.
     """
-    console = console or Console()
+    console = console or Console(markup=False, emoji=False)
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     digits = load_split()

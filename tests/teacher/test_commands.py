@@ -150,3 +150,46 @@ def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
     monkeypatch.setattr(ModelInputs, "_read_all", never)
     assert said in shd("precompute", *run_of(made), "--out", "new", *words, code=1)
     assert contents(tmp_path) == before
+
+
+HOSTILE = "x[/b][red]:smile:\x1b[31m"
+SHOWN = r"x[/b][red]:smile:\x1b[31m"
+
+
+def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets, colons and control characters in paths, in a graph's names and in a manifest."""
+    monkeypatch.chdir(tmp_path)
+    model = token_teacher()
+    for node in model.graph.node:
+        node.name += HOSTILE
+    teacher, inputs, cache = f"{HOSTILE}.onnx", f"{HOSTILE}.npz", f"c{HOSTILE}"
+    for folder in ("x[", f"foreign{HOSTILE}"):
+        Path(folder).mkdir(parents=True)
+    Path(f"foreign{HOSTILE}", "thesis.txt").write_text("dear")
+    onnx.save(model, teacher)
+    np.savez(inputs, **make_tokens())
+    run = teacher, "--inputs", inputs, "--student-heads", "2"
+    printed = [
+        shd("inspect", teacher),
+        shd("precompute", *run, "--out", cache, "--samples-per-shard", "5", "--sites", "0"),
+        shd("fidelity", *run, "--samples", "2", "--plans", "adjacent"),
+        shd("ls", cache),
+        shd("report", cache, "--out", f"{HOSTILE}.html"),
+        shd("precompute", *run, "--out", f"foreign{HOSTILE}", code=1),
+        shd("plan", f"absent{HOSTILE}", *run[1:], code=1),
+        shd("plan", *run, "--sites", HOSTILE, code=1),
+        shd("merge", cache, "--out", f"foreign{HOSTILE}", code=1),
+        shd("export", cache, "--out", f"foreign{HOSTILE}", code=1),
+        shd("seal", f"absent{HOSTILE}", code=1),
+        shd("ls", f"absent{HOSTILE}", code=1),
+        shd("verify", f"absent{HOSTILE}", code=1),
+        shd("report", f"absent{HOSTILE}", code=1),
+    ]
+    assert "sealed: 12 samples" in shd("seal", cache)
+    assert "same: 8 records" in shd("verify", cache, "--teacher", teacher, "--inputs", inputs)
+    assert "sqrt8-row <-" in shd("plan", *run)
+    next((tmp_path / cache / "shards").rglob("*.safetensors")).write_bytes(b"")
+    printed += [shd("verify", cache, code=1), shd("export", cache, "--out", "tars", code=1)]
+    for number, output in enumerate(printed):
+        assert SHOWN in output, (number, output)
+        assert "\x1b" not in output, (number, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -82,3 +83,13 @@ def test_help_teaches() -> None:
     for command in ("export", "train", "demo"):
         assert "Usage" in run(shd_torch, command, "--help")
     assert "specification" in run(shd, "--version")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "pip install 'squeezing-heads[all]'" in run(shd_torch, "demo", code=1)
+
+
+def test_errors_of_hostile_paths_are_shown_as_they_are(tmp_path: Path) -> None:
+    absent = tmp_path / "x[/b][red]:smile:.npz"
+    assert str(absent) in run(shd_torch, "train", "--data", absent, code=1)
