@@ -65,7 +65,7 @@ class ModelInputs:
         source: the rows; a mapping of arrays by name, first axis N, is one too. Columns that the graph does not
             take are ignored.
         specs: the graph's inputs.
-        mask: name of the attention mask ``(L,)``, nonzero = a real token; by default an input with one of
+        mask: name of the attention mask ``(L,)`` of 0 and 1, 1 = a real token; by default an input with one of
             ``MASK_NAMES``, if the graph has one. Where no row is padded, a mask that the source lacks is made.
         seed_column: an integer column that is kept per sample, beside the inputs.
         on_read: called with the number of samples read and of all.
@@ -199,6 +199,7 @@ class ModelInputs:
         if self.mask is None:
             self.lengths[index] = max((len(sample[name]) for name in self._free), default=0)
             return sample
+        self._check_mask(sample[self.mask], index)
         self._padded -= {name for name in self._padded if len(sample[name]) != len(sample[self.mask])}
         try:
             sample, self.lengths[index] = trim_sample(sample, self.mask)
@@ -217,6 +218,15 @@ class ModelInputs:
         if array.ndim != len(spec.shape) - 1:
             raise self._source.refuse(f"{name} must have {len(spec.shape) - 1} axes; got {array.shape}", index)
         return array
+
+    def _check_mask(self, mask: NDArray[Any], index: int) -> None:
+        """Tokens or additive masks, taken for a mask, would count every position as one to learn from."""
+        wrong = mask[(mask != 0) & (mask != 1)]
+        if wrong.size:
+            raise self._source.refuse(
+                f"{self.mask} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another",
+                index,
+            )
 
     def _seed_of(self, row: Row, index: int) -> int:
         seed = row[self.seed_column or ""]

@@ -144,7 +144,9 @@ MatchedByOption = Annotated[
 CalibrationSamples = Annotated[int, typer.Option(help="How many samples plans are matched on.", min=1)]
 AlphaPerOption = Annotated[AlphaPer, typer.Option(help="One merge weight per map (the paper), or per query row.")]
 Temperature = Annotated[float, typer.Option(help="Attention temperature of the stored maps, above 0.")]
-MaskOption = Annotated[str | None, typer.Option(help="Attention-mask input, if not called attention_mask.")]
+MaskOption = Annotated[
+    str | None, typer.Option(help="Attention-mask input of 0 and 1, if not called attention_mask.")
+]
 BatchSize = Annotated[int, typer.Option(help="Samples per teacher call.", min=1)]
 BatchTokens = Annotated[
     int | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,18 @@ def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pyt
     for number, output in enumerate(printed):
         assert SHOWN in output, (number, output)
         assert "\x1b" not in output, (number, output)
+
+
+def test_a_mask_of_other_numbers_is_refused(made: Path, tmp_path: Path) -> None:
+    """Token ids would pass for a mask wherever they are not 0."""
+    refused = shd("precompute", *run_of(made), "--mask", "input_ids", "--out", tmp_path / "c", code=1)
+    assert "error (inputs-invalid): " in refused
+    assert re.search(
+        r"input_ids must hold 0 and 1 alone, as it is the attention mask; got \d+: name another", refused
+    )
+    tokens = make_tokens()
+    tokens["attention_mask"][3, 0] = -1
+    np.savez(tmp_path / "d.npz", **tokens)
+    words = "precompute", made / "t.onnx", "--inputs", tmp_path / "d.npz", "--student-heads", "2"
+    assert "attention_mask must hold 0 and 1 alone" in shd(*words, "--out", tmp_path / "c", code=1)
+    assert not (tmp_path / "c").exists()
