@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from shd_ref.cache.outputs import output_file, output_path
 from shd_ref.errors import ShdError
 
 app = typer.Typer(
@@ -86,7 +87,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 300,
     seed: Annotated[int, typer.Option(help="Of initial weights, labelled images and batches.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Write weights (.pt) and history (.json) under this name.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write weights (.pt) and history (.json) under this name.")] = None,
 ) -> None:
     """Train one of the demo's students: a small vision transformer, on images, from a cache.
 
@@ -98,6 +99,7 @@ def train(
     from shd_torch.train import ArrayDataset, TrainOptions, load_training_arrays, measure_accuracy, train_student
 
     with reported_errors():
+        files = None if out is None else _result_files(out, cache)  # before the training, which may be long
         arrays = load_training_arrays(data)
         chosen = choose_labelled(arrays["label"], labels or len(arrays["label"]), seed)
         names = [name for name in ("image", "label", "teacher_logits") if name in arrays]
@@ -110,16 +112,21 @@ def train(
             cache=None if cache is None else CacheReader(cache),
             device=device,
         )
-    student.cpu()
-    accuracy = measure_accuracy(
-        student, torch.from_numpy(arrays["test_image"]), torch.from_numpy(arrays["test_label"])
-    )
-    console.print(f"{len(chosen)} labels, {steps} steps: {accuracy:.1%} of {len(arrays['test_label'])} test images")
-    if out is not None:
-        torch.save(student.state_dict(), out.with_suffix(".pt"))
-        record = {"options": asdict(options), "accuracy": accuracy, "history": asdict(history)}
-        out.with_suffix(".json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-        console.print(f"wrote {out.with_suffix('.pt')} and {out.with_suffix('.json')}")
+        student.cpu()
+        accuracy = measure_accuracy(
+            student, torch.from_numpy(arrays["test_image"]), torch.from_numpy(arrays["test_label"])
+        )
+        counts = f"{len(chosen)} labels, {steps} steps"
+        console.print(f"{counts}: {accuracy:.1%} of {len(arrays['test_label'])} test images")
+        if files is not None:
+            record = {"options": asdict(options), "accuracy": accuracy, "history": asdict(history)}
+            try:
+                torch.save(student.state_dict(), files[0])
+                files[1].write_text(json.dumps(record) + "\n", encoding="utf-8")
+            except (OSError, RuntimeError) as error:  # torch raises the latter, whatever the system said
+                message = f"{files[0]} and {files[1]} could not be written: {error}: make room, or name another --out"
+                raise ShdError("write-failed", message) from error
+            console.print(f"wrote {files[0]} and {files[1]}", soft_wrap=True)
 
 
 @app.command()
@@ -150,6 +157,14 @@ def demo(
             workers=workers,
             console=console,
         )
+
+
+def _result_files(out: str, cache: str | None) -> tuple[Path, Path]:
+    """Where weights and history go; refuses places that cannot be written."""
+    name = output_path(out, cache=cache)
+    if not name.name:
+        raise ShdError("argument-value", f"--out must name files such as runs/student; got {out!r}")
+    return output_file(name.with_suffix(".pt"), cache=cache), output_file(name.with_suffix(".json"), cache=cache)
 
 
 def _require(package: str) -> None:

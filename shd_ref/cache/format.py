@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from shd_ref.cache.codecs import CODECS
@@ -20,6 +21,9 @@ from shd_ref.errors import ShdError
 
 FORMAT_VERSION: Final = "4"
 """The newest version of the format. A cache has the lowest that can say what it holds (CACHE-26)."""
+
+SHOWN_CACHES: Final = 8
+"""How many are named where a folder of caches was taken for one."""
 
 _VERSIONS: Final = ("1", "2", "3", "4")
 _CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
@@ -200,7 +204,8 @@ class Manifest:
         try:
             data = read_document(storage, MANIFEST_NAME)
         except FileNotFoundError as error:
-            raise ShdError("cache-incomplete", f"{path} must exist: {storage.root} is no cache", "CACHE-1") from error
+            message = f"{path} must exist: {storage.root} is no cache{_list_caches(storage.root)}"
+            raise ShdError("cache-incomplete", message, "CACHE-1") from error
         return cls.from_bytes(data, path)
 
     def differences(self, other: Manifest) -> list[str]:
@@ -235,6 +240,13 @@ class Manifest:
 
 def _count_pairs(plan: Plan) -> int:
     return sum(len(one_round) for one_round in plan)
+
+
+def _list_caches(root: Path | str) -> str:
+    """Which folders of a local folder are caches, for whoever named the folder that holds them."""
+    found = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}")) if isinstance(root, Path) else []
+    shown = ", ".join(found[:SHOWN_CACHES]) + ", ..." * (len(found) > SHOWN_CACHES)
+    return f", but holds some: name one of {shown}" if found else ""
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, Any]:

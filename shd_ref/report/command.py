@@ -9,14 +9,19 @@ import typer
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.commands import app, console, reported_errors
-from shd_ref.teacher.options import MaxLengthOption, Provider, TextOption, TokenizerOption, check_teacher_options
+from shd_ref.teacher.options import (
+    CacheArgument,
+    MaxLengthOption,
+    Provider,
+    TextOption,
+    TokenizerOption,
+    check_teacher_options,
+)
 
 
 @app.command()
 def report(
-    cache: Annotated[
-        str, typer.Argument(help="Folder or address of the cache; a partial one is reported too.", metavar="CACHE")
-    ],
+    cache: CacheArgument,
     out: Annotated[str, typer.Option(help="The page to write.")] = "report.html",
     teacher: Annotated[
         Path | None, typer.Option(help="The cache's teacher: adds its own maps and what every strategy loses.")
@@ -31,8 +36,8 @@ def report(
 ) -> None:
     """Write what a cache holds, and how well it was squeezed, as one self-contained HTML page.
 
-    The page needs no network and holds no script. With the teacher it also shows maps before and after, and compares
-    the cache with every other strategy.
+    A partial cache is reported too. The page needs no network and holds no script. With the teacher it also shows
+    maps before and after, and compares the cache with every other strategy.
     """
     from shd_ref.cache import CacheReader
     from shd_ref.cache.outputs import output_file

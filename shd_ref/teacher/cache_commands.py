@@ -13,6 +13,7 @@ from rich.table import Table
 from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
 from shd_ref.cache.listing import spans
 from shd_ref.teacher.commands import app, console, messages, reported_errors, show_progress
+from shd_ref.teacher.options import CacheArgument, refuse_nothing
 from shd_ref.teacher.terminal import marked
 
 
@@ -22,9 +23,6 @@ class ExportFormat(StrEnum):
     webdataset = "webdataset"
 
 
-CacheArgument = Annotated[
-    str, typer.Argument(help="The cache: a folder, or an address such as s3://bucket/cache.", metavar="CACHE")
-]
 SHOWN_SPANS = 8
 """Runs of missing shards that are printed."""
 
@@ -63,8 +61,13 @@ def seal(cache: CacheArgument) -> None:
 
 @app.command()
 def merge(
-    caches: Annotated[list[str], typer.Argument(help="Caches of one job, complete or not.", metavar="CACHE...")],
-    out: Annotated[str, typer.Option(help="The merged cache; give the same one again to resume.")],
+    caches: Annotated[
+        list[str],
+        typer.Argument(help="Caches of one job, complete or not.", metavar="CACHE...", callback=refuse_nothing),
+    ],
+    out: Annotated[
+        str, typer.Option(help="The merged cache; give the same one again to resume.", callback=refuse_nothing)
+    ],
     link: Annotated[
         bool, typer.Option("--link", help="Hard links in place of copies, where both lie on one file system.")
     ] = False,

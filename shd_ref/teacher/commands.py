@@ -31,6 +31,7 @@ from shd_ref.teacher.options import (
     AlphaPerOption,
     BatchSize,
     BatchTokens,
+    CacheArgument,
     CalibrationSamples,
     Codec,
     Compression,
@@ -62,6 +63,7 @@ from shd_ref.teacher.options import (
     parse_heads,
     parse_layer_pairs,
     parse_shards,
+    refuse_nothing,
     words_of_inputs,
 )
 from shd_ref.teacher.terminal import PlainConsole, marked
@@ -114,6 +116,7 @@ def precompute(
         typer.Option(
             help="Folder or address (s3://...) of the cache; give the same one again to resume.",
             metavar="CACHE",
+            callback=refuse_nothing,
         ),
     ],
     student_layers: StudentLayers = None,
@@ -258,14 +261,14 @@ def precompute(
     if any(summary.missing_shards for summary in summaries):
         console.print("next: the other parts; the last one seals, or shd merge does where each has its folder")
         return
-    check = ["shd", "verify", out if len(heads) == 1 else str(summaries[0].folder), "--teacher", str(teacher)]
-    check += words_of_inputs(inputs, tokenizer, text_column, max_length)
-    console.print(f"next: {shlex.join(check)}", highlight=False, soft_wrap=True)
+    again = ["--teacher", str(teacher), *words_of_inputs(inputs, tokenizer, text_column, max_length)]
+    for place in [out] if len(heads) == 1 else [str(summary.folder) for summary in summaries]:
+        console.print(f"next: {shlex.join(['shd', 'verify', place, *again])}", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def verify(
-    cache: Annotated[str, typer.Argument(help="Folder or address of the cache.", metavar="CACHE")],
+    cache: CacheArgument,
     teacher: Annotated[Path | None, typer.Option(help="Also run this teacher again on some records.")] = None,
     inputs: Annotated[Path | None, typer.Option(help="The model inputs that the cache was made from.")] = None,
     tokenizer: TokenizerOption = None,

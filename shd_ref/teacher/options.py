@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -88,6 +88,21 @@ class AlphaPer(StrEnum):
     row = "row"
 
 
+def refuse_nothing(value: Any) -> Any:
+    """A callback of options: an empty place would mean the current folder."""
+    if value == "" or (isinstance(value, list) and "" in value):
+        raise typer.BadParameter("must be a folder or an address; got nothing")
+    return value
+
+
+CacheArgument = Annotated[
+    str,
+    typer.Argument(
+        help="The cache: a folder, or an address such as s3://bucket/cache.",
+        metavar="CACHE",
+        callback=refuse_nothing,
+    ),
+]
 TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]
 InputsPath = Annotated[
     Path,

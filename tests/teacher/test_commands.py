@@ -209,3 +209,29 @@ def test_a_mask_of_other_numbers_is_refused(made: Path, tmp_path: Path) -> None:
     words = "precompute", made / "t.onnx", "--inputs", tmp_path / "d.npz", "--student-heads", "2"
     assert "attention_mask must hold 0 and 1 alone" in shd(*words, "--out", tmp_path / "c", code=1)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_of_caches_is_named_with_its_caches(made: Path, tmp_path: Path) -> None:
+    """Several numbers of student heads make a cache each, and the next command names all of them."""
+    out = tmp_path / "many"
+    output = shd("precompute", *run_of(made)[:-1], "1,2", "--out", out)
+    for heads in (1, 2):
+        assert f"next: shd verify {out}/heads-{heads} --teacher" in output
+    for words in (("ls", out), ("verify", out), ("report", out), ("seal", out), ("export", out, "--out", "tars")):
+        assert "is no cache, but holds some: name one of heads-1, heads-2" in shd(*words, code=1)
+    assert "is no cache [CACHE-1]" in shd("ls", tmp_path, code=1)
+
+
+def test_nothing_is_no_name_of_the_current_folder(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ("precompute", *run_of(made), "--out", ""),
+        ("merge", made / "c", "--out", ""),
+        ("merge", made / "c", "", "--out", "d"),
+        *((command, "") for command in ("ls", "seal", "verify", "report")),
+        ("export", "", "--out", "d"),
+    ):
+        assert "must be a folder or an address; got nothing" in shd(*words, code=2)
+    assert not any(tmp_path.iterdir())

@@ -93,3 +93,11 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_errors_of_hostile_paths_are_shown_as_they_are(tmp_path: Path) -> None:
     absent = tmp_path / "x[/b][red]:smile:.npz"
     assert str(absent) in run(shd_torch, "train", "--data", absent, code=1)
+
+
+@pytest.mark.parametrize(
+    ("out", "code"), [("absent/x", "write-failed"), ("", "argument-value"), ("s3://b/x", "argument-value")]
+)
+def test_training_does_not_begin_where_its_result_cannot_go(tmp_path: Path, out: str, code: str) -> None:
+    place = tmp_path / out if code == "write-failed" else out
+    assert f"error ({code})" in run(shd_torch, "train", "--data", tmp_path / "absent.npz", "--out", place, code=1)
