@@ -1,7 +1,8 @@
-"""Weights that a teacher keeps in files beside its graph: checked, and read only where they are small."""
+"""Weights that a teacher keeps in files beside its graph: checked, hashed, and read only where they are small."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Final
 
@@ -71,6 +72,22 @@ def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) 
                 onnx.external_data_helper.load_external_data_for_tensor(tensor, folder)
                 tensor.data_location = onnx.TensorProto.DEFAULT
                 del tensor.external_data[:]
+
+
+def hash_teacher(path: str | Path) -> str:
+    """SHA-256 of a model file, continued over the SHA-256 of each of its external data files in order of their names.
+
+    The file must have passed ``load_teacher``, which refuses external data outside its folder. Every tensor counts,
+    wherever it is: a weight in a ``Constant`` node, a body or a local function is a weight.
+    """
+    file = Path(path)
+    digest = hashlib.sha256(file.read_bytes())
+    model = onnx.load(file, load_external_data=False)
+    tensors = filter(onnx.external_data_helper.uses_external_data, all_tensors(model))
+    for location in sorted({onnx.external_data_helper.ExternalDataInfo(tensor).location for tensor in tensors}):
+        with (file.parent / location).open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
 
 
 def data_folder(model: onnx.ModelProto) -> str | None:

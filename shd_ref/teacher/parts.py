@@ -11,11 +11,8 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """The graph and the bodies of its control flow."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from all_graphs(attribute.g)
-            for body in attribute.graphs:
-                yield from all_graphs(body)
+        for body in _bodies(node):
+            yield from all_graphs(body)
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -24,11 +21,27 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Initialisers and tensors in attributes, those of local functions included."""
-    nodes = [*all_nodes(model.graph), *(node for function in model.functions for node in function.node)]
-    yield from (tensor for graph in all_graphs(model.graph) for tensor in graph.initializer)
-    for node in nodes:
-        for attribute in node.attribute:
-            yield from attribute.tensors
-            if attribute.HasField("t"):
-                yield attribute.t
+    """Initialisers and tensors in attributes, also of bodies and local functions; sparse ones as their parts."""
+    graphs = [*all_graphs(model.graph)]
+    nodes = [node for graph in graphs for node in graph.node]
+    for node in (node for function in model.functions for node in function.node):
+        bodies = [graph for body in _bodies(node) for graph in all_graphs(body)]
+        graphs += bodies
+        nodes += [node, *(inner for body in bodies for inner in body.node)]
+    for graph in graphs:
+        yield from graph.initializer
+        yield from (part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices))
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        yield from attribute.tensors
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from (part for sparse in attribute.sparse_tensors for part in (sparse.values, sparse.indices))
+        if attribute.HasField("sparse_tensor"):
+            yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs

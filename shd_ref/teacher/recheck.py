@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, StoredRecord, decode, decode_factors, encode, rebuild_maps
 from shd_ref.errors import ShdError
+from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.factored import code_layer
 from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.records import mixing_of
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun, hash_teacher
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedLayer
 from shd_ref.tolerances import load_tolerances

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from shd_ref.layers import layer_map
 from shd_ref.mixing import STRATEGIES
 from shd_ref.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
+from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.factors import SiteFactors, find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
@@ -322,27 +322,6 @@ class _Shared:
             session = open_session(model, provider=run.provider, num_threads=run.num_threads)
             self._sessions[check_outputs] = [output.name for output in model.graph.output], session
         return self._sessions[check_outputs]
-
-
-def hash_teacher(path: str | Path) -> str:
-    """SHA-256 of a model file, continued over its external data files in order of their names.
-
-    The file must have passed ``load_teacher``, which refuses external data outside its folder.
-    """
-    file = Path(path)
-    digest = hashlib.sha256(file.read_bytes())
-    model = onnx.load(file, load_external_data=False)
-    locations = {
-        entry.value
-        for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    for location in sorted(locations):
-        with (file.parent / location).open("rb") as data:
-            digest.update(hashlib.file_digest(data, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _choose_sites(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from teacher.attention_graphs import GraphBuilder, attention_operator, encoder_l
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.compare import compare_with_reference
-from shd_ref.teacher.external import data_folder
+from shd_ref.teacher.external import data_folder, hash_teacher
 from shd_ref.teacher.find import find_sites
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session, run_session
@@ -98,6 +99,89 @@ def test_external_data_of_constant_nodes_is_checked_too(tmp_path: Path) -> None:
     model = build.model({"x": (TensorProto.FLOAT, ["batch", 3])}, [output])
     (tmp_path / "teacher.onnx").write_bytes(model.SerializeToString())
     assert "outside its own folder" in str(refused(tmp_path / "teacher.onnx"))
+
+
+def test_the_hash_of_a_teacher_covers_initialisers_as_it_always_did(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.onnx"
+    onnx.save(encoder_layer(), plain)
+    assert hash_teacher(plain) == hashlib.sha256(plain.read_bytes()).hexdigest()
+    path = save_external(encoder_layer(), tmp_path)
+    data = hashlib.sha256((tmp_path / "teacher.data").read_bytes()).digest()
+    assert hash_teacher(path) == hashlib.sha256(path.read_bytes() + data).hexdigest()
+
+
+def external_tensor(location: str, dims: list[int]) -> TensorProto:
+    tensor = TensorProto(name="w", dims=dims, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    return tensor
+
+
+def hide_weight(place: str, weight: TensorProto) -> onnx.ModelProto:
+    """A model whose only weight lies somewhere else than among the graph's initialisers."""
+    build = GraphBuilder()
+    inputs = {"x": (TensorProto.FLOAT, ["batch", 3])}
+    if place == "sparse initialiser":
+        model = build.model(inputs, [build.op("MatMul", "x", "w")])
+        indices = helper.make_tensor("i", TensorProto.INT64, [9], list(range(9)))
+        del weight.dims[1:]
+        weight.dims[0] = 9
+        model.graph.sparse_initializer.append(helper.make_sparse_tensor(weight, indices, [3, 3]))
+        return model
+    constant = helper.make_node("Constant", [], ["w_out"], value=weight)
+    result = helper.make_tensor_value_info("w_out", TensorProto.FLOAT, [3, 3])
+    body = helper.make_graph([constant], "body", [], [result])
+    if place == "body":
+        body = helper.make_graph(
+            [], "body", [], [helper.make_tensor_value_info("w", TensorProto.FLOAT, [3, 3])], [weight]
+        )
+    branch = helper.make_node("If", ["wanted"], ["w_out"], then_branch=body, else_branch=body)
+    if place in ("body", "Constant in a body"):
+        inputs["wanted"] = (TensorProto.BOOL, [])
+        model = build.model(inputs, [build.op("MatMul", "x", "w_out")])
+        model.graph.node.insert(0, branch)
+        return model
+    if place == "Constant":
+        model = build.model(inputs, [build.op("MatMul", "x", "w_out")])
+        model.graph.node.insert(0, constant)
+        return model
+    inside = (
+        [constant]
+        if place == "function"
+        else [
+            helper.make_node("Constant", [], ["wanted"], value=helper.make_tensor("t", TensorProto.BOOL, [], [True])),
+            branch,
+        ]
+    )
+    model = build.model(inputs, [build.op("MatMul", "x", build.op("weight", domain="local"))])
+    opset = [helper.make_opsetid("", 18)]
+    model.functions.append(helper.make_function("local", "weight", [], ["w_out"], inside, opset))
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    return model
+
+
+PLACES = ["Constant", "body", "Constant in a body", "function", "body in a function", "sparse initialiser"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_hash_of_a_teacher_covers_weights_wherever_they_are(place: str, tmp_path: Path) -> None:
+    """Two teachers that differ in one data file only must not be mixed into one cache (CACHE-19)."""
+    path, data = tmp_path / "teacher.onnx", tmp_path / "w.data"
+    path.write_bytes(hide_weight(place, external_tensor("w.data", [3, 3])).SerializeToString())
+    hashes = set()
+    for scale in (1, 2):
+        data.write_bytes(np.full(9, scale, np.float32).tobytes())
+        load_teacher(path)
+        hashes.add(hash_teacher(path))
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_outside_the_folder_are_refused_wherever_they_are(place: str, tmp_path: Path) -> None:
+    (tmp_path / "w.data").write_bytes(bytes(36))
+    path = tmp_path / "model" / "teacher.onnx"
+    path.parent.mkdir()
+    path.write_bytes(hide_weight(place, external_tensor("../w.data", [3, 3])).SerializeToString())
+    assert "outside its own folder" in str(refused(path))
 
 
 def test_custom_operators_are_refused_by_name(tmp_path: Path) -> None:
