@@ -35,7 +35,7 @@ ERROR_CODES: Final[dict[str, str]] = {
     "sample-missing": "a sample that the cache does not hold",
     "path-unsafe": "a path in a file that would leave its folder",
     "write-failed": "the disk or store refused a write; what was committed before it is intact",
-    "read-failed": "an object store that could not be reached, or refused to be read",
+    "read-failed": "a file or an object store that could not be reached, or refused to be read",
     "export-failed": "a PyTorch model that could not be exported, or whose graph differs from it",
     "capture-failed": "a student whose attention could not be captured",
 }

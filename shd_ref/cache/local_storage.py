@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import secrets
@@ -29,6 +30,9 @@ TEMP_SUFFIX: Final = ".tmp"
 TEMP_FORM: Final = re.compile(r"\.(manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp")
 """Names of temporary files; nothing else in the folder is ever removed."""
 
+FILE_FORM: Final = re.compile(r"manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors)")
+"""Names of a cache's files, wherever they lie."""
+
 
 class LocalStorage(Storage):
     """A folder on a file system.
@@ -48,7 +52,10 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int:
         """Size of a regular file, refusing links and devices (CACHE-8)."""
-        status = os.lstat(self.root / name)
+        with self.reads(name):
+            status = os.lstat(self.root / name)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError
         if not stat.S_ISREG(status.st_mode):
             message = f"{self.root / name} must be a regular file, not a link or a device"
             raise ShdError("path-unsafe", message, "CACHE-8")
@@ -56,18 +63,34 @@ class LocalStorage(Storage):
 
     def read(self, name: str) -> bytes:
         """A whole file."""
-        return (self.root / name).read_bytes()
+        with self.reads(name):
+            return (self.root / name).read_bytes()
 
     def open(self, name: str) -> RangeFile:
         """The file's descriptor."""
-        return _LocalFile(self.root / name)
+        return _LocalFile(self, name)
 
     def names(self, folder: str = "") -> list[str]:
-        """Every file below a folder, links included."""
-        paths = (self.root / folder).rglob("*")
-        return sorted(
-            path.relative_to(self.root).as_posix() for path in paths if path.is_symlink() or not path.is_dir()
-        )
+        """Every file below a folder, links included, and folders that have the name of a file."""
+        found: list[str] = []
+        if not self.root.is_dir():
+            return found
+        with self.reads(folder or "."), contextlib.suppress(FileNotFoundError):
+            for place, folders, files in os.walk(self.root / folder, onerror=_raise):
+                links = [name for name in folders if (Path(place) / name).is_symlink()]
+                misnamed = [name for name in folders if FILE_FORM.fullmatch(name) and name not in links]
+                found += [(Path(place) / name).relative_to(self.root).as_posix() for name in files + links + misnamed]
+        return sorted(found)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file; none where a file is in the folder's own place."""
+        return self.root.is_dir() and super().exists(name)
+
+    def check_place(self, name: str) -> None:
+        """Refuse a folder in the file's place, and files in its folders' places."""
+        with contextlib.suppress(FileNotFoundError), self.reads(name):
+            if stat.S_ISDIR(os.lstat(self.root / name).st_mode):
+                raise IsADirectoryError
 
     def links(self) -> list[str]:
         """Names that are links."""
@@ -75,8 +98,10 @@ class LocalStorage(Storage):
 
     def prepare(self) -> None:
         """Create the folder."""
-        if self.root.exists() and not self.root.is_dir():
-            raise ShdError("cache-exists", f"{self.root} must be a folder; it is a file", "CACHE-70")
+        for path in (self.root, *self.root.parents):
+            if path.exists() and not path.is_dir():
+                message = f"{path} must be a folder; it is a file: choose another place, or move it away"
+                raise ShdError("cache-exists", message, "CACHE-70")
         _make_folder(self.root)
 
     def remove_stale(self) -> None:
@@ -117,6 +142,28 @@ class LocalStorage(Storage):
         finally:
             os.close(descriptor)
 
+    @contextlib.contextmanager
+    def reads(self, name: str) -> Iterator[None]:
+        """Turn what the operating system refuses to read into an error that names the file (CACHE-85)."""
+        path = self.root / name
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except NotADirectoryError as error:
+            if not self.root.is_dir():
+                message = f"{self.root} must be a folder that holds a cache; it is none: name the cache's folder"
+                raise ShdError("cache-incomplete", message, "CACHE-85") from error
+            blocking = next(part for part in (path, *path.parents) if part.exists() and not part.is_dir())
+            message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
+            raise ShdError("cache-corrupt", message, "CACHE-85") from error
+        except IsADirectoryError as error:
+            message = f"{path} must be a file; it is a folder: move it away, then restore the file or write it anew"
+            raise ShdError("cache-corrupt", message, "CACHE-85") from error
+        except OSError as error:
+            message = f"{path} could not be read: {error.strerror or error}: regain access to it, or restore it"
+            raise ShdError("read-failed", message, "CACHE-85") from error
+
 
 class _LocalPending(PendingFile):
     def __init__(self, path: Path, storage: LocalStorage) -> None:
@@ -152,22 +199,30 @@ class _LocalPending(PendingFile):
 class _LocalFile(RangeFile):
     """Reads name their position, so processes and threads may share the descriptor."""
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def __init__(self, storage: LocalStorage, name: str) -> None:
+        self._reads = functools.partial(storage.reads, name)
+        with self._reads():
+            self._descriptor = os.open(storage.locate(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
         data = bytearray()
-        while len(data) < end - start:  # one read may bring less than was asked for
-            part = os.pread(self._descriptor, end - start - len(data), start + len(data))
-            if not part:
-                break
-            data += part
+        with self._reads():
+            while len(data) < end - start:  # one read may bring less than was asked for
+                part = os.pread(self._descriptor, end - start - len(data), start + len(data))
+                if not part:
+                    break
+                data += part
         return np.frombuffer(data, dtype=np.uint8)
 
     def __del__(self) -> None:
         # Not when the cache of open files drops it: another thread may still be reading.
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
+
+
+def _raise(error: OSError) -> None:
+    """What cannot be listed is no empty folder."""
+    raise error
 
 
 def _make_folder(path: Path) -> None:

@@ -62,6 +62,7 @@ class RangeFile(abc.ABC):
         """Bytes ``start`` to ``end``, fewer where the file ends before, in memory of the caller's own.
 
         Raises:
+            ShdError: as ``Storage.read``.
             FileNotFoundError: the file vanished.
         """
 
@@ -84,7 +85,7 @@ class Storage(abc.ABC):
         """Bytes of a file.
 
         Raises:
-            ShdError: ``path-unsafe`` for a link or device (CACHE-8).
+            ShdError: ``path-unsafe`` for a link or device (CACHE-8); as ``read``.
             FileNotFoundError: no such file.
         """
 
@@ -92,11 +93,11 @@ class Storage(abc.ABC):
         """Whether there is such a file.
 
         Raises:
-            ShdError: ``path-unsafe`` for a link or device (CACHE-8).
+            ShdError: as ``size``.
         """
         try:
             self.size(name)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return False
         return True
 
@@ -105,6 +106,8 @@ class Storage(abc.ABC):
         """A whole file.
 
         Raises:
+            ShdError: naming the file (CACHE-85): ``read-failed`` where the system or store refuses;
+                ``cache-incomplete`` or ``cache-corrupt`` for a file in a folder's place, or a folder in a file's.
             FileNotFoundError: no such file.
         """
 
@@ -113,16 +116,28 @@ class Storage(abc.ABC):
         """A file to be read by position.
 
         Raises:
+            ShdError: as ``read``.
             FileNotFoundError: no such file; some storages find that out at the first read.
         """
 
     @abc.abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """Every file below a folder, ascending; no file where there is no folder."""
+        """Every file below a folder, ascending; no file where there is no folder.
+
+        Raises:
+            ShdError: as ``read``.
+        """
 
     def links(self) -> list[str]:
         """Names that are links, of which a cache holds none."""
         return []
+
+    def check_place(self, name: str) -> None:  # noqa: B027  (a store has no folders)
+        """Refuse a place where no file can be written, because a folder is there or a file in a folder's place.
+
+        Raises:
+            ShdError: ``cache-corrupt`` naming what is in the way (CACHE-85).
+        """
 
     @abc.abstractmethod
     def prepare(self) -> None:
@@ -209,6 +224,10 @@ def write_errors(path: Path | str) -> Iterator[None]:
     """Turn what the operating system or the store refuses into ``write-failed`` naming the file."""
     try:
         yield
+    except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        message = f"{path} could not be written: {error.strerror or error}: a file is where a folder is meant"
+        advice = "(or the reverse): move it away, or choose another place"
+        raise ShdError("write-failed", f"{message} {advice}", "CACHE-74") from error
     except OSError as error:
         raise ShdError(
             "write-failed",

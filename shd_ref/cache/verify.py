@@ -93,7 +93,7 @@ class _Verification:
             self._note(error.code, MANIFEST_NAME, str(error))
             return  # nothing else can be judged without it
         seal = self._read_seal(manifest)
-        committed = committed_shards(self.storage.names(RECEIPTS_NAME))
+        committed = committed_shards(self._list_names(RECEIPTS_NAME))
         missing = manifest.shards.num_shards - len(committed)
         if missing > 0:
             first = next(shard for shard, found in enumerate([*committed, -1]) if shard != found)
@@ -176,13 +176,21 @@ class _Verification:
     def _report_strays(self, committed: list[int]) -> None:
         known = {MANIFEST_NAME, SEAL_NAME}
         known |= {name(shard) for shard in committed for name in (shard_name, receipt_name)}
-        links = set(self.storage.links())
-        for name in self.storage.names():
+        names = self._list_names()
+        links = set(self.storage.links()) if names else set()
+        for name in names:
             if name in links:
                 self._note("path-unsafe", name, "it is a link; a cache holds none")
             elif name not in known and not (name == LOCK_NAME and self.storage.size(name) == 0):
                 message = "no receipt knows this file: a writer died or is at work, or it is foreign"
                 self._note("cache-corrupt", name, message)
+
+    def _list_names(self, folder: str = "") -> list[str]:
+        try:
+            return self.storage.names(folder)
+        except ShdError as error:
+            self._note(error.code, folder or ".", str(error))
+            return []
 
     def _note(self, code: str, name: str, message: str, record: int | None = None) -> None:
         self.report.problems.append(Problem(code, name, record, message))

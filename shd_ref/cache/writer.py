@@ -180,12 +180,17 @@ class CacheWriter:
             receipt = Receipt.read(self._storage, shard, self.manifest)
             size = self._storage.size(shard_name(shard))
         except FileNotFoundError:
-            return None
+            pass
         except ShdError as error:
             if error.code == "read-failed":
                 raise  # nothing is known of the shard
-            return None  # whatever is wrong with it, the cure is to write the shard again
-        return receipt if size == receipt.size else None
+            # Whatever is wrong with it, the cure is to write the shard again.
+        else:
+            if size == receipt.size:
+                return receipt
+        for name in (receipt_name(shard), shard_name(shard)):
+            self._storage.check_place(name)
+        return None
 
     def _ordered(
         self, shard: int, records: Sequence[NewRecord], skipped: Sequence[Skipped]

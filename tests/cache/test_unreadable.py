@@ -1,0 +1,171 @@
+"""Files that are there and cannot be read, and files and folders in each other's place (CACHE-85)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache.makers import job, read_everything, write_cache
+from typer.testing import CliRunner
+
+from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
+from shd_ref.cache.local_storage import LocalStorage
+from shd_ref.cli import load_app
+from shd_ref.errors import ShdError
+
+RECEIPT, SHARD = "receipts/000001.json", "shards/01/000001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("pristine") / "cache", job())
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "cache")
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Let the system refuse a file, as a disk or a file server does; permissions do not stop an administrator."""
+
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **more: Any) -> Any:
+            if str(path).endswith(name):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **more)
+
+        return call
+
+    monkeypatch.setattr(os, "open", wrap(os.open))
+    monkeypatch.setattr(Path, "read_bytes", wrap(Path.read_bytes))
+    monkeypatch.setattr(os, "scandir", wrap(os.scandir))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("name", ["manifest.json", "SEALED.json", RECEIPT, SHARD])
+def test_a_file_that_cannot_be_read_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    refuse(monkeypatch, name, number)
+    with pytest.raises(ShdError, match=f"{re.escape(name)} could not be read: {os.strerror(number)}") as caught:
+        read_everything(CacheReader(folder))
+    assert caught.value.code == "read-failed"
+    report = verify_cache(folder)
+    assert ("read-failed", name) in {(problem.code, problem.path) for problem in report.problems}
+    if name != "manifest.json":
+        assert report.shards == job().shards.num_shards - (name in (RECEIPT, SHARD)), "it goes on with the others"
+    if name == RECEIPT:
+        (damaged,) = list_cache(folder).damaged
+        assert "could not be read" in damaged
+        with pytest.raises(ShdError, match="could not be read") as caught:
+            CacheWriter(folder, job()).missing_shards()
+        assert caught.value.code == "read-failed", "a shard that cannot be read is not a missing one"
+
+
+def test_a_read_that_fails_on_the_way_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    reader = CacheReader(folder)
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ShdError, match=r"safetensors could not be read: Input/output error") as caught:
+        reader.read(reader.keys()[0])
+    assert caught.value.code == "read-failed"
+    assert {problem.code for problem in verify_cache(folder).problems} == {"read-failed"}
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, "receipts", errno.EACCES)
+    with pytest.raises(ShdError, match=r"receipts could not be read: Permission denied") as caught:
+        list_cache(folder)
+    assert caught.value.code == "read-failed"
+    assert ("read-failed", "receipts") in {(each.code, each.path) for each in verify_cache(folder).problems}
+
+
+def commands(cache: Path, out: Path) -> dict[str, list[str]]:
+    return {
+        "ls": ["ls", str(cache)],
+        "verify": ["verify", str(cache)],
+        "seal": ["seal", str(cache)],
+        "report": ["report", str(cache), "--out", str(out)],
+        "export": ["export", str(cache), "--out", str(out)],
+        "merge": ["merge", str(cache), "--out", str(out)],
+    }
+
+
+@pytest.mark.parametrize("command", commands(Path(), Path()))
+def test_a_file_in_place_of_a_cache_is_refused(tmp_path: Path, command: str) -> None:
+    cache, out = tmp_path / "d.npz", tmp_path / "out"
+    cache.write_bytes(b"no cache")
+    result = CliRunner().invoke(load_app(), commands(cache, out)[command])
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 1
+    assert "cache-incomplete" in result.output
+    assert "must be a folder that holds a cache" in " ".join(result.output.split())
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["receipts", "shards"])
+def test_a_file_in_place_of_a_folder_is_named(folder: Path, name: str) -> None:
+    shutil.rmtree(folder / name)
+    (folder / name).write_bytes(b"")
+    advice = rf"{name} must be a folder; it is a file: move it away"
+    problems = verify_cache(folder).problems
+    assert any(problem.code == "cache-corrupt" and re.search(advice, problem.message) for problem in problems)
+    if name == "shards":
+        assert all(re.search(advice, damaged) for damaged in list_cache(folder).damaged)
+    else:
+        with pytest.raises(ShdError, match=advice):
+            list_cache(folder)
+    for use in (lambda: CacheReader(folder), lambda: CacheWriter(folder, job()).missing_shards()):
+        with pytest.raises(ShdError, match=advice) as caught:
+            use()
+        assert caught.value.code == "cache-corrupt"
+    (folder / name).unlink()
+    write_cache(folder, job())
+    assert verify_cache(folder).ok, "the remedy is one"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "SEALED.json", RECEIPT, SHARD])
+def test_a_folder_in_place_of_a_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    advice = rf"{re.escape(name)} must be a file; it is a folder: move it away"
+    report = verify_cache(folder)
+    assert not report.ok
+    assert any(re.search(advice, problem.message) for problem in report.problems)
+    with pytest.raises(ShdError, match=advice) as caught:
+        CacheReader(folder)
+    assert caught.value.code == "cache-corrupt"
+    if name == "manifest.json":
+        return
+    assert any(re.search(advice, damaged) for damaged in list_cache(folder).damaged)
+    if name != "SEALED.json":
+        with pytest.raises(ShdError, match=advice) as caught:
+            CacheWriter(folder, job()).missing_shards()
+        assert caught.value.code == "cache-corrupt"
+        assert (folder / "SEALED.json").exists(), "refused before anything is changed"
+
+
+def test_places_below_a_file_are_refused_for_output(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for write in (
+        lambda: CacheWriter(file, job()),
+        lambda: CacheWriter(file / "cache", job()),
+        lambda: merge_caches([folder], file / "cache"),
+    ):
+        with pytest.raises(ShdError, match=r"file must be a folder; it is a file") as caught:
+            write()
+        assert caught.value.code == "cache-exists"
+    with pytest.raises(ShdError, match="a file is where a folder is meant") as caught:
+        export_webdataset(folder, file / "export")
+    assert caught.value.code == "write-failed"
+    assert LocalStorage(file).names() == []
