@@ -6,7 +6,7 @@ the way, ``measure`` reads heads and layout off them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.external import read_graph
+from shd_ref.teacher.load import old_opset_reason
 from shd_ref.teacher.measure import Layout, Measure, measure_site
 from shd_ref.teacher.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.packages import ir, onnx
@@ -116,6 +117,9 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
             probe_error = str(error)
         else:
             measures = [measure_site(walk, shapes) for walk in walks]
+    too_old = old_opset_reason(model)
+    if too_old is not None:
+        walks = [replace(walk, reason=walk.reason or too_old) for walk in walks]
     names_seen: set[str] = set()
     return tuple(
         _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error)

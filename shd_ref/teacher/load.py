@@ -17,6 +17,8 @@ MIN_OPSET: Final = 13
 """The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
 
 _TARGET_OPSET: Final = 18
+_EARLY: Final = frozenset({"LayerNormalization"})
+_ASIDE: Final = "squeezing_heads.aside"
 _KNOWN_DOMAINS: Final = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", CONTRIB_DOMAIN})
 
 
@@ -62,6 +64,17 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     return _decompose_attention(_modernise(model))
 
 
+def old_opset_reason(model: onnx.ModelProto) -> str | None:
+    """Why a graph's operator set cannot be squeezed; None where it is new enough."""
+    opset = opset_version(model)
+    if opset >= MIN_OPSET:
+        return None
+    return (
+        f"model must use ONNX operator set {MIN_OPSET} or later; got {opset}, which ONNX cannot convert with these "
+        "operators: re-export it with opset 18"
+    )
+
+
 def opset_version(model: onnx.ModelProto) -> int:
     """The version of the standard operators that a graph uses."""
     return max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
@@ -89,8 +102,27 @@ def _decompose_attention(model: onnx.ModelProto) -> onnx.ModelProto:
 def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
     if opset_version(model) >= MIN_OPSET or data_folder(model) is not None:  # nor can it convert what it cannot see
         return model
+    # onnxruntime knew LayerNormalization before ONNX did, under the same name and with the same meaning: such nodes
+    # are put out of the converter's sight, which has no rule for an operator of the future.
+    opset, old = opset_version(model), onnx.ModelProto()
+    old.CopyFrom(model)
+    for node in all_nodes(old.graph):
+        if node.domain in STANDARD_DOMAINS and node.op_type in _EARLY and not _is_defined(node.op_type, opset):
+            node.domain = _ASIDE
+    old.opset_import.add(domain=_ASIDE, version=1)
     try:
-        return onnx.version_converter.convert_version(model, _TARGET_OPSET)
+        new = onnx.version_converter.convert_version(old, _TARGET_OPSET)
     except Exception:  # the converter raises what its C++ throws
-        # A contrib operator has no conversion. ``squeeze_graph`` refuses the old graph, with the remedy.
+        # An operator has no conversion. ``find_sites`` and ``squeeze_graph`` refuse the old graph, with the remedy.
         return model
+    for node in all_nodes(new.graph):
+        if node.domain == _ASIDE:
+            node.domain = ""
+    kept = [entry for entry in new.opset_import if entry.domain != _ASIDE]
+    del new.opset_import[:]
+    new.opset_import.extend(kept)
+    return new
+
+
+def _is_defined(op_type: str, opset: int) -> bool:
+    return bool(onnx.defs.has(op_type, max_inclusive_version=opset))

@@ -16,7 +16,7 @@ from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body, batch_heads
 from shd_ref.teacher.factors import SiteFactors, add_factors, add_spans
 from shd_ref.teacher.find import AttentionSite, projection_of
 from shd_ref.teacher.function import constant_alphas, every_row, squeeze_function
-from shd_ref.teacher.load import MIN_OPSET, opset_version
+from shd_ref.teacher.load import old_opset_reason, opset_version
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rule import MergeRule, SqueezeOptions, gram_matrices, make_rule
 
@@ -266,14 +266,10 @@ def check_opset(model: onnx.ModelProto) -> int:
     Raises:
         ShdError: ``graph-unsupported``.
     """
-    opset = opset_version(model)
-    if opset < MIN_OPSET:
-        raise ShdError(
-            "graph-unsupported",
-            f"model must use ONNX operator set {MIN_OPSET} or later; got {opset}: re-export it with opset 18 "
-            "(load_teacher converts older graphs by itself where all their operators are standard)",
-        )
-    return opset
+    reason = old_opset_reason(model)
+    if reason is not None:
+        raise ShdError("graph-unsupported", reason)
+    return opset_version(model)
 
 
 def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:

@@ -16,6 +16,7 @@ from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.shapes import probe_shapes
+from shd_ref.teacher.squeeze import squeeze_graph
 
 LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
 
@@ -208,6 +209,47 @@ def test_a_graph_that_does_not_run_is_refused_with_its_reason() -> None:
     site = only_site(model)
     assert not site.supported
     assert "number of heads" in str(site.reason)
+
+
+def old_graph(last: str, **attributes: Any) -> onnx.ModelProto:
+    """Attention in operator set 11, and behind it an operator that ONNX got later or does not know."""
+    build = GraphBuilder()
+    probs = build.op("Softmax", "logits", axis=3)
+    joined = build.op("Transpose", build.op("MatMul", probs, "values"), perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    projected = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    ones = build.const(np.ones(5, np.float32))
+    inputs = {
+        "logits": (TensorProto.FLOAT, ["batch", 2, "rows", "keys"]),
+        "values": (TensorProto.FLOAT, ["batch", 2, "keys", 3]),
+    }
+    return build.model(inputs, [build.op(last, projected, ones, **attributes)], opset=11)
+
+
+def test_layer_norms_older_than_onnx_knows_them_are_converted(tmp_path: Path) -> None:
+    old = old_graph("LayerNormalization", axis=-1)
+    onnx.save(old, tmp_path / "old.onnx")
+    converted = load_teacher(tmp_path / "old.onnx")
+    assert [(entry.domain, entry.version) for entry in converted.opset_import] == [("", 18)]
+    assert only_site(converted).supported
+    rng = np.random.default_rng(0)
+    feeds = {
+        "logits": rng.normal(size=(2, 2, 4, 4)).astype(np.float32),
+        "values": rng.normal(size=(2, 2, 4, 3)).astype(np.float32),
+    }
+    runs = [open_session(model.SerializeToString()).run(None, feeds)[0] for model in (old, converted)]
+    np.testing.assert_allclose(*runs, atol=1e-6)
+
+
+def test_old_graphs_without_a_conversion_are_refused_by_inspection_too(tmp_path: Path) -> None:
+    onnx.save(old_graph("SimplifiedLayerNormalization", axis=-1), tmp_path / "old.onnx")
+    model = load_teacher(tmp_path / "old.onnx")
+    site = only_site(model)
+    assert not site.supported
+    assert "operator set 13 or later; got 11" in str(site.reason)
+    with pytest.raises(ShdError, match="re-export it with opset 18") as caught:
+        squeeze_graph(model, [(0, site)], num_student_heads=1)
+    assert caught.value.code == "graph-unsupported"
 
 
 def test_old_operator_sets_are_converted_on_loading(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
 from shd_ref.teacher.compare import compare_with_reference
 from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import MIN_OPSET, load_teacher, opset_version
+from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.replace import replace_attention
 from shd_ref.teacher.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.session import open_session, run_session
@@ -43,8 +42,13 @@ VERDICTS = {
     "hf_fp32_encoder_self_attention.onnx": Verdict(1, "Attention", False, None, 2, None, FUSED),
     "random_encoder.onnx": Verdict(1, layout="batch-folded", heads=1, kv_heads=1),
 }
-CONVERTED = ("02_bert_toy_pytorch_h4.onnx", "08_nn_transformer_encoder_mlm_folded_h2.onnx", "random_encoder.onnx")
-TOO_OLD = ("04_gpt2_one_layer_h2.onnx", "attention_symbolic_batch.onnx")  # contrib operators have no conversion
+CONVERTED = (
+    "02_bert_toy_pytorch_h4.onnx",
+    "04_gpt2_one_layer_h2.onnx",
+    "08_nn_transformer_encoder_mlm_folded_h2.onnx",
+    "attention_symbolic_batch.onnx",
+    "random_encoder.onnx",
+)
 
 
 def graph(shared_data: Path, name: str) -> onnx.ModelProto:
@@ -104,12 +108,3 @@ def test_the_teacher_runs_on_its_own_attention_put_back(shared_data: Path, name:
         fewer = [make_rule(replace(options, num_student_heads=1), heads, site.d_v or 0) for site in sites]
         squeezed = open_session(replace_attention(model, sites, fewer, output=output).model.SerializeToString())
         assert not np.allclose(squeezed.run([output], feeds)[0], own, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", TOO_OLD)
-def test_old_graphs_without_a_conversion_are_refused(shared_data: Path, name: str) -> None:
-    model = graph(shared_data, name)
-    assert opset_version(model) < MIN_OPSET
-    with pytest.raises(ShdError, match="re-export it with opset 18") as caught:
-        squeeze_graph(model, tuple(enumerate(find_sites(model))), num_student_heads=1)
-    assert caught.value.code == "graph-unsupported"
