@@ -57,7 +57,8 @@ class LayerPair:
     num_teacher_heads: int
 
     def __post_init__(self) -> None:
-        layer, heads = self.student_layer, self.num_teacher_heads
+        layer, heads, teacher = self.student_layer, self.num_teacher_heads, self.teacher_layer
+        require(0 <= teacher <= MAX_INTEGER, f"teacher_layer must be 0 to {MAX_INTEGER}", teacher)
         require(0 <= layer < MAX_LAYERS, f"student_layer must be 0 to {MAX_LAYERS - 1}", layer)
         require(1 <= heads <= MAX_HEADS, f"num_teacher_heads must be 1 to {MAX_HEADS}", heads)
 
@@ -77,7 +78,7 @@ class Matching:
     seed: int
 
     def __post_init__(self) -> None:
-        require(self.samples >= 1, "matching.samples must be at least 1", self.samples)
+        require(1 <= self.samples <= MAX_INTEGER, f"matching.samples must be 1 to {MAX_INTEGER}", self.samples)
         require(0 <= self.seed <= MAX_INTEGER, f"matching.seed must be 0 to {MAX_INTEGER}", self.seed)
 
 
@@ -120,7 +121,8 @@ class ShardPlan:
     num_shards: int
 
     def __post_init__(self) -> None:
-        require(self.samples_per_shard >= 1, "samples_per_shard must be at least 1", self.samples_per_shard)
+        size = self.samples_per_shard
+        require(1 <= size <= MAX_INTEGER, f"samples_per_shard must be 1 to {MAX_INTEGER}", size)
         require(0 <= self.seed <= MAX_INTEGER, f"seed must be 0 to {MAX_INTEGER}", self.seed)
         require(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}", self.num_shards)
 
