@@ -52,6 +52,20 @@ def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
     return bounds[codec]
 
 
+def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
+    """The most that a codec can move each row, in total variation: Pinsker's inequality on ``kl_bound`` (CACHE-39).
+
+    Args:
+        codec: one of ``CODECS``.
+        probs: ``(..., L, S)`` rows before coding.
+
+    Returns:
+        ``(..., L)`` float64.
+    """
+    bound = kl_bound(codec, (probs >= SMALLEST_PROB).sum(axis=-1), probs.max(axis=-1, initial=0.0).astype(np.float64))
+    return np.asarray(np.sqrt(bound / 2), dtype=np.float64)
+
+
 def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
     """Compare exact rows with decoded ones, in float64 (CACHE-38).
 

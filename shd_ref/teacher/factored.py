@@ -57,7 +57,7 @@ def code_layer(
     codec: str, layer: SqueezedLayer, outputs: Outputs, number: int, first: int, length: int
 ) -> CodedFactors:
     """The queries and keys of one sample and layer."""
-    return encode_factors(codec, *_factors_of(layer, outputs, number, first, length))
+    return encode_factors(codec, *factors_of(layer, outputs, number, first, length))
 
 
 def measure_factors(
@@ -123,7 +123,7 @@ def _compare_maps(
 ) -> None:
     limits = load_tolerances()["factored"]["total_variation"]
     for layer, factors in zip(work.graph.layers, manifest.factors or (), strict=True):
-        queries, keys = _factors_of(layer, outputs, number, first, length)
+        queries, keys = factors_of(layer, outputs, number, first, length)
         made = _rebuild(factors, manifest.support, queries, keys)
         probs = outputs[layer.probs][number, :, first:length, first:length]
         difference = float((0.5 * np.abs(made - probs).sum(axis=-1)).max())
@@ -148,9 +148,10 @@ def _rebuild(
     return rebuild_maps(queries, keys, factors.scale, support, mixing, window=factors.window)
 
 
-def _factors_of(
+def factors_of(
     layer: SqueezedLayer, outputs: Outputs, number: int, first: int, length: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Queries ``(H_t, n, d)`` and keys ``(H_kv, n, d)`` of one sample and layer, before they are coded."""
     queries, keys = (outputs[str(name)][number, :, first:length] for name in (layer.queries, layer.keys))
     return queries, keys
 

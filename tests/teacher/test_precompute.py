@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,30 @@ def test_a_killed_run_resumes_to_the_undisturbed_cache(teacher: Path, tmp_path: 
         np.testing.assert_array_equal(whole.decode(whole.read(key), 0), killed.decode(killed.read(key), 0))
 
 
+@pytest.mark.parametrize(
+    ("options", "run"),
+    [
+        ({}, {"samples_per_shard": 2**62}),
+        ({}, {"samples_per_shard": -1}),
+        ({}, {"seed": 2**53}),
+        ({"plan": "matched", "calibration_samples": 2**60}, {}),
+    ],
+)
+def test_a_manifest_that_could_not_be_read_is_refused_before_anything_is_written(
+    teacher: Path, tmp_path: Path, options: dict[str, Any], run: dict[str, Any]
+) -> None:
+    with pytest.raises(ShdError) as caught:
+        precompute(
+            teacher,
+            make_inputs(),
+            tmp_path / "cache",
+            PrecomputeOptions(num_student_heads=2, **options),
+            RunOptions(mask="mask", **run),
+        )
+    assert caught.value.code == "argument-value"
+    assert not (tmp_path / "cache").exists()
+
+
 def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
     inputs = make_inputs()
     cache = tmp_path / "cache"
@@ -173,7 +198,7 @@ def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
     report = recheck_records(cache, teacher, inputs, num_records=6)
     assert report.records == 6
     assert report.rows > 0
-    assert report.tv_max < load_tolerances()["recheck"]["total_variation"]
+    assert report.tv_max < load_tolerances()["recheck"]["total_variation"]["float32"] + 0.01
     other = tmp_path / "other.onnx"
     onnx.save(encoder_layer(num_heads=4, mask="add"), other)
     assert hash_teacher(other) != hash_teacher(teacher)
@@ -195,6 +220,70 @@ def test_maps_that_differ_are_found(teacher: Path, tmp_path: Path) -> None:
     _rewrite_as(other, cache)
     with pytest.raises(ShdError, match="total variation") as caught:
         recheck_records(cache, teacher, inputs, num_records=NUM_SAMPLES)
+    assert caught.value.code == "cache-mismatch"
+
+
+def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
+    """Put other codes in place of every record's, by its key, with valid checksums."""
+    from shd_ref.cache import CacheWriter, CodecError, NewRecord
+    from shd_ref.cache.packing import unpack
+
+    reader = CacheReader(cache)
+    manifest, records = reader.manifest, {record.index: record for record in map(reader.read, reader)}
+    shutil.rmtree(cache)
+    writer = CacheWriter(cache, manifest)
+    for shard in writer.missing_shards():
+        new = []
+        for record in (records[index] for index in manifest.shard_samples(shard)):
+            codes = unpack(record.blobs[0], manifest.codec, manifest.support, 2, record.length)
+            changed = [change(record.key, codes)]
+            new.append(NewRecord(record.index, record.key, record.length, changed, record.alphas, record.mixing))
+        writer.write_shard(shard, new, CodecError(0.0, 0.0, 0.0, 0))
+    writer.seal()
+
+
+def test_a_rounding_that_fell_the_other_way_is_no_difference(teacher: Path, tmp_path: Path) -> None:
+    """In every row of a u4 cache, the entry that lies nearest to between two codes gets the other one (CACHE-91)."""
+    for codec in ("float32", "u4"):
+        precompute(teacher, make_inputs(), tmp_path / codec, PrecomputeOptions(num_student_heads=2, codec=codec), RUN)
+    exact = CacheReader(tmp_path / "float32")
+    moved = []
+
+    def flip(key: str, codes: NDArray[Any]) -> NDArray[Any]:
+        maps = exact.decode(exact.read(key), 0)
+        places = 15 * np.cbrt(maps / np.maximum(maps.max(axis=-1, keepdims=True), 1e-30))
+        distance = np.where((places > 2) & (codes < 15), np.abs(places % 1 - 0.5), 1.0)
+        nearest = distance.argmin(axis=-1)[..., None]
+        new, old = codes.copy(), np.take_along_axis(codes, nearest, axis=-1)
+        other = np.where(np.take_along_axis(places, nearest, axis=-1) > old, old + 1, old - 1)
+        close = np.take_along_axis(distance, nearest, axis=-1) < 0.05
+        np.put_along_axis(new, nearest, np.where(close, other, old).astype(np.uint8), axis=-1)
+        moved.append(float(0.5 * np.abs(decode("u4", codes) - decode("u4", new)).sum(axis=-1).max()))
+        return new
+
+    _change_codes(tmp_path / "u4", flip)
+    assert max(moved) > 0.02, "a limit that holds for all codecs would refuse it"
+    report = recheck_records(tmp_path / "u4", teacher, make_inputs(), num_records=NUM_SAMPLES)
+    assert report.records == NUM_SAMPLES
+
+
+def test_maps_that_are_not_rounded_must_not_be_off(teacher: Path, tmp_path: Path) -> None:
+    options = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
+    assert recheck_records(tmp_path / "cache", teacher, make_inputs()).tv_max < 1e-4
+
+    def shift(_: str, maps: NDArray[Any]) -> NDArray[Any]:
+        """Move a hundredth of each row from its largest entry to its smallest that is not zero."""
+        largest = maps.argmax(axis=-1)[..., None]
+        smallest = np.where(maps > 0, maps, np.inf).argmin(axis=-1)[..., None]
+        maps = maps.copy()
+        for place, change in ((largest, -0.01), (smallest, 0.01)):
+            np.put_along_axis(maps, place, np.take_along_axis(maps, place, axis=-1) + np.float32(change), axis=-1)
+        return maps * (maps.sum(axis=-1, keepdims=True) > 0.5)
+
+    _change_codes(tmp_path / "cache", shift)
+    with pytest.raises(ShdError, match=r"within a total variation of 0\.0020.* got 0\.0100") as caught:
+        recheck_records(tmp_path / "cache", teacher, make_inputs())
     assert caught.value.code == "cache-mismatch"
 
 
