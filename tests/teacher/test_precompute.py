@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,46 +123,6 @@ def test_batching_and_order_do_not_matter(teacher: Path, tmp_path: Path) -> None
         one, two = first.read(key), second.read(key)
         np.testing.assert_allclose(first.decode(one, 0), second.decode(two, 0), atol=0.01)
         np.testing.assert_allclose(one.alphas, two.alphas, atol=1e-4)
-
-
-def test_a_killed_run_resumes_to_the_undisturbed_cache(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_inputs()
-    np.savez(tmp_path / "data.npz", **inputs)
-    precompute(
-        teacher, inputs, tmp_path / "whole", OPTIONS, RunOptions(mask="mask", batch_size=4, samples_per_shard=1)
-    )
-    command = [
-        *(sys.executable, "-c", "from shd_ref.cli import main; main()", "precompute", str(teacher)),
-        *("--inputs", str(tmp_path / "data.npz"), "--student-heads", "2", "--out", str(tmp_path / "killed")),
-        *("--mask", "mask", "--batch-size", "4", "--samples-per-shard", "1"),
-    ]
-    moments = random.Random(3)
-    committed = 0
-    for _ in range(4):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=ROOT)
-        deadline = time.monotonic() + 30
-        # Wait until it commits something new, then strike a random moment later.
-        while process.poll() is None and time.monotonic() < deadline:
-            found = len(list((tmp_path / "killed" / "receipts").glob("*.json")))
-            if found > committed:
-                break
-            time.sleep(0.002)
-        time.sleep(moments.uniform(0, 0.02))
-        process.kill()
-        process.wait()
-        committed = len(list((tmp_path / "killed" / "receipts").glob("*.json")))
-    if committed < NUM_SAMPLES:
-        with pytest.raises(ShdError) as caught:
-            CacheReader(tmp_path / "killed")
-        assert caught.value.code == "cache-incomplete"
-    assert committed > 0
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert f"{NUM_SAMPLES} (" in done.stdout
-    assert verify_cache(tmp_path / "killed").ok
-    whole, killed = CacheReader(tmp_path / "whole"), CacheReader(tmp_path / "killed")
-    assert sorted(whole) == sorted(killed)
-    for key in whole:
-        np.testing.assert_array_equal(whole.decode(whole.read(key), 0), killed.decode(killed.read(key), 0))
 
 
 @pytest.mark.parametrize(

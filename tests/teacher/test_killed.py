@@ -1,0 +1,78 @@
+"""``shd precompute`` killed at twenty moments: whatever happens, the finished cache is the undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from cache.makers import contents, read_everything
+from teacher.attention_graphs import encoder_layer
+from teacher.started_command import start_command
+
+from shd_ref import ShdError
+from shd_ref.cache import CacheReader, verify_cache
+
+KILLS = 20
+NUM_SAMPLES = 150
+LENGTH = 9
+PATIENCE = 30.0
+
+
+def committed(folder: Path) -> int:
+    return len(list((folder / "receipts").glob("*.json")))
+
+
+@pytest.mark.slow
+def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) -> None:
+    onnx.save(encoder_layer(num_heads=4, mask="where"), tmp_path / "teacher.onnx")
+    rng, moments = np.random.default_rng(0), random.Random(3)
+    mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
+    x = rng.normal(size=(NUM_SAMPLES, LENGTH, 12)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, mask=mask)
+
+    def command(folder: Path) -> list[str]:
+        teacher, inputs = str(tmp_path / "teacher.onnx"), str(tmp_path / "data.npz")
+        options = ["--mask", "mask", "--batch-size", "4", "--samples-per-shard", "1", "--threads", "1"]
+        return ["precompute", teacher, "--inputs", inputs, "--student-heads", "2", "--out", str(folder), *options]
+
+    def finish(folder: Path) -> None:
+        process = start_command(command(folder))
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+
+    finish(tmp_path / "whole")
+    killed, partial, folders = 0, 0, [tmp_path / "killed-0"]
+    while killed < KILLS:
+        folder = folders[-1]
+        before = committed(folder)
+        process = start_command(command(folder))
+        deadline = time.monotonic() + PATIENCE
+        # Every fourth dies anywhere on its way; the others soon after they committed something new.
+        if killed % 4:
+            while process.is_alive() and committed(folder) == before and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(moments.uniform(0, 0.02))
+        else:
+            time.sleep(moments.uniform(0, 1))
+        process.kill()
+        process.join(PATIENCE)
+        if process.exitcode == 0:  # it was faster
+            folders.append(tmp_path / f"killed-{len(folders)}")
+            continue
+        assert process.exitcode == -signal.SIGKILL
+        killed += 1
+        assert committed(folder) >= before
+        if (folder / "manifest.json").exists() and not (folder / "SEALED.json").exists():
+            with pytest.raises(ShdError, match=r"SEALED\.json must exist"):
+                CacheReader(folder)
+            partial += bool(read_everything(CacheReader(folder, allow_partial=True)))  # what is committed is whole
+    assert partial >= KILLS // 2
+    for folder in folders:
+        finish(folder)
+        assert verify_cache(folder).ok
+        assert contents(folder) == contents(tmp_path / "whole")
