@@ -231,6 +231,7 @@ def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str)
     assert verify_cache(tmp_path / "factored").ok
     maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
     assert (factored.manifest.padding, factored.manifest.format_version) == ("around", "4")
+    largest = 0.0
     for key in maps:
         record = factored.read(key)
         first = record.first
@@ -239,9 +240,10 @@ def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str)
         assert not found[:, :first].any()
         assert not found[:, :, :first].any()
         bound = factored_kl_bound(codec, *factored.decode_factors(record, 0), 3**-0.5).max()
+        largest = max(largest, float(bound))
         assert codec_error(wanted[:, first:], found[:, first:]).kl_max <= 1.05 * bound + 1e-6
     again = recheck_records(tmp_path / "factored", teacher, inputs, num_records=NUM_SAMPLES)
-    assert again.tv_max < 1e-4
+    assert 0 < again.tv_max <= np.sqrt(largest / 2) + 1e-4
 
 
 def test_padding_between_positions_is_refused(teacher: Path, tmp_path: Path) -> None:
