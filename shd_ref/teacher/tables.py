@@ -102,7 +102,7 @@ def forecast_advice(forecast: Forecast) -> str:
     )
     if forecast.form == "factored":
         verdict += (
-            "\nat this length the teacher's queries and keys are smaller than its maps, at a like error: store them "
-            "(shd precompute --form factored)"
+            "\nat this length the teacher's queries and keys are smaller than its maps: store them "
+            "(shd precompute --form factored), if the errors above suit you"
         )
     return f"{times}\n{verdict}"
