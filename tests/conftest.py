@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from object_store import environment, missing_packages, serve_s3
+
+# A console takes its width when its module is first imported, whichever test that is.
+os.environ["COLUMNS"] = "250"
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -195,7 +195,8 @@ def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
             writer.write_shard(shard, records, MEASURED)
 
     with ThreadPoolExecutor(len(scales)) as pool:
-        list(pool.map(write, scales))
+        outcomes = [future.exception() for future in [pool.submit(write, scale) for scale in scales]]
+    assert outcomes == [None] * len(scales)  # all of them: the others' barrier breaks when one of them fails
     CacheWriter(address, job()).seal()
     assert verify_cache(address).ok
     reader = CacheReader(address)
