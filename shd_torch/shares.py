@@ -22,7 +22,7 @@ def batch_share(
 
     ``attention_kl`` and ``shd_loss`` average over the query rows that count. Where ranks (or micro-batches) hold
     different numbers of them, as padded text does, the mean of their means is not the mean of all rows; weighted by
-    this factor it is.
+    this factor it is, as long as all heads count the same rows of a sample.
 
     Args:
         num_rows: rows that count in this process's batch, at least 0: for supervision from a cache
@@ -37,7 +37,7 @@ def batch_share(
         row counts anywhere. Every rank must call this as often as the others.
 
     Raises:
-        ShdError: ``argument-value``.
+        ShdError: ``argument-value``; on an accelerator values are not looked at, which would make the host wait.
 
     Source: silent, as it trains in one process. Decision: D-10, a mean over the rows of the whole batch.
     """
@@ -48,7 +48,7 @@ def batch_share(
         ranks = dist.get_world_size(group)
         whole = whole.clone()
         dist.all_reduce(whole, group=group)
-    return torch.where(whole > 0, ranks * rows / whole.clamp(min=1), 0.0).to(torch.float32)
+    return torch.where(whole == 0, 0.0, ranks * rows / whole).to(torch.float32)
 
 
 def _read_number(name: str, value: object, least: int | Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _read_number(name: str, value: object, least: int | Tensor) -> Tensor:
         number = value.detach().to(torch.float64)
     elif isinstance(value, Real) and not isinstance(value, bool):
         number = torch.tensor(float(value), dtype=torch.float64)
-    if number is None or not (torch.isfinite(number) & (number >= torch.as_tensor(least).to(number))):
+    if number is None or (number.is_cpu and not (torch.isfinite(number) & (number >= torch.as_tensor(least).cpu()))):
         rule = "0" if isinstance(least, int) else "num_rows"
         raise ShdError("argument-value", f"{name} must be one finite number, at least {rule}; got {value!r}")
     return number

@@ -188,7 +188,7 @@ def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
     def write(scale: float) -> None:
         writer = CacheWriter(address, job())
         for shard in range(job().shards.num_shards):
-            start.wait(60)
+            start.wait(240)  # a store retries for a while on a busy machine
             records = [
                 replace(record, alphas=record.alphas * np.float32(scale)) for record in records_of(job(), shard)
             ]
