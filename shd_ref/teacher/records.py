@@ -42,6 +42,8 @@ def make_records(
     if codec != CODED_IN_GRAPH:
         codes = [encode(codec, maps) for maps in codes]
     alphas = np.stack([outputs[layer.alphas][numbers] for layer in work.graph.layers], axis=1)
+    # Weights by row follow from the alphas and would double a record; weights by map are small.
+    mixings = mixings_of(work, alphas) if work.options.alpha_per == "map" else None
     longest = next(outputs[layer.queries or layer.codes].shape[2] for layer in work.graph.layers)
     records = []
     for place, number in enumerate(numbers):
@@ -54,8 +56,7 @@ def make_records(
                 length=length,
                 codes=[layer[place] for layer in codes],
                 alphas=alphas[place],
-                # Weights by row follow from the alphas and would double a record; weights by map are small.
-                mixing=mixing_of(work, alphas[place]) if work.options.alpha_per == "map" else None,
+                mixing=None if mixings is None else mixings[place],
                 seed=inputs.seed(index),
                 factors=code_factors(work, batch, outputs, number, length, manifest) if factored else (),
                 first=int(inputs.firsts[index]) if factored else 0,
@@ -93,17 +94,18 @@ def measure_codec(
     return merge_codec_errors(errors)
 
 
-def mixing_of(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:
-    """C of every layer, ``(num_layers, H_s, H_t)``, from alphas before clipping ``(num_layers, n)``."""
-    num_layers, heads = len(work.layers), work.num_teacher_heads
+def mixings_of(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:
+    """C of some samples ``(B, num_layers, H_s, H_t)``, from alphas before clipping ``(B, num_layers, n)``."""
+    (samples, num_layers, number), heads = raw_alphas.shape, work.num_teacher_heads
     if work.options.strategy == "mean":
-        return np.full((num_layers, work.options.num_student_heads, heads), 1.0 / heads, dtype=np.float32)
-    if not raw_alphas.shape[1]:
-        return np.broadcast_to(np.eye(heads, dtype=np.float32), (num_layers, heads, heads))
-    clipped = np.clip(raw_alphas.astype(np.float64), 0.0, 1.0)[:, None]  # (num_layers, 1, n)
+        shape = (samples, num_layers, work.options.num_student_heads, heads)
+        return np.full(shape, 1.0 / heads, dtype=np.float32)
+    if not number:
+        return np.broadcast_to(np.eye(heads, dtype=np.float32), (samples, num_layers, heads, heads))
+    clipped = np.clip(raw_alphas.astype(np.float64), 0.0, 1.0)
     by_layer = []
-    for plan, alphas in zip(work.plans, clipped, strict=True):
+    for plan, alphas in zip(work.plans, clipped.swapaxes(0, 1), strict=True):
         ends = np.cumsum([len(one_round) for one_round in plan])
         rounds: list[NDArray[Any]] = np.split(alphas, ends[:-1], axis=1)
         by_layer.append(compose_mixing(rounds, plan, heads))
-    return np.concatenate(by_layer).astype(np.float32)
+    return np.stack(by_layer, axis=1).astype(np.float32)
