@@ -27,7 +27,7 @@ import transformers
 from numpy.typing import NDArray
 
 from shd_ref.cache import CacheWriter
-from shd_ref.teacher.precompute import PrecomputeJob
+from shd_ref.teacher.job import PrecomputeJob
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
@@ -41,7 +41,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from shd_ref.cache import CacheWriter
-from shd_ref.teacher.precompute import PrecomputeJob
+from shd_ref.teacher.job import PrecomputeJob
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.buckets import share_shards
 teacher, data, out, part, parts = sys.argv[1:]

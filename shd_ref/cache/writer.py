@@ -76,9 +76,13 @@ class CacheWriter:
         with write_errors(self.folder):
             self._storage.remove_stale()
 
-    def missing_shards(self) -> list[int]:
-        """Shards without a valid receipt of this cache, or whose file has another size than it states."""
-        shards = range(self.manifest.shards.num_shards)
+    def missing_shards(self, shards: Sequence[int] | None = None) -> list[int]:
+        """Shards without a valid receipt of this cache, or whose file has another size than it states.
+
+        Args:
+            shards: which to look at; default all.
+        """
+        shards = range(self.manifest.shards.num_shards) if shards is None else shards
         committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
         return [shard for shard, found in zip(shards, committed, strict=True) if not found]
 
@@ -144,16 +148,8 @@ class CacheWriter:
             ShdError: ``cache-incomplete`` naming how many shards are missing; ``cache-mismatch`` when the keys
                 are not those of the data set in the manifest; ``write-failed``.
         """
-        missing = self.missing_shards()
-        if missing:
-            raise ShdError(
-                "cache-incomplete",
-                f"{self.folder} must hold all {self.manifest.shards.num_shards} shards before it is sealed; "
-                f"{len(missing)} are missing, first shard {missing[0]}: write them",
-                "CACHE-65",
-            )
         checksums: list[str] = []
-        # One receipt in memory at a time: those of a large cache do not fit together.
+        # Few receipts in memory at a time: those of a large cache do not fit together.
         check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
         seal = Seal(
             manifest=self.manifest.id,
@@ -170,8 +166,16 @@ class CacheWriter:
             raise other_job(self.folder, found.differences(self.manifest))
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
-        for shard in range(self.manifest.shards.num_shards):
-            receipt = Receipt.read(self._storage, shard, self.manifest)
+        shards = range(self.manifest.shards.num_shards)
+        for shard, receipt in zip(shards, self._storage.map(self._committed, shards), strict=True):
+            if receipt is None:
+                missing = self.missing_shards(shards[shard:])
+                raise ShdError(
+                    "cache-incomplete",
+                    f"{self.folder} must hold all {len(shards)} shards before it is sealed; "
+                    f"{len(missing)} are missing, first shard {shard}: write them",
+                    "CACHE-65",
+                )
             checksums.append(checksum_of(receipt))
             yield receipt
 

@@ -184,15 +184,13 @@ def precompute(
     """
     from shd_ref.teacher.forecast import forecast_cache
     from shd_ref.teacher.precompute import precompute as precompute_cache
-    from shd_ref.teacher.precompute import precompute_shapes
+    from shd_ref.teacher.precompute import precompute_shapes, students_of
     from shd_ref.teacher.run import PrecomputeOptions, RunOptions
     from shd_ref.teacher.sources import open_source
     from shd_ref.teacher.tables import summary_table
 
     with reported_errors():
         heads = parse_heads(student_heads)
-        if engine is Engine.ray and len(heads) > 1:
-            raise ShdError("argument-value", f"--engine ray takes one number of student heads; got {student_heads}")
         if engine is not Engine.ray and workers is not None:
             raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
         options = PrecomputeOptions(
@@ -240,7 +238,7 @@ def precompute(
             told: Any = {"on_progress": on_progress, "on_read": on_read}
             if engine is Engine.ray:
                 from shd_ref.cache.storage import is_address
-                from shd_ref.teacher.ray_engine import precompute_on_ray
+                from shd_ref.teacher.ray_engine import precompute_on_ray, precompute_shapes_on_ray
 
                 # The actors open the inputs themselves, under this path.
                 reopen = partial(
@@ -251,7 +249,11 @@ def precompute(
                     max_length=max_length,
                 )
                 places = teacher.absolute(), reopen, out if is_address(out) else Path(out).absolute()
-                summaries = [precompute_on_ray(*places, options, run, workers=workers, **told)]
+                told["workers"] = workers
+                if len(heads) == 1:
+                    summaries = [precompute_on_ray(*places, options, run, **told)]
+                else:
+                    summaries = precompute_shapes_on_ray(*places, options, heads, run, **told)
             elif len(heads) == 1:
                 summaries = [precompute_cache(teacher, source, out, options, run, **told)]
             else:
@@ -262,7 +264,9 @@ def precompute(
         console.print("next: the other parts; the last one seals, or shd merge does where each has its folder")
         return
     again = ["--teacher", str(teacher), *words_of_inputs(inputs, tokenizer, text_column, max_length)]
-    for place in [out] if len(heads) == 1 else [str(summary.folder) for summary in summaries]:
+    # As it was said: actors were given whole paths.
+    students = [str(folder) for folder, _ in students_of(out, options, heads)]
+    for place in [out] if len(heads) == 1 else students:
         console.print(f"next: {shlex.join(['shd', 'verify', place, *again])}", highlight=False, soft_wrap=True)
 
 

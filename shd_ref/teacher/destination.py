@@ -14,7 +14,7 @@ from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
 from shd_ref.plans import merge_plan
-from shd_ref.teacher.job import matching_of
+from shd_ref.teacher.job_manifest import matching_of
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import PROVIDERS
 

@@ -68,16 +68,27 @@ def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]
             for factor in (outputs[layer.queries][:count], outputs[layer.keys][:count]):
                 suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
             continue
-        codes = outputs[layer.codes][:count]
-        # A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the maps tell which.
-        doubtful = ((codes == 0).all(axis=-1) | (codes != codes).any(axis=-1) | np.isinf(codes).any(axis=-1)) & rows
-        suspect |= doubtful.any(axis=(1, 2))
+        suspect |= (_is_doubtful(outputs[layer.codes][:count]) & rows).any(axis=(1, 2))
     if not suspect.any():
         return []
     if work.graph.layers[0].probs not in outputs:
         outputs = work.squeeze_checked(batch)
     found = (_first_fault(work, batch, outputs, number, rows) for number in np.flatnonzero(suspect).tolist())
     return [fault for fault in found if fault is not None]
+
+
+def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
+    """Rows without mass, and of float codes those with NaN or infinity, in one pass over the codes.
+
+    A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the maps tell which.
+    """
+    if codes.dtype.kind == "u":
+        empty: NDArray[np.bool_] = codes.max(axis=-1, initial=0) == 0
+        return empty
+    with np.errstate(invalid="ignore"):  # infinities of both signs
+        sums: NDArray[Any] = codes.sum(axis=-1)
+    unsure: NDArray[np.bool_] = ~np.isfinite(sums) | (sums == 0)
+    return unsure
 
 
 def _first_fault(

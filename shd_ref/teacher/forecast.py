@@ -29,7 +29,7 @@ from shd_ref.cache.compression import compress_blob
 from shd_ref.errors import ShdError
 from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.inputs import Batch
-from shd_ref.teacher.job import find_support, make_manifest
+from shd_ref.teacher.job_manifest import find_support, make_manifest
 from shd_ref.teacher.masks import read_spans
 from shd_ref.teacher.records import make_records, measure_codec
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun

@@ -8,21 +8,18 @@ two numbers. So Ray may lose and repeat whatever it likes: what is committed sta
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheWriter
 from shd_ref.errors import ShdError
-from shd_ref.teacher.buckets import share_shards
-from shd_ref.teacher.destination import check_destination
-from shd_ref.teacher.job import adopt_plans
-from shd_ref.teacher.precompute import OnProgress, PrecomputeJob, finish_cache
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.job import OnProgress
+from shd_ref.teacher.joint import JointJob, Students
+from shd_ref.teacher.precompute import students_of
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.summary import PrecomputeSummary
 
@@ -46,21 +43,18 @@ class RayJob:
     Attributes:
         teacher: the ``.onnx`` file.
         open_inputs: opens the model inputs; it is pickled.
-        out: the cache.
-        options: what to make of the teacher.
+        students: the caches.
         run: how to run it.
     """
 
     teacher: Path
     open_inputs: OpenInputs
-    out: str | os.PathLike[str]
-    options: PrecomputeOptions
+    students: Students
     run: RunOptions
 
-    def prepare(self, on_read: Callable[[int, int], None] | None = None) -> PrecomputeJob:
+    def prepare(self, on_read: Callable[[int, int], None] | None = None) -> JointJob:
         """Load the teacher, read the inputs, and compare the graph with the reference."""
-        options = adopt_plans(self.out, self.options, self.run)
-        return PrecomputeJob(TeacherRun(self.teacher, self.open_inputs(), options, self.run, on_read))
+        return JointJob(self.teacher, self.open_inputs(), self.students, self.run, on_read)
 
 
 def precompute_on_ray(
@@ -89,25 +83,36 @@ def precompute_on_ray(
         ShdError: as ``precompute``, also what an actor raised; ``argument-value`` where the cluster has no room;
             ``dependency-missing``.
     """
-    started = time.monotonic()
-    run = run or RunOptions()
-    run = replace(run, num_threads=run.num_threads or 1)
-    check_destination(out, Path(teacher), options, run)
-    plan = RayJob(Path(teacher), open_inputs, out, options, run)
-    job = plan.prepare(on_read)
-    writer = CacheWriter(plan.out, job.manifest)  # before the actors: they adopt its plans
-    share = share_shards(job.manifest.shards.num_shards, *run.share)
-    lost = set(writer.missing_shards()).intersection(share)
-    windows = [[shard for shard in window if shard in lost] for window in job.windows(job.window_shards)]
-    blocks = [pa.table({"shard": window}) for window in windows if window]
-    total, written = job.count_samples(share), 0
-    done = total - job.count_samples(lost)
-    if blocks:
-        for count, size in _run_blocks(blocks, plan, workers):
-            done, written = done + count, written + size
-            if on_progress is not None:
-                on_progress(done, total, written)
-    return finish_cache(job, writer, plan.out, share, lost, started)
+    plan = _plan(teacher, open_inputs, [(out, options)], run)
+    return _fill(plan, workers, on_progress, on_read)[0]
+
+
+def precompute_shapes_on_ray(
+    teacher: str | Path,
+    open_inputs: OpenInputs,
+    out: str | os.PathLike[str],
+    options: PrecomputeOptions,
+    student_heads: Sequence[int],
+    run: RunOptions | None = None,
+    *,
+    workers: int | None = None,
+    on_progress: OnProgress | None = None,
+    on_read: Callable[[int, int], None] | None = None,
+) -> list[PrecomputeSummary]:
+    """As ``precompute_shapes``: every actor runs a batch once for all students.
+
+    Args:
+        teacher, open_inputs, run, workers, on_progress, on_read: as for ``precompute_on_ray``.
+        out, options, student_heads: as for ``precompute_shapes``.
+
+    Returns:
+        A summary of each, most heads first.
+
+    Raises:
+        ShdError: as ``precompute_on_ray``.
+    """
+    plan = _plan(teacher, open_inputs, students_of(out, options, student_heads), run)
+    return _fill(plan, workers, on_progress, on_read)
 
 
 class ShardWriter:
@@ -115,35 +120,61 @@ class ShardWriter:
 
     def __init__(self, plan: RayJob) -> None:
         self._plan = plan
-        self._opened: tuple[PrecomputeJob, CacheWriter] | None = None
+        self._job: JointJob | None = None
 
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
-        """Write the shards of one block; how many samples and bytes that were, or what went wrong.
+        """Write the shards of one block; which is its first and how many bytes that were, or what went wrong.
 
         Errors are returned, as Ray would keep no more than their text, and repeat what cannot succeed.
         """
+        shards = [int(shard) for shard in block["shard"]]
         try:
-            samples, written = self._write([int(shard) for shard in block["shard"]])
+            written = self._write(shards)
         except ShdError as error:
-            return {"samples": [0], "bytes": [0], "code": [error.code], "message": [str(error)]}
-        return {"samples": [samples], "bytes": [written], "code": [""], "message": [""]}
+            return {"first": shards[:1], "bytes": [0], "code": [error.code], "message": [str(error)]}
+        return {"first": shards[:1], "bytes": [written], "code": [""], "message": [""]}
 
-    def _write(self, shards: list[int]) -> tuple[int, int]:
-        if self._opened is None:  # not when the actor is made, where errors cannot be returned
-            prepared = self._plan.prepare()
-            self._opened = prepared, CacheWriter(self._plan.out, prepared.manifest)
-        job, writer = self._opened
+    def _write(self, shards: list[int]) -> int:
+        if self._job is None:  # not when the actor is made, where errors cannot be returned
+            self._job = self._plan.prepare()
         written = 0
 
         def note(_done: int, _total: int, size: int) -> None:
             nonlocal written
             written = size
 
-        job.write_shards(writer, shards, note)
-        return job.count_samples(shards), written
+        self._job.write(shards, self._job.find_missing(shards), note)
+        return written
 
 
-def _run_blocks(blocks: list[pa.Table], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int]]:
+def _plan(teacher: str | Path, open_inputs: OpenInputs, students: Students, run: RunOptions | None) -> RayJob:
+    run = run or RunOptions()
+    return RayJob(Path(teacher), open_inputs, students, replace(run, num_threads=run.num_threads or 1))
+
+
+def _fill(
+    plan: RayJob,
+    workers: int | None,
+    on_progress: OnProgress | None,
+    on_read: Callable[[int, int], None] | None,
+) -> list[PrecomputeSummary]:
+    job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
+    lost = set().union(*job.missing)
+    blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in lost])]
+    todo = {block[0]: job.count_samples(block, job.missing) for block in blocks}
+    total, written = job.count_samples(job.shards, [job.shards] * len(plan.students)), 0
+    done = total - sum(todo.values())
+    for first, size in _run_blocks(blocks, plan, workers):
+        done, written = done + todo[first], written + size
+        if on_progress is not None:
+            on_progress(done, total, written)
+    return job.finish()
+
+
+def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int]]:
+    """The first shard of each block that is written, as it is, and how many bytes that were."""
+    if not blocks:
+        return
     if not ray.is_initialized():
         ray.init()
     gpus = int(plan.run.provider in ("cuda", "CUDAExecutionProvider"))
@@ -155,7 +186,7 @@ def _run_blocks(blocks: list[pa.Table], plan: RayJob, workers: int | None) -> It
             f"workers must be 1 to {room}, as many as the cluster has {cpus} CPUs and {gpus} GPUs for; got "
             f"{workers or room}: add machines, or lower workers or threads",
         )
-    data = ray.data.from_arrow(blocks)
+    data = ray.data.from_arrow([pa.table({"shard": block}) for block in blocks])
     data.context.enable_progress_bars = False
     data.context.print_on_execution_start = False
     counts = data.map_batches(
@@ -169,7 +200,7 @@ def _run_blocks(blocks: list[pa.Table], plan: RayJob, workers: int | None) -> It
     for row in counts.iter_rows():
         if row["code"]:
             raise ShdError(row["code"], row["message"])
-        yield int(row["samples"]), int(row["bytes"])
+        yield int(row["first"]), int(row["bytes"])
 
 
 def _count_room(cpus: int, gpus: int) -> int:

@@ -66,7 +66,7 @@ def recheck_records(
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
     rows, tv_max = 0, 0.0
-    for batch in work.batches(chosen):
+    for batch in work.checked_batches(chosen):
         outputs = work.squeeze_checked(batch)
         for number, index in enumerate(batch.indices):
             record = reader.read(work.inputs.key(index))

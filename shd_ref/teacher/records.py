@@ -38,7 +38,9 @@ def make_records(
     if not numbers:
         return []
     codec, inputs, factored = work.options.codec, work.inputs, work.options.is_factored
-    codes = [] if factored else [outputs[layer.codes][numbers] for layer in work.graph.layers]
+    # A batch that goes into one shard needs no copy.
+    part = slice(len(numbers)) if numbers == list(range(len(numbers))) else numbers
+    codes = [] if factored else [outputs[layer.codes][part] for layer in work.graph.layers]
     if codec != CODED_IN_GRAPH:
         codes = [encode(codec, maps) for maps in codes]
     alphas = np.stack([outputs[layer.alphas][numbers] for layer in work.graph.layers], axis=1)

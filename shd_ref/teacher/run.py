@@ -36,6 +36,9 @@ from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, check_sinks, squeeze_graph
 from shd_ref.teacher.union import unite_graphs
 
+CHECKED_BYTES: Final = 2**28
+"""Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
+
 FORMS: Final = ("maps", "factored")
 """What records hold: merged maps, or the teacher's queries and keys."""
 
@@ -216,6 +219,23 @@ class TeacherRun:
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """Samples in batches of the size that was asked for, longest first."""
         return self.inputs.batches(indices, self.run.batch_size, self.run.batch_tokens)
+
+    def checked_batches(self, indices: Iterable[int]) -> Iterator[Batch]:
+        """The same in batches that are small enough for check outputs: those of large teachers are many times larger
+        than what is stored."""
+        for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
+            size = self.count_checked(chosen)
+            for start in range(0, len(chosen), size):
+                yield self.inputs.batch(chosen[start : start + size])
+
+    def count_checked(self, indices: Sequence[int]) -> int:
+        """How many of these samples, in this order, may yield check outputs at once.
+
+        Known from the samples' lengths; where they have none, as images do, all of them.
+        """
+        longest = max((int(self.inputs.lengths[index]) for index in indices), default=0)
+        heads = len(self.layers) * (self.num_teacher_heads + self.options.num_student_heads)
+        return min(len(indices), max(1, CHECKED_BYTES // max(4 * heads * longest**2, 1)))
 
     def query_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
         """``(B, L)``, True = the row counts; None where every row does."""

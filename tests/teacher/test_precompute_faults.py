@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from shd_ref.cache.storage import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples, group_shards
-from shd_ref.teacher.precompute import PrecomputeJob, precompute, precompute_shapes
+from shd_ref.teacher.job import PrecomputeJob
+from shd_ref.teacher.precompute import precompute, precompute_shapes
 from shd_ref.teacher.recheck import recheck_records
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.session import open_session
@@ -64,6 +66,34 @@ def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: Ru
         summary = precompute(teacher, inputs, folder, OPTIONS, run)
         assert summary.resumed == NUM_SAMPLES - len(lost) * (run.samples_per_shard or 0)
         assert contents(folder) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+def test_large_maps_are_checked_a_sample_at_a_time(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Check outputs of a large teacher do not fit a batch; what is stored does not change, its error is measured."""
+    options, inputs, run = replace(OPTIONS, form=form), make_tokens(), RunOptions(batch_size=10, samples_per_shard=20)
+    whole = precompute(teacher, inputs, tmp_path / "whole", options, run)
+    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 1)
+    cut = precompute(teacher, inputs, tmp_path / "cut", options, run)
+    assert (whole.compared_samples, cut.compared_samples) == (10, 1)
+    one, two = CacheReader(tmp_path / "whole"), CacheReader(tmp_path / "cut")
+    assert one.manifest == two.manifest
+    for key in one:
+        np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
+    fewer = 0
+    for shard in range(3):
+        all_rows, some_rows = (Receipt.read(at.folder, shard, at.manifest).codec_error for at in (one, two))
+        assert 0 < some_rows.rows <= all_rows.rows
+        assert 0 < some_rows.kl_max <= 1.01 * all_rows.kl_max
+        fewer += some_rows.rows < all_rows.rows
+    assert fewer == 3
+    before = contents(tmp_path / "cut")
+    (tmp_path / "cut/receipts/000001.json").unlink()
+    assert precompute(teacher, inputs, tmp_path / "cut", options, run).written == 20
+    assert contents(tmp_path / "cut") == before
+    assert recheck_records(tmp_path / "cut", teacher, inputs).records == 8
 
 
 def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:

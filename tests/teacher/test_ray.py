@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from shd_ref.cache import list_cache, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.precompute import precompute, precompute_shapes
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import ArraySource, Row
 
@@ -144,3 +145,36 @@ def test_from_the_command_line(teacher: Path, tmp_path: Path, monkeypatch: pytes
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
     again = CliRunner().invoke(load_app(), [*job, "--out", "two", "--engine", "ray", "--workers", "9"])
     assert again.exit_code == 0, "nothing is left to do, so no worker is asked for"
+
+
+def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one student's cache holds more already than another's."""
+    from shd_ref.teacher.ray_engine import precompute_shapes_on_ray
+
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", **make_tokens())
+    precompute_shapes(teacher, make_tokens(), "one", OPTIONS, [1, 2], RUN)
+    job = ["precompute", str(teacher), "--inputs", "data.npz", "--student-heads", "1,2", "--engine", "ray"]
+    job += ["--batch-size", "4", "--samples-per-shard", "3", "--out", "two"]
+    precompute_shapes(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, share=(0, 17)))
+    (tmp_path / "two/heads-2/receipts/000001.json").unlink()
+    result = CliRunner().invoke(load_app(), job, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert all(f"shd verify two/heads-{heads}" in result.output for heads in (1, 2))
+    for heads in (1, 2):
+        assert contents(tmp_path / f"two/heads-{heads}") == contents(tmp_path / f"one/heads-{heads}")
+    (tmp_path / "two/heads-1/receipts/000003.json").unlink()
+
+    seen: list[tuple[int, int, int]] = []
+    again = precompute_shapes_on_ray(
+        teacher,
+        lambda: ArraySource(make_tokens()),
+        tmp_path / "two",
+        OPTIONS,
+        [2, 1],
+        RUN,
+        on_progress=lambda *c: seen.append(c),
+    )
+    assert [(summary.written, summary.missing_shards) for summary in again] == [(0, 0), (3, 0)]
+    assert [counts[:2] for counts in seen] == [(2 * NUM_SAMPLES, 2 * NUM_SAMPLES)]
+    assert verify_cache(tmp_path / "two/heads-1").ok

@@ -1,0 +1,53 @@
+"""Shards that are committed while the teacher runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from shd_ref.cache import CacheWriter, CodecError, NewRecord, Receipt, Skipped
+
+
+class Commits:
+    """Commits shards in a thread of its own, one after another, so that the teacher waits for no disk and no upload.
+
+    At most one shard is under way: the next one waits for it, and raises what went wrong with it. Leaving the
+    context waits for the last one, which is committed also where an error stops the run.
+
+    Args:
+        writer: of the cache.
+        on_written: called with the size in bytes of a committed shard, in the thread that uses this object.
+    """
+
+    def __init__(self, writer: CacheWriter, on_written: Callable[[int], None]) -> None:
+        self._writer = writer
+        self._on_written = on_written
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shd-commit")
+        self._under_way: Future[Receipt] | None = None
+
+    def __enter__(self) -> Commits:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._thread:
+            if error is None:
+                self._wait()
+
+    def put(
+        self, shard: int, records: Sequence[NewRecord], codec_error: CodecError, skipped: Sequence[Skipped]
+    ) -> None:
+        """Begin to write a shard, see ``CacheWriter.write_shard``.
+
+        Raises:
+            ShdError: what the shard before this one met with.
+        """
+        self._wait()
+        self._under_way = self._thread.submit(self._writer.write_shard, shard, records, codec_error, skipped)
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._on_written(under_way.result().size)
