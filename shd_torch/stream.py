@@ -34,7 +34,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
     counts as given out, unless its own state knows better, as ``StatefulDataLoader``'s does.
 
     Args:
-        data: an iterable that starts anew each time it is iterated, in the same order.
+        data: an iterable that starts anew each time it is iterated, in the same order until ``set_epoch`` changes it.
         cache: a sealed cache, its folder, address or reader.
         model_inputs: as for ``SupervisedDataset``.
         layers: student layers to read; default all of the cache.
@@ -98,6 +98,16 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         self._given, self._resume, self._saved_among = self._resume, 0, None
         self._read_by_workers.fill_(get_worker_info() is not None)
         return self._read(share)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data which pass comes next, so that it may shuffle anew; ``SHDTrainer`` and Accelerate call it.
+
+        It goes to ``data.set_epoch`` where there is one, as streams of ``datasets`` have; others stay as they are.
+        To resume a pass, set its epoch again.
+        """
+        tell = getattr(self.data, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """How many samples of this process's share the pass that is running has given out, of how many shares.

@@ -218,3 +218,45 @@ def test_model_inputs_find_the_key(cache: Path) -> None:
     data = [{"tokens": np.arange(3, 3 + length_of(3))}]
     stream = SupervisedStream(data, cache, model_inputs=lambda sample: {"input_ids": sample["tokens"]})
     assert [record.index for _, record in stream] == [3]
+
+
+def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
+    """Shuffled streams of Hugging Face datasets, through Accelerate's loader; a pass is resumed in its order."""
+    datasets = pytest.importorskip("datasets", reason="streams of Hugging Face need the package datasets")
+    accelerate = pytest.importorskip("accelerate", reason="Accelerate's loaders need the package accelerate")
+    rows = datasets.Dataset.from_dict(
+        {
+            "input_ids": [sample["input_ids"].tolist() for sample in Tokens()],
+            "number": list(range(NUM_SAMPLES)),
+        }
+    )
+    data = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=NUM_SAMPLES)
+
+    def tokens(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": np.asarray(sample["input_ids"])}
+
+    stream = SupervisedStream(data, cache, model_inputs=tokens)
+    orders = []
+    for epoch in (0, 1, 0):
+        stream.set_epoch(epoch)
+        pairs = list(stream)
+        orders.append([int(sample["number"]) for sample, _ in pairs])
+        assert [record.index for _, record in pairs] == orders[-1]
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(NUM_SAMPLES))
+
+    loader = accelerate.data_loader.prepare_data_loader(
+        DataLoader(stream, 2, collate_fn=stream.collate_with(numbers)), num_processes=1, process_index=0
+    )
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        assert [number for batch, _ in loader for number in batch] == orders[epoch]
+
+    stream.set_epoch(1)
+    first = iter(stream)
+    begun = [next(first)[1].index for _ in range(4)]
+    again = SupervisedStream(data, cache, model_inputs=tokens)
+    again.load_state_dict(stream.state_dict())
+    again.set_epoch(1)
+    assert begun + [record.index for _, record in again] == orders[1]
+    SupervisedStream(Tokens(), cache).set_epoch(1)  # whose order does not change

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -190,6 +190,26 @@ def test_a_stream_trains_as_the_same_data_in_that_order(workers: int, trainer_ca
     stream.train()
     assert_same(weights(stream), weights(joined))
     assert stream.state.log_history[2]["shd_loss"] == joined.state.log_history[2]["shd_loss"]
+
+
+def test_a_stream_hears_of_every_epoch(trainer_cache: Path, tmp_path: Path) -> None:
+    """So that its data can shuffle anew."""
+
+    class Turning:
+        epoch = 0
+        given: ClassVar[list[tuple[int, int]]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            for sample in make_samples()[:: -1 if self.epoch % 2 else 1]:
+                self.given.append((self.epoch, len(sample["input_ids"])))
+                yield sample
+
+    stream = SupervisedStream(Turning(), trainer_cache)
+    make_trainer(tmp_path, train=stream, beta=0.5, arguments={"max_steps": 4}).train()
+    assert Turning.given == [(0, length) for length in LENGTHS] + [(1, length) for length in reversed(LENGTHS)]
 
 
 def test_a_stream_with_a_live_teacher_needs_no_cache(trainer_cache: Path, tmp_path: Path) -> None:
