@@ -13,7 +13,7 @@ from torch import Tensor
 from shd_ref.cache import code_bits, packed_size
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_probs
-from shd_torch.supervision import ALL, TILE_ENTRIES, Supervision
+from shd_torch.supervision import ALL, Supervision, tile_entries
 
 _WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
 # Power of a code, and what code 1 stands for once it is raised (CACHE-29, CACHE-33).
@@ -98,7 +98,7 @@ class Coded(Supervision):
         result = torch.zeros(self.shape[:3], device=self.device)
         for part in self._parts:
             together = part.samples.stop - part.samples.start
-            height = max(1, TILE_ENTRIES // (together * self.num_student_heads * part.length))
+            height = max(1, tile_entries(self.device) // (together * self.num_student_heads * part.length))
             for top in range(0, part.length, height):
                 bottom = min(top + height, part.length)
                 result[part.samples, :, top:bottom] = self._sum_rows(part, top, bottom)
@@ -231,6 +231,7 @@ def decode_codes(codec: str, codes: Tensor) -> Tensor:
     if codec in _LAWS:
         power, centroid = _LAWS[codec]
         codes.pow_(power)
-        # 1 becomes the centroid of its bin, more stays as it is: x + w (x - x) is x exactly.
-        codes.lerp_(torch.nn.functional.hardshrink(codes, 1.5), 1.0 - centroid)
+        # 1 becomes the centroid of its bin, 0 and more than 2 stay exactly as they are, and no second tile is made.
+        torch.nn.functional.leaky_relu_(codes.sub_(2.0), 2.0 - centroid)
+        codes.clamp_min_(-2.0).add_(2.0)
     return codes.mul_(codes.sum(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_())

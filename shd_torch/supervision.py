@@ -20,10 +20,18 @@ from shd_torch.checks import ROW_SUMS, check_option, check_probs, check_real, ch
 from shd_torch.fused import expand_heads
 from shd_torch.precision import without_autocast
 
-TILE_ENTRIES = 2**20
-"""Entries of the largest tile that is formed at once: small enough for a processor's cache."""
+TILE_ENTRIES = 2**19
+"""Entries of the largest tile that is formed at once on a processor: its cache holds a few of them."""
+
+ACCELERATOR_TILE_ENTRIES = 2**23
+"""The same on an accelerator: a kernel over fewer entries ends before the next one can be launched."""
 
 ALL: slice = slice(None)
+
+
+def tile_entries(device: torch.device) -> int:
+    """Entries of the largest tile that is formed at once on a device."""
+    return TILE_ENTRIES if device.type == "cpu" else ACCELERATOR_TILE_ENTRIES
 
 
 class Supervision(ABC):
@@ -113,15 +121,16 @@ class Supervision(ABC):
         """
 
     def tiles(self) -> Iterator[tuple[Self, slice, slice]]:
-        """Tiles of about ``TILE_ENTRIES`` entries that cover the maps.
+        """Tiles of about ``tile_entries(self.device)`` entries that cover the maps.
 
         Yields:
             The supervision of some samples, which samples, and which rows.
         """
         batch, heads, num_rows, num_keys = self.shape
+        entries = tile_entries(self.device)
         least = min(num_rows, 64)  # rows that make a matrix product worth its call
-        together = max(1, min(batch, TILE_ENTRIES // (heads * least * num_keys)))
-        height = max(min(num_rows, 16), TILE_ENTRIES // (together * heads * num_keys))
+        together = max(1, min(batch, entries // (heads * least * num_keys)))
+        height = max(min(num_rows, 16), entries // (together * heads * num_keys))
         for first in range(0, batch, together):
             samples = slice(first, min(first + together, batch))
             part = self if together == batch else self.samples(samples.start, samples.stop)

@@ -122,7 +122,7 @@ def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, c
     starts = (0, sizes[0], sizes[0] + sizes[1])
     coded = Coded(buffer, starts, lengths, 3, codec, support, 10)
     whole = coded.mass()
-    monkeypatch.setattr("shd_torch.coded.TILE_ENTRIES", 20)
+    monkeypatch.setattr("shd_torch.supervision.TILE_ENTRIES", 20)
     assert torch.equal(coded.mass(), whole)
     assert torch.equal(whole != 0, coded.has_mass(slice(0, 10), slice(0, 10)).any(-1))
     assert 0 < (whole != 0).sum() < whole.numel()
