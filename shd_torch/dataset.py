@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, sample_key, trim_sample
 from shd_ref.errors import ShdError
@@ -146,17 +146,30 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
-        key = self.keys[index]
-        record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, StoredRecord]]:
+        """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order."""
+        keys = [self.keys[index] for index in indices]
+        if self._records is None:
+            # Queries and keys are taken apart again, so that a buffer of their own would serve nobody.
+            allocate = {"allocate": _allocate} if self.cache.manifest.factors is None else {}
+            records = self.cache.read_batch(keys, self.layers, **allocate)
+        else:
+            records = [self._records[key] for key in keys]
+        return [(self._seen_sample(index), record) for index, record in zip(indices, records, strict=True)]
+
+    def _seen_sample(self, index: int) -> Any:
+        """A sample, found to be what the teacher saw."""
         sample = self.sample(index)
-        if self._augment is not None and self.key(sample) != key:
+        if self._augment is not None and self.key(sample) != self.keys[index]:
             raise ShdError(
                 "inputs-invalid",
                 f"augment must depend on the sample and its seed alone; sample {self._indices[index]} came out "
                 "another way than before: seed every random choice in it",
                 "CACHE-59",
             )
-        return sample, record
+        return sample
 
     def sample(self, index: int) -> Any:
         """A sample without its record, augmented as the teacher saw it."""
@@ -263,8 +276,9 @@ class CodedSupervision:
 def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CodedSupervision:
     """Put the records of a batch into one buffer, layer by layer, so that it crosses processes and devices once."""
     blobs = [record.blobs[layer] for layer in layers for record in records]
+    buffer = _find_buffer(blobs)
     return CodedSupervision(
-        buffer=torch.from_numpy(np.concatenate(blobs)),
+        buffer=torch.from_numpy(np.concatenate(blobs)) if buffer is None else buffer,
         lengths=tuple(record.length for record in records),
         layers=tuple(layers),
         num_student_heads=manifest.num_student_heads,
@@ -272,6 +286,30 @@ def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers
         support=manifest.support,
         temperature=manifest.temperature,
     )
+
+
+def _allocate(size: int) -> NDArray[np.uint8]:
+    """Memory for the codes of a batch; in a worker of a ``DataLoader`` what it shares with the training process."""
+    if get_worker_info() is None:
+        return torch.empty(size, dtype=torch.uint8).numpy()
+    # As PyTorch's own collation does it: a tensor that is shared only afterwards is copied.
+    storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def _find_buffer(blobs: Sequence[NDArray[np.uint8]]) -> Tensor | None:
+    """The tensor that holds nothing but these blobs, in this order; None where there is none."""
+    owner: object = blobs[0].base if blobs else None
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if not isinstance(owner, Tensor) or owner.dtype != torch.uint8 or owner.numel() != sum(map(len, blobs)):
+        return None
+    place = owner.data_ptr()
+    for blob in blobs:
+        if blob.__array_interface__["data"][0] != place:
+            return None
+        place += len(blob)
+    return owner
 
 
 CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -29,6 +29,9 @@ from shd_ref.errors import ShdError
 TEMP_SUFFIX: Final = ".tmp"
 TEMP_FORM: Final = re.compile(r"\.(manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp")
 """Names of temporary files; nothing else in the folder is ever removed."""
+
+MAX_PARTS: Final = 1024
+"""Places that one call may fill, on every system there is."""
 
 FILE_FORM: Final = re.compile(r"manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors)")
 """Names of a cache's files, wherever they lie."""
@@ -145,24 +148,26 @@ class LocalStorage(Storage):
     @contextlib.contextmanager
     def reads(self, name: str) -> Iterator[None]:
         """Turn what the operating system refuses to read into an error that names the file (CACHE-85)."""
-        path = self.root / name
         try:
             yield
         except FileNotFoundError:
             raise
-        except NotADirectoryError as error:
+        except OSError as error:
+            raise self._refuse(self.root / name, error) from error
+
+    def _refuse(self, path: Path, error: OSError) -> ShdError:
+        if isinstance(error, NotADirectoryError):
             if not self.root.is_dir():
                 message = f"{self.root} must be a folder that holds a cache; it is none: name the cache's folder"
-                raise ShdError("cache-incomplete", message, "CACHE-85") from error
+                return ShdError("cache-incomplete", message, "CACHE-85")
             blocking = next(part for part in (path, *path.parents) if part.exists() and not part.is_dir())
             message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
-            raise ShdError("cache-corrupt", message, "CACHE-85") from error
-        except IsADirectoryError as error:
+            return ShdError("cache-corrupt", message, "CACHE-85")
+        if isinstance(error, IsADirectoryError):
             message = f"{path} must be a file; it is a folder: move it away, then restore the file or write it anew"
-            raise ShdError("cache-corrupt", message, "CACHE-85") from error
-        except OSError as error:
-            message = f"{path} could not be read: {error.strerror or error}: regain access to it, or restore it"
-            raise ShdError("read-failed", message, "CACHE-85") from error
+            return ShdError("cache-corrupt", message, "CACHE-85")
+        message = f"{path} could not be read: {error.strerror or error}: regain access to it, or restore it"
+        return ShdError("read-failed", message, "CACHE-85")
 
 
 class _LocalPending(PendingFile):
@@ -205,14 +210,22 @@ class _LocalFile(RangeFile):
             self._descriptor = os.open(storage.locate(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        data = bytearray()
+        data = np.empty(end - start, dtype=np.uint8)
+        return data[: self.read_into(start, [data])]
+
+    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
+        rest, place = [part.data for part in parts], start
         with self._reads():
-            while len(data) < end - start:  # one read may bring less than was asked for
-                part = os.pread(self._descriptor, end - start - len(data), start + len(data))
-                if not part:
+            while rest:
+                count = os.preadv(self._descriptor, rest[:MAX_PARTS], place)
+                if not count:
                     break
-                data += part
-        return np.frombuffer(data, dtype=np.uint8)
+                place += count
+                while rest and count >= len(rest[0]):
+                    count -= len(rest.pop(0))
+                if count:  # one read may bring less than was asked for
+                    rest[0] = rest[0][count:]
+        return place - start
 
     def __del__(self) -> None:
         # Not when the cache of open files drops it: another thread may still be reading.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,13 +42,31 @@ class ShardFile:
         Raises:
             ShdError: ``cache-incomplete`` when the file ends before that, or vanished.
         """
-        try:
+        with self._found():
             data = self._file.read(start, end)
+        self._check_length(start, len(data), end - start)
+        return data
+
+    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> None:
+        """Fill these arrays, one after another, with the bytes from ``start`` on.
+
+        Raises:
+            ShdError: as ``read``.
+        """
+        with self._found():
+            count = self._file.read_into(start, parts)
+        self._check_length(start, count, sum(map(len, parts)))
+
+    @contextlib.contextmanager
+    def _found(self) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError as error:
             raise _incomplete(self.path, "it does not exist") from error
-        if len(data) < end - start:
-            raise _incomplete(self.path, f"it ends at byte {start + len(data)} of at least {end}")
-        return data
+
+    def _check_length(self, start: int, count: int, wanted: int) -> None:
+        if count < wanted:
+            raise _incomplete(self.path, f"it ends at byte {start + count} of at least {start + wanted}")
 
 
 def check_shard_size(folder: Folder, receipt: Receipt) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +29,10 @@ from shd_ref.errors import ShdError
 
 OPEN_SHARDS: Final = 32
 """Shard files that a reader keeps open."""
+
+
+def _allocate(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, dtype=np.uint8)
 
 
 class CacheReader:
@@ -99,45 +105,46 @@ class CacheReader:
             ShdError: ``sample-missing``; ``argument-value`` (layers); ``cache-incomplete`` for a shard that
                 vanished or was cut short; ``cache-corrupt`` naming file, record and layer.
         """
-        position = self._positions.get(key)
-        if position is None:
-            advice = "its inputs changed, or it was never written"
-            if key in self.skipped:
-                advice = f"it was skipped, as {self.skipped[key]}"
-            elif not self.sealed:
-                advice = "the cache is partial: write the rest"
-            raise ShdError(
-                "sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83"
-            )
-        wanted = self.manifest.student_layers if layers is None else list(layers)
-        columns = {layer: column for column, layer in enumerate(self.manifest.student_layers, start=2)}
+        return self.read_batch([key], layers)[0]
+
+    def read_batch(
+        self,
+        keys: Sequence[str],
+        layers: Iterable[int] | None = None,
+        *,
+        allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
+    ) -> list[StoredRecord]:
+        """Several samples; bytes that are not compressed go from the file to their place and are copied nowhere else.
+
+        Args:
+            keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
+                object store many at once.
+            layers: likewise.
+            allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
+                sample.
+
+        Raises:
+            ShdError: as ``read``.
+        """
+        wanted = self.manifest.student_layers if layers is None else tuple(dict.fromkeys(layers))
         for layer in wanted:
-            if layer not in columns:
+            if layer not in self.manifest.student_layers:
                 message = f"layers must be among student layers {self.manifest.student_layers}; got {layer}"
                 raise ShdError("argument-value", message, "CACHE-82")
-        shard, index, length, first = (int(number) for number in self._where[position])
-        spans = self._spans[position]
-        names = ["alphas", *(["mixing"] if spans[1, 1] else []), *(f"layer {layer}" for layer in wanted)]
-        chosen = [0, *([1] if spans[1, 1] else []), *(columns[layer] for layer in wanted)]
-        blobs = dict(zip(names, self._read_blobs(shard, index, names, spans[chosen]), strict=True))
-        alphas, mixing = blobs["alphas"], blobs.get("mixing")
-        num_alphas = self.manifest.num_alphas if len(alphas) else 0
-        sizes = dict(zip(self.manifest.student_layers, self.manifest.blob_sizes(length, first), strict=True))
-        return StoredRecord(
-            index=index,
-            key=key,
-            length=length,
-            blobs={
-                layer: expand_blob(
-                    blobs[f"layer {layer}"], sizes[layer], f"{self.folder}: record {index} layer {layer}"
-                )
-                for layer in wanted
-            },
-            alphas=_floats(alphas, alphas_shape(self.manifest, length, num_alphas)),
-            mixing=None if mixing is None else _floats(mixing, mixing_shape(self.manifest, length)),
-            seed=self._seeds.get(index),
-            first=first,
-        )
+        columns = [self.manifest.student_layers.index(layer) for layer in wanted]
+        places = [_Place(position, *map(int, self._where[position])) for position in map(self._find, keys)]
+        sizes = [self.manifest.blob_sizes(place.length, place.first) for place in places]
+        ends = list(accumulate((each[column] for column in columns for each in sizes), initial=0))
+        buffer = allocate(ends[-1])
+        slots = [buffer[start:end] for start, end in pairwise(ends)]
+        blobs = [
+            {layer: slots[number + row * len(keys)] for row, layer in enumerate(wanted)}
+            for number in range(len(keys))
+        ]
+        order = sorted(range(len(keys)), key=lambda number: (places[number].shard, places[number].position))
+        read = functools.partial(self._read_place, columns=columns)
+        found = dict(zip(order, self._storage.map(lambda n: read(keys[n], places[n], blobs[n]), order), strict=True))
+        return [found[number] for number in range(len(keys))]
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
@@ -228,32 +235,83 @@ class CacheReader:
             if self._where[position, 1] < self._where[first, 1]:
                 self._positions[key] = position
 
+    def _find(self, key: str) -> int:
+        position = self._positions.get(key)
+        if position is not None:
+            return position
+        advice = "its inputs changed, or it was never written"
+        if key in self.skipped:
+            advice = f"it was skipped, as {self.skipped[key]}"
+        elif not self.sealed:
+            advice = "the cache is partial: write the rest"
+        raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83")
+
+    def _read_place(
+        self, key: str, place: _Place, blobs: dict[int, NDArray[np.uint8]], columns: Sequence[int]
+    ) -> StoredRecord:
+        """A record, whose blobs fill the memory that is given for them."""
+        spans = self._spans[place.position].tolist()
+        has_mixing = spans[1][1] > 0
+        chosen = [0, *([1] if has_mixing else []), *(2 + column for column in columns)]
+        slots = list(blobs.values())
+        # Compressed blobs are expanded into their place.
+        parts = [np.empty(spans[row][1] - spans[row][0], np.uint8) for row in chosen[: -len(slots) or None]]
+        parts += [
+            slot if len(slot) == end - start else np.empty(end - start, np.uint8)
+            for slot, (start, end, _) in zip(slots, (spans[2 + column] for column in columns), strict=True)
+        ]
+        names = ["alphas", *(["mixing"] if has_mixing else []), *(f"layer {layer}" for layer in blobs)]
+        self._read_blobs(place, names, [spans[row] for row in chosen], parts)
+        for layer, slot, part in zip(blobs, slots, parts[len(parts) - len(slots) :], strict=True):
+            if part is not slot:
+                slot[:] = expand_blob(part, len(slot), f"{self.folder}: record {place.index} layer {layer}")
+        alphas, num_alphas = parts[0], self.manifest.num_alphas if len(parts[0]) else 0
+        return StoredRecord(
+            index=place.index,
+            key=key,
+            length=place.length,
+            blobs=blobs,
+            alphas=_floats(alphas, alphas_shape(self.manifest, place.length, num_alphas)),
+            mixing=_floats(parts[1], mixing_shape(self.manifest, place.length)) if has_mixing else None,
+            seed=self._seeds.get(place.index),
+            first=place.first,
+        )
+
     def _read_blobs(
-        self, shard: int, index: int, names: list[str], spans: NDArray[np.uint64]
-    ) -> Iterator[NDArray[np.uint8]]:
+        self, place: _Place, names: list[str], spans: list[list[int]], parts: list[NDArray[np.uint8]]
+    ) -> None:
         """Blobs of one record; those that lie side by side are fetched at once, as each request has its price."""
-        file = self._open(shard)
-        bounds = [(int(start), int(end)) for start, end, _ in spans]
-        place = 0
-        while place < len(bounds):
-            stop = place + 1
-            while stop < len(bounds) and bounds[stop][0] == bounds[stop - 1][1]:
+        file = self._open(place.shard)
+        first = 0
+        while first < len(spans):
+            stop = first + 1
+            while stop < len(spans) and spans[stop][0] == spans[stop - 1][1]:
                 stop += 1
-            first = bounds[place][0]
-            data = file.read(first, bounds[stop - 1][1])
-            for start, end in bounds[place:stop]:
-                blob = data[start - first : end - first]
-                found, expected = xxh3_64(blob), int(spans[place, 2])
+            file.read_into(spans[first][0], parts[first:stop])
+            for name, (start, end, expected), blob in zip(
+                names[first:stop], spans[first:stop], parts[first:stop], strict=True
+            ):
+                found = xxh3_64(blob)
                 if found != expected:
                     raise ShdError(
                         "cache-corrupt",
-                        f"{file.path}: record {index} {names[place]}: bytes {start} to {end} must have "
+                        f"{file.path}: record {place.index} {name}: bytes {start} to {end} must have "
                         f"XXH3-64 {hex_64(expected)}; got {hex_64(found)}: restore the file, or delete "
-                        f"{self._storage.locate(receipt_name(shard))} and write the shard again",
+                        f"{self._storage.locate(receipt_name(place.shard))} and write the shard again",
                         "CACHE-82",
                     )
-                yield blob
-                place += 1
+            first = stop
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a record is."""
+
+    position: int  # among the reader's records
+    shard: int
+    index: int
+    length: int
+    first: int
 
 
 def _spans(record: Record) -> list[tuple[int, int, int]]:

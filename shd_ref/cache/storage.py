@@ -9,7 +9,7 @@ import abc
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -65,6 +65,24 @@ class RangeFile(abc.ABC):
             ShdError: as ``Storage.read``.
             FileNotFoundError: the file vanished.
         """
+
+    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
+        """Fill these arrays, one after another, with the bytes from ``start`` on.
+
+        Returns:
+            How many bytes there were; fewer than wanted where the file ends before.
+
+        Raises:
+            ShdError: as ``read``.
+            FileNotFoundError: likewise.
+        """
+        data = self.read(start, start + sum(map(len, parts)))
+        place = 0
+        for part in parts:
+            held = data[place : place + len(part)]
+            part[: len(held)] = held
+            place += len(part)
+        return len(data)
 
 
 class Storage(abc.ABC):

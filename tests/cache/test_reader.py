@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache.makers import job, key_of, read_everything, write_cache, write_shards
+from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, CacheWriter, sample_key
 from shd_ref.cache import reader as reader_module
@@ -55,6 +56,55 @@ def test_unknown_layer(folder: Path) -> None:
     with pytest.raises(ShdError, match=r"must be among student layers \[1, 2\]; got 3") as caught:
         CacheReader(folder).read(key_of(0), layers=[1, 3])
     assert caught.value.code == "argument-value"
+
+
+@pytest.mark.parametrize("layers", [None, [2, 1], [1], []], ids=str)
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_batch_is_its_records_in_one_buffer(tmp_path: Path, compression: str, layers: list[int] | None) -> None:
+    """Whatever their order in the shards; a sample that is asked for twice is there twice."""
+    if compression == "zstd":
+        pytest.importorskip("zstandard", reason="compression needs the extra 'zstd'")
+    reader = CacheReader(write_cache(tmp_path, job(11, compression=compression)))
+    keys = [key_of(index) for index in (7, 0, 3, 7, 1)]
+    asked: list[NDArray[np.uint8]] = []
+
+    def allocate(size: int) -> NDArray[np.uint8]:
+        asked.append(np.zeros(size, np.uint8))
+        return asked[-1]
+
+    batch = reader.read_batch(keys, layers, allocate=allocate)
+    (buffer,) = asked
+    wanted = job().student_layers if layers is None else layers
+    blobs = [record.blobs[layer] for layer in wanted for record in batch]
+    assert buffer.tobytes() == b"".join(blob.tobytes() for blob in blobs)
+    assert all(blob.base is buffer for blob in blobs)
+    for key, record in zip(keys, batch, strict=True):
+        alone = reader.read(key, layers)
+        assert (record.key, record.index, record.length, list(record.blobs)) == (
+            key,
+            alone.index,
+            alone.length,
+            list(wanted),
+        )
+        np.testing.assert_array_equal(record.alphas, alone.alphas)
+        np.testing.assert_array_equal(record.mixing, alone.mixing)
+        for layer in wanted:
+            np.testing.assert_array_equal(record.blobs[layer], alone.blobs[layer])
+    assert reader.read_batch([]) == []
+
+
+def test_one_damaged_record_stops_its_batch(folder: Path) -> None:
+    reader = CacheReader(folder)
+    shard, key = folder / "shards/02/000002.safetensors", key_of(job().shard_samples(2)[-1])
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ShdError, match=r"000002\.safetensors: record \d+ layer 2: bytes .* XXH3-64") as caught:
+        reader.read_batch([key_of(0), key, key_of(1)])
+    assert caught.value.code == "cache-corrupt"
+    with pytest.raises(ShdError, match="must hold sample 00") as caught:
+        reader.read_batch([key_of(0), "00" * 16])
+    assert caught.value.code == "sample-missing"
 
 
 @pytest.mark.parametrize("allow_partial", [False, True])

@@ -74,7 +74,7 @@ def test_a_read_that_fails_on_the_way_is_named(folder: Path, monkeypatch: pytest
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     reader = CacheReader(folder)
-    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ShdError, match=r"safetensors could not be read: Input/output error") as caught:
         reader.read(reader.keys()[0])
     assert caught.value.code == "read-failed"

@@ -116,6 +116,21 @@ def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: st
     assert seen == list(range(NUM_SAMPLES))
 
 
+def test_the_codes_of_a_batch_are_copied_nowhere(tmp_path: Path) -> None:
+    """From the file into the buffer that the batch ends up with; a part or another order of it gets its own."""
+    joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
+    pairs = joined.__getitems__([3, 0, 7])
+    assert [record.index for _, record in pairs] == [3, 0, 7]
+    place = pairs[0][1].blobs[1].__array_interface__["data"][0]
+    for chosen, copied in (([0, 1, 2], False), ([2, 1, 0], True), ([0, 1], True), ([0, 1, 2, 0], True)):
+        _, supervision = joined.collate(_alone([pairs[number] for number in chosen]))
+        assert (supervision.buffer.data_ptr() != place) == copied
+        alone = [joined[(3, 0, 7)[number]][1].blobs[layer] for layer in (1, 2) for number in chosen]
+        assert supervision.buffer.numpy().tobytes() == b"".join(blob.tobytes() for blob in alone)
+    loader = DataLoader(joined, 3, num_workers=1, collate_fn=joined.collate_with(_numbers))
+    assert all(supervision.buffer.is_shared() for _, supervision in loader)
+
+
 def test_supervision_is_picklable_and_moves(tmp_path: Path) -> None:
     joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
     _, supervision = joined.collate([joined[2]])
