@@ -5,7 +5,7 @@ A batch's codes travel in one buffer, between processes and to the device, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -146,18 +146,22 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
-        return self.__getitems__([index])[0]
+        key = self.keys[index]
+        record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
+        return self._seen_sample(index), record
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, StoredRecord]]:
-        """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order."""
-        keys = [self.keys[index] for index in indices]
-        if self._records is None:
-            # Queries and keys are taken apart again, so that a buffer of their own would serve nobody.
-            allocate = {"allocate": _allocate} if self.cache.manifest.factors is None else {}
-            records = self.cache.read_batch(keys, self.layers, **allocate)
-        else:
-            records = [self._records[key] for key in keys]
-        return [(self._seen_sample(index), record) for index, record in zip(indices, records, strict=True)]
+    def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, StoredRecord]]:
+        """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order.
+
+        The records are views of it, and keep it alive.
+        """
+        wanted = list(indices)
+        # Queries and keys are taken apart again, and what has been read or is made another way has no buffer.
+        is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
+        if not is_own or self._records is not None or self.cache.manifest.factors is not None:
+            return [self[index] for index in wanted]
+        records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=_allocate)
+        return [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
 
     def _seen_sample(self, index: int) -> Any:
         """A sample, found to be what the teacher saw."""

@@ -71,11 +71,14 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         self.data = data
         self._divide = divide
         self._remainder = remainder
+        self._epoch = _make_shared(torch.int64)
+        self._heard = 0  # the epoch that this process's data were told of
         self._given = 0  # samples of this process's share, of the pass that is running
         self._resume = 0
+        self._saved_epoch: int | None = None
         self._saved_among: _Readers | None = None  # how many shared the stream when the loaded state was saved
         self._place: tuple[int, int] | None = None
-        self._read_by_workers = _make_flag()
+        self._read_by_workers = _make_shared(torch.bool)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned, not forked, does not know which rank started it.
@@ -84,33 +87,44 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._read_by_workers.untyped_storage().is_shared():  # a copy that has workers of its own
-            self._read_by_workers = _make_flag()
+            self._read_by_workers = _make_shared(torch.bool)
+            self._epoch = _make_shared(torch.int64).copy_(self._epoch)
 
     def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
         # Not when the first sample is asked for: a loader asks for the state before that.
         share = self._find_share()
+        self._hear_epoch()
+        if self._saved_epoch not in (None, int(self._epoch)):
+            raise ShdError(
+                "argument-value",
+                f"state must be of the epoch that is read now, {int(self._epoch)}; got one of {self._saved_epoch}: "
+                f"call set_epoch({self._saved_epoch}) first, that of the loader where Accelerate made it",
+            )
         if self._saved_among not in (None, share.readers):
             raise ShdError(
                 "argument-value",
                 f"state must be of as many ranks and workers as read now, {tuple(share.readers)}; got one of "
                 f"{tuple(self._saved_among)}: load it where they are as many, or start the pass anew",
             )
-        self._given, self._resume, self._saved_among = self._resume, 0, None
+        self._given, self._resume, self._saved_among, self._saved_epoch = self._resume, 0, None, None
         self._read_by_workers.fill_(get_worker_info() is not None)
         return self._read(share)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data which pass comes next, so that it may shuffle anew; ``SHDTrainer`` and Accelerate call it.
 
-        It goes to ``data.set_epoch`` where there is one, as streams of ``datasets`` have; others stay as they are.
-        To resume a pass, set its epoch again.
+        It goes to ``data.set_epoch`` where there is one, as streams of ``datasets`` have, also in workers that stay;
+        data without one stay as they are. To resume a pass, set its epoch again.
         """
-        tell = getattr(self.data, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
+        if hasattr(self.data, "set_epoch"):
+            self._epoch.fill_(epoch)
+            self._heard = epoch
+            self.data.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """How many samples of this process's share the pass that is running has given out, of how many shares.
+
+        With the epoch that ``set_epoch`` was last called with, 0 without, for it decides their order.
 
         Raises:
             ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which read for themselves.
@@ -122,25 +136,34 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
                 "workers, whose samples it cannot count: use torchdata's StatefulDataLoader and its state_dict, or "
                 "num_workers=0",
             )
-        return {"given": self._given, **self._find_share().readers._asdict()}
+        return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next pass goes on behind so many samples; ranks and workers must be as many as they were.
+        """The next pass goes on behind so many samples; ranks and workers must be as many, and the epoch the same.
 
         Raises:
-            ShdError: ``argument-value``; from the next pass too, where ranks or workers are more or fewer.
+            ShdError: ``argument-value``; from the next pass too, where ranks, workers or the epoch are others.
         """
-        numbers = [state.get(name) for name in ("given", *_Readers._fields)]
-        least = (0, 1, 1)
+        numbers = [state.get(name) for name in ("given", "epoch", *_Readers._fields)]
+        least = (0, 0, 1, 1)
         if any(type(n) is not int or n < bound for n, bound in zip(numbers, least, strict=True)):
             raise ShdError(
                 "argument-value",
-                "state must hold 'given', at least 0, 'ranks' and 'workers', at least 1, as state_dict returned it; "
+                "state must hold 'given' and 'epoch', at least 0, 'ranks' and 'workers', at least 1, as state_dict "
+                "returned it; "
                 f"got {dict(state)}",
             )
         self._resume = self._given = state["given"]
         self._saved_among = _Readers(state["ranks"], state["workers"])
+        self._saved_epoch = state["epoch"] if state["given"] else None  # at the start of a pass any will do
         self._read_by_workers.zero_()
+
+    def _hear_epoch(self) -> None:
+        """Tell the data in a worker, which was there before the epoch was set."""
+        epoch = int(self._epoch)
+        if epoch != self._heard:
+            self._heard = epoch
+            self.data.set_epoch(epoch)  # type: ignore[attr-defined]  # an epoch is only set where there is one
 
     def _read(self, share: _Share) -> Iterator[tuple[Any, StoredRecord]]:
         start = share.worker + self._given * share.readers.workers
@@ -206,11 +229,11 @@ class _Share(NamedTuple):
     readers: _Readers
 
 
-def _make_flag() -> Tensor:
-    """False, in memory that workers share."""
-    flag = torch.zeros((), dtype=torch.bool)
-    flag.untyped_storage().share_memory_()
-    return flag
+def _make_shared(dtype: torch.dtype) -> Tensor:
+    """Zero, in memory that workers share."""
+    number = torch.zeros((), dtype=dtype)
+    number.untyped_storage().share_memory_()
+    return number
 
 
 def _find_rank() -> tuple[int, int] | None:

@@ -114,14 +114,15 @@ class CacheReader:
         *,
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
     ) -> list[StoredRecord]:
-        """Several samples; bytes that are not compressed go from the file to their place and are copied nowhere else.
+        """Several samples; without compression their bytes go from the file to one buffer, and are copied nowhere.
 
         Args:
             keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
                 object store many at once.
             layers: likewise.
             allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
-                sample.
+                sample. Not called for a compressed cache, whose frames are looked at before memory is taken for
+                them (CACHE-56): each of its blobs has memory of its own.
 
         Raises:
             ShdError: as ``read``.
@@ -133,17 +134,22 @@ class CacheReader:
                 raise ShdError("argument-value", message, "CACHE-82")
         columns = [self.manifest.student_layers.index(layer) for layer in wanted]
         places = [_Place(position, *map(int, self._where[position])) for position in map(self._find, keys)]
-        sizes = [self.manifest.blob_sizes(place.length, place.first) for place in places]
-        ends = list(accumulate((each[column] for column in columns for each in sizes), initial=0))
-        buffer = allocate(ends[-1])
-        slots = [buffer[start:end] for start, end in pairwise(ends)]
-        blobs = [
-            {layer: slots[number + row * len(keys)] for row, layer in enumerate(wanted)}
-            for number in range(len(keys))
-        ]
+        ends = list(
+            accumulate((self._stored_size(place, column) for column in columns for place in places), initial=0)
+        )
+        if self.manifest.compression == "none":
+            buffer = allocate(ends[-1])
+            slots = [buffer[start:end] for start, end in pairwise(ends)]
+        else:
+            slots = [np.empty(end - start, np.uint8) for start, end in pairwise(ends)]
         order = sorted(range(len(keys)), key=lambda number: (places[number].shard, places[number].position))
-        read = functools.partial(self._read_place, columns=columns)
-        found = dict(zip(order, self._storage.map(lambda n: read(keys[n], places[n], blobs[n]), order), strict=True))
+        records = self._storage.map(
+            lambda number: self._read_place(
+                keys[number], places[number], dict(zip(wanted, slots[number :: len(keys)], strict=True)), columns
+            ),
+            order,
+        )
+        found = dict(zip(order, records, strict=True))
         return [found[number] for number in range(len(keys))]
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
@@ -246,33 +252,32 @@ class CacheReader:
             advice = "the cache is partial: write the rest"
         raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83")
 
+    def _stored_size(self, place: _Place, column: int) -> int:
+        start, end, _ = self._spans[place.position, 2 + column].tolist()
+        return int(end - start)
+
     def _read_place(
-        self, key: str, place: _Place, blobs: dict[int, NDArray[np.uint8]], columns: Sequence[int]
+        self, key: str, place: _Place, stored: dict[int, NDArray[np.uint8]], columns: Sequence[int]
     ) -> StoredRecord:
-        """A record, whose blobs fill the memory that is given for them."""
+        """A record, whose blobs as they are stored fill the memory that is given for them."""
         spans = self._spans[place.position].tolist()
-        has_mixing = spans[1][1] > 0
-        chosen = [0, *([1] if has_mixing else []), *(2 + column for column in columns)]
-        slots = list(blobs.values())
-        # Compressed blobs are expanded into their place.
-        parts = [np.empty(spans[row][1] - spans[row][0], np.uint8) for row in chosen[: -len(slots) or None]]
-        parts += [
-            slot if len(slot) == end - start else np.empty(end - start, np.uint8)
-            for slot, (start, end, _) in zip(slots, (spans[2 + column] for column in columns), strict=True)
-        ]
-        names = ["alphas", *(["mixing"] if has_mixing else []), *(f"layer {layer}" for layer in blobs)]
-        self._read_blobs(place, names, [spans[row] for row in chosen], parts)
-        for layer, slot, part in zip(blobs, slots, parts[len(parts) - len(slots) :], strict=True):
-            if part is not slot:
-                slot[:] = expand_blob(part, len(slot), f"{self.folder}: record {place.index} layer {layer}")
-        alphas, num_alphas = parts[0], self.manifest.num_alphas if len(parts[0]) else 0
+        rows = [0, 1] if spans[1][1] else [0]
+        floats = [np.empty(spans[row][1] - spans[row][0], np.uint8) for row in rows]
+        names = [*("alphas", "mixing")[: len(rows)], *(f"layer {layer}" for layer in stored)]
+        chosen = [spans[row] for row in (*rows, *(2 + column for column in columns))]
+        self._read_blobs(place, names, chosen, [*floats, *stored.values()])
+        sizes = self.manifest.blob_sizes(place.length, place.first)
+        num_alphas = self.manifest.num_alphas if len(floats[0]) else 0
         return StoredRecord(
             index=place.index,
             key=key,
             length=place.length,
-            blobs=blobs,
-            alphas=_floats(alphas, alphas_shape(self.manifest, place.length, num_alphas)),
-            mixing=_floats(parts[1], mixing_shape(self.manifest, place.length)) if has_mixing else None,
+            blobs={
+                layer: expand_blob(blob, sizes[column], f"{self.folder}: record {place.index} layer {layer}")
+                for column, (layer, blob) in zip(columns, stored.items(), strict=True)
+            },
+            alphas=_floats(floats[0], alphas_shape(self.manifest, place.length, num_alphas)),
+            mixing=_floats(floats[1], mixing_shape(self.manifest, place.length)) if len(floats) > 1 else None,
             seed=self._seeds.get(place.index),
             first=place.first,
         )

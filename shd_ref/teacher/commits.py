@@ -35,6 +35,8 @@ class Commits:
         with self._thread:
             if error is None:
                 self._wait()
+            elif self._under_way is not None and (failure := self._under_way.exception()) is not None:
+                error.add_note(f"the shard that was being written failed too: {failure}")
 
     def put(
         self, shard: int, records: Sequence[NewRecord], codec_error: CodecError, skipped: Sequence[Skipped]

@@ -59,8 +59,7 @@ def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]
         outputs: what came back, with or without check outputs.
     """
     count = len(batch.indices)
-    mask = work.query_mask(batch)
-    rows = np.array(True) if mask is None else mask[:count, None, :]  # (B, 1, L)
+    rows = _counted_rows(work, batch)
     suspect = np.zeros(count, dtype=np.bool_)
     for layer in work.graph.layers:
         suspect |= ~np.isfinite(outputs[layer.alphas][:count]).reshape(count, -1).all(axis=1)
@@ -69,12 +68,21 @@ def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]
                 suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
             continue
         suspect |= (_is_doubtful(outputs[layer.codes][:count]) & rows).any(axis=(1, 2))
-    if not suspect.any():
-        return []
-    if work.graph.layers[0].probs not in outputs:
-        outputs = work.squeeze_checked(batch)
-    found = (_first_fault(work, batch, outputs, number, rows) for number in np.flatnonzero(suspect).tolist())
+    numbers = np.flatnonzero(suspect).tolist()
+    if work.graph.layers[0].probs in outputs:
+        found = [_first_fault(work, batch, outputs, number, rows) for number in numbers]
+    else:
+        found = []
+        for part in work.checked_batches(batch.indices[number] for number in numbers):
+            checked, counted = work.squeeze_checked(part), _counted_rows(work, part)
+            found += [_first_fault(work, part, checked, number, counted) for number in range(len(part.indices))]
     return [fault for fault in found if fault is not None]
+
+
+def _counted_rows(work: TeacherRun, batch: Batch) -> NDArray[np.bool_]:
+    """``(B, 1, L)``, or a single True."""
+    mask = work.query_mask(batch)
+    return np.array(True) if mask is None else mask[: len(batch.indices), None, :]
 
 
 def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:

@@ -159,8 +159,12 @@ class ModelInputs:
         # A graph with a fixed batch axis gets its last batch filled up by repeating a sample.
         rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
         lengths = tuple(int(self.lengths[index]) for index in indices)
-        longest = max(*lengths, self._fixed_length)
+        longest = self.padded_length(indices)
         return Batch(tuple(indices), lengths, {name: self._stack(name, rows, longest) for name in self.names})
+
+    def padded_length(self, indices: Iterable[int]) -> int:
+        """Positions of a batch of these samples; 0 where they have no sequence axis."""
+        return max(self._fixed_length, *(int(self.lengths[index]) for index in indices))
 
     def _read_all(self, on_read: Callable[[int, int], None] | None) -> None:
         count = 0

@@ -23,7 +23,8 @@ from shd_ref.teacher.records import make_records, measure_codec
 from shd_ref.teacher.run import TeacherRun
 
 WINDOW_BYTES: Final = 2**30
-"""Codes that are held at most, before their shards are written (but at least one shard's)."""
+"""Codes that are held at most before their shards are written (but at least one shard's); the shard that is being
+written meanwhile comes on top."""
 
 OnProgress = Callable[[int, int, int], None]
 """Called with samples done, samples in all and bytes written."""

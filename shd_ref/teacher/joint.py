@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -36,7 +37,6 @@ class JointJob:
 
     Attributes:
         shards: those that this run answers for.
-        missing: for each student those of them that were not committed when this was made.
 
     Raises:
         ShdError: as ``precompute``, before anything but manifests is written.
@@ -66,7 +66,11 @@ class JointJob:
             CacheWriter(folder, job.manifest) for folder, job in zip(self._folders, self._jobs, strict=True)
         ]
         self.shards = share_shards(plan.num_shards, *run.share)
-        self.missing = self.find_missing(self.shards)
+
+    @functools.cached_property
+    def missing(self) -> list[set[int]]:
+        """For each student those of ``shards`` that were not committed when this was first asked for."""
+        return self.find_missing(self.shards)
 
     def find_missing(self, shards: Sequence[int]) -> list[set[int]]:
         """For each student those of some shards that are not committed."""
@@ -147,10 +151,15 @@ def _seal(writer: CacheWriter) -> int:
 
     Of processes that share the work, the last one finds none; two at once write the same seal.
     """
-    try:
-        writer.seal()
-    except ShdError as error:
-        if error.code != "cache-incomplete":
-            raise
-        return len(writer.missing_shards())
-    return 0
+    while True:
+        try:
+            writer.seal()
+        except ShdError as error:
+            if error.code != "cache-incomplete":
+                raise
+            missing = len(writer.missing_shards())
+            if missing:
+                return missing
+            # Another process committed the last one just now, and may have died before it sealed.
+        else:
+            return 0

@@ -38,8 +38,8 @@ def make_records(
     if not numbers:
         return []
     codec, inputs, factored = work.options.codec, work.inputs, work.options.is_factored
-    # A batch that goes into one shard needs no copy.
-    part = slice(len(numbers)) if numbers == list(range(len(numbers))) else numbers
+    # A batch that goes into one shard whole needs no copy; a view of a part would keep the rest alive.
+    part = slice(len(numbers)) if len(numbers) == len(batch.indices) else numbers
     codes = [] if factored else [outputs[layer.codes][part] for layer in work.graph.layers]
     if codec != CODED_IN_GRAPH:
         codes = [encode(codec, maps) for maps in codes]

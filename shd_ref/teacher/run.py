@@ -231,11 +231,14 @@ class TeacherRun:
     def count_checked(self, indices: Sequence[int]) -> int:
         """How many of these samples, in this order, may yield check outputs at once.
 
-        Known from the samples' lengths; where they have none, as images do, all of them.
+        Known from the samples' lengths; where they have none, as images do, all of them, and also where the graph's
+        batch axis is fixed, so that fewer samples are filled up again. The same for all students of a pass.
         """
-        longest = max((int(self.inputs.lengths[index]) for index in indices), default=0)
-        heads = len(self.layers) * (self.num_teacher_heads + self.options.num_student_heads)
-        return min(len(indices), max(1, CHECKED_BYTES // max(4 * heads * longest**2, 1)))
+        if self.inputs.fixed_batch is not None or not indices:
+            return len(indices)
+        most = max(member.options.num_student_heads for member in self._shared.members)
+        entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.padded_length(indices) ** 2
+        return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
 
     def query_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
         """``(B, L)``, True = the row counts; None where every row does."""
@@ -313,7 +316,7 @@ class _Shared:
         self.members = members
         self._graphs: dict[bool, tuple[SqueezedGraph, ...]] = {}
         self._sessions: dict[bool, tuple[list[str], Any]] = {}
-        self._last: tuple[tuple[int, ...], bool, dict[str, NDArray[Any]]] | None = None
+        self._last: dict[bool, tuple[tuple[int, ...], dict[str, NDArray[Any]]]] = {}
 
     def graph(self, member: TeacherRun) -> SqueezedGraph:
         """A member's graph, with check outputs; the names without are among these."""
@@ -322,11 +325,12 @@ class _Shared:
         return self._graphs[True][place]
 
     def run(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
-        """The outputs of all members; the last batch is remembered where there are several."""
-        if self._last is not None and self._last[:2] == (batch.indices, check_outputs):
-            return self._last[2]
-        outputs = self.run_anew(batch, check_outputs=check_outputs)
-        self._last = (batch.indices, check_outputs, outputs) if len(self.members) > 1 else None
+        """The outputs of all members; the last batch of either kind is remembered where there are several."""
+        indices, outputs = self._last.get(check_outputs, ((), {}))
+        if indices != batch.indices:
+            outputs = self.run_anew(batch, check_outputs=check_outputs)
+            if len(self.members) > 1:
+                self._last[check_outputs] = batch.indices, outputs
         return outputs
 
     def run_anew(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cache.makers import MEASURED, contents, job, key_of, read_everything, record_of, records_of, write_cache
+from cache.makers import (
+    MEASURED,
+    contents,
+    document,
+    job,
+    key_of,
+    read_everything,
+    record_of,
+    records_of,
+    write_cache,
+)
 
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, NewRecord, Receipt, encode, verify_cache
 from shd_ref.cache.compression import compress_blob, expand_blob
@@ -68,6 +79,24 @@ def test_a_frame_that_claims_more_is_refused_before_memory_is_taken() -> None:
         assert caught.value.code == "cache-corrupt"
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()
+
+
+def test_a_receipt_that_claims_a_longer_record_takes_no_memory(tmp_path: Path) -> None:
+    """A cache from elsewhere, whole by all its checksums."""
+    folder = write_cache(tmp_path, job(compression="zstd"))
+    receipt, seal = folder / "receipts/000000.json", folder / "SEALED.json"
+    members = json.loads(receipt.read_bytes())
+    members["records"][0]["length"] = 10**7  # 200 TB a layer
+    receipt.write_bytes(document(members))
+    sealed = json.loads(seal.read_bytes())
+    sealed["receipts"][0] = json.loads(receipt.read_bytes())["checksum"]
+    seal.write_bytes(document(sealed))
+    reader = CacheReader(folder)
+    key = members["records"][0]["key"]
+    for read in (lambda: reader.read(key), lambda: reader.read_batch([key, key])):
+        with pytest.raises(ShdError, match=r"record \d+ layer 1: must") as caught:
+            read()
+        assert caught.value.code == "cache-corrupt"
 
 
 @pytest.mark.parametrize("damage", ["noise", "cut", "more"])

@@ -92,8 +92,10 @@ def test_an_error_of_the_run_waits_for_the_shard_under_way(tmp_path: Path, fails
         if fails:
             raise ShdError("write-failed", "no space left")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         put_shards(Commits(SlowWriter(tmp_path, note), lambda _: None), [2], KeyboardInterrupt())
     assert begun.is_set()
     assert list_cache(tmp_path).written == (() if fails else (2,))
+    notes = getattr(caught.value, "__notes__", [])
+    assert notes == (["the shard that was being written failed too: no space left"] if fails else [])
     assert not any(t.name.startswith("shd-commit") for t in threading.enumerate())

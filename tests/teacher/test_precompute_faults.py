@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from numpy.typing import NDArray
 from teacher.attention_graphs import bare_attention, encoder_layer, token_teacher
 from typer.testing import CliRunner
 
-from shd_ref.cache import CacheReader, CacheWriter, Receipt, sample_key, verify_cache
+from shd_ref.cache import CacheReader, CacheWriter, NewRecord, Receipt, sample_key, verify_cache
 from shd_ref.cache.storage import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples, group_shards
+from shd_ref.teacher.inputs import Batch
 from shd_ref.teacher.job import PrecomputeJob
 from shd_ref.teacher.precompute import precompute, precompute_shapes
 from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.records import make_records
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.session import open_session, run_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 60
@@ -94,6 +97,92 @@ def test_large_maps_are_checked_a_sample_at_a_time(
     assert precompute(teacher, inputs, tmp_path / "cut", options, run).written == 20
     assert contents(tmp_path / "cut") == before
     assert recheck_records(tmp_path / "cut", teacher, inputs).records == 8
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of every call of a teacher: how many samples, and whether with check outputs."""
+    runs: list[tuple[int, bool]] = []
+
+    def counted(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        runs.append((len(batch.indices), any("probs" in name for name in names)))
+        return run_batch(session, names, batch)
+
+    monkeypatch.setattr("shd_ref.teacher.run.run_batch", counted)
+    return runs
+
+
+def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in check outputs of its whole batch, which need not fit."""
+    onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
+    rng = np.random.default_rng(0)
+    inputs = {
+        "logits_0": rng.normal(size=(32, 4, 12, 12)).astype(np.float32),
+        "values_0": rng.normal(size=(32, 4, 12, 4)).astype(np.float32),
+        "mask": np.ones((32, 12), np.int64),
+    }
+    inputs["values_0"][20, 1, 3] = np.nan
+    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 1)
+    runs = count_runs(monkeypatch)
+    options = replace(OPTIONS, on_error="skip")
+    run = RunOptions(batch_size=16, samples_per_shard=16, mask="mask")
+    summary = precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", options, run)
+    assert (summary.samples, summary.skipped) == (31, 1)
+    assert "head 1" in next(iter(CacheReader(tmp_path / "cache").skipped.values()))
+    assert {count for count, checked in runs if checked} == {1}
+    assert [count for count, checked in runs if not checked] == [16, 16]
+
+
+@pytest.mark.parametrize(("axis", "most"), [(None, 8), (0, 8), (1, 1)])
+def test_check_outputs_are_counted_as_the_graph_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int | None, most: int
+) -> None:
+    """A fixed length pads short samples; a fixed batch is filled up, so that nothing is won by fewer samples."""
+    model = token_teacher()
+    for value in model.graph.input if axis is not None else ():
+        dimension = value.type.tensor_type.shape.dim[axis]
+        dimension.ClearField("dim_param")
+        dimension.dim_value = (8, 64)[axis]
+    onnx.save(model, tmp_path / "teacher.onnx")
+    mask = np.zeros((8, 64), np.int64)
+    mask[:, :5] = 1
+    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 20_000)
+    work = TeacherRun(tmp_path / "teacher.onnx", {"input_ids": mask, "attention_mask": mask}, OPTIONS, RUN)
+    assert work.count_checked(range(8)) == most
+
+
+def test_students_share_batches_also_where_check_outputs_do_not_fit(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 1)
+    runs = count_runs(monkeypatch)
+    run = RunOptions(batch_size=10, samples_per_shard=20)
+    precompute(teacher, make_tokens(), tmp_path / "one", OPTIONS, run)
+    alone = [count for count, checked in runs if not checked]
+    runs.clear()
+    precompute_shapes(teacher, make_tokens(), tmp_path / "both", OPTIONS, [1, 2], run)
+    assert [count for count, checked in runs if not checked] == alone == [10] * 6
+
+
+def test_pending_records_keep_no_more_than_their_codes(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[NewRecord] = []
+
+    def kept(*arguments: Any) -> list[NewRecord]:
+        records = make_records(*arguments)
+        made.extend(records)
+        return records
+
+    monkeypatch.setattr("shd_ref.teacher.job.make_records", kept)
+    precompute(teacher, make_tokens(), tmp_path, OPTIONS, RunOptions(batch_size=8, samples_per_shard=2))
+    owners = {}
+    for record in made:
+        for codes in record.codes:
+            owner: Any = codes
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            owners[id(owner)] = owner.nbytes
+    assert sum(owners.values()) == sum(codes.nbytes for record in made for codes in record.codes)
 
 
 def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:

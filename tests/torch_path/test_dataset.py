@@ -131,6 +131,32 @@ def test_the_codes_of_a_batch_are_copied_nowhere(tmp_path: Path) -> None:
     assert all(supervision.buffer.is_shared() for _, supervision in loader)
 
 
+class Renumbered(SupervisedDataset):
+    """A user's subclass."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        sample, record = super().__getitem__(index)
+        return sample | {"number": 1000 + sample["number"]}, record
+
+
+def test_what_a_subclass_makes_of_an_item_reaches_the_loader(tmp_path: Path) -> None:
+    joined = Renumbered(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
+    batches = list(DataLoader(joined, 4, collate_fn=joined.collate_with(_numbers)))
+    assert [number for batch, _ in batches for number in batch] == list(range(1000, 1000 + NUM_SAMPLES))
+    assert joined.__getitems__(iter([2]))[0][0]["number"] == 1002
+
+
+def test_single_items_take_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``ConcatDataset`` asks for them: each would be a file of its own, and copied all the same."""
+    joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
+    monkeypatch.setattr("shd_torch.dataset._allocate", lambda _size: pytest.fail("asked for"))
+    both = torch.utils.data.ConcatDataset([joined, joined])
+    (loaded,) = DataLoader(both, 2 * NUM_SAMPLES, collate_fn=joined.collate_with(_numbers))
+    assert loaded[0] == 2 * list(range(NUM_SAMPLES))
+    with pytest.raises(pytest.fail.Exception, match="asked for"):
+        joined.__getitems__([0, 1])
+
+
 def test_supervision_is_picklable_and_moves(tmp_path: Path) -> None:
     joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
     _, supervision = joined.collate([joined[2]])

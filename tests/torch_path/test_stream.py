@@ -129,7 +129,7 @@ def test_goes_on_where_it_stopped(cache: Path) -> None:
     pairs = iter(first)
     seen = [next(pairs)[1].index for _ in range(4)]
     state = first.state_dict()
-    assert state == {"given": 4, "ranks": 1, "workers": 1}
+    assert state == {"given": 4, "epoch": 0, "ranks": 1, "workers": 1}
     second = SupervisedStream(Tokens(), cache)
     second.load_state_dict(state)
     assert second.state_dict() == state
@@ -137,7 +137,14 @@ def test_goes_on_where_it_stopped(cache: Path) -> None:
     assert seen == list(range(NUM_SAMPLES))
     assert second.state_dict()["given"] == 0
     assert len(list(second)) == NUM_SAMPLES  # the pass after it starts at the beginning
-    for wrong in ({}, {"given": 4}, state | {"given": -1}, state | {"given": 1.5}, state | {"ranks": 0}):
+    for wrong in (
+        {},
+        {"given": 4},
+        state | {"given": -1},
+        state | {"given": 1.5},
+        state | {"ranks": 0},
+        state | {"epoch": -1},
+    ):
         with pytest.raises(ShdError, match="'given'"):
             second.load_state_dict(wrong)
 
@@ -245,9 +252,11 @@ def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
     assert orders[0] == orders[2] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(NUM_SAMPLES))
 
-    loader = accelerate.data_loader.prepare_data_loader(
-        DataLoader(stream, 2, collate_fn=stream.collate_with(numbers)), num_processes=1, process_index=0
-    )
+    def prepare(stream: SupervisedStream, **options: Any) -> Any:
+        loader = DataLoader(stream, 2, collate_fn=stream.collate_with(numbers), **options)
+        return accelerate.data_loader.prepare_data_loader(loader, num_processes=1, process_index=0)
+
+    loader = prepare(stream)
     for epoch in (0, 1):
         loader.set_epoch(epoch)
         assert [number for batch, _ in loader for number in batch] == orders[epoch]
@@ -255,8 +264,54 @@ def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
     stream.set_epoch(1)
     first = iter(stream)
     begun = [next(first)[1].index for _ in range(4)]
+    state = stream.state_dict()
     again = SupervisedStream(data, cache, model_inputs=tokens)
-    again.load_state_dict(stream.state_dict())
+    again.load_state_dict(state)
     again.set_epoch(1)
     assert begun + [record.index for _, record in again] == orders[1]
+    # Accelerate tells a new loader's data of epoch 0, whatever they were told before.
+    again.load_state_dict(state)
+    loader = prepare(again)
+    with pytest.raises(
+        ShdError, match=r"of the epoch that is read now, 0; got one of 1: call set_epoch\(1\)"
+    ) as caught:
+        next(iter(loader))
+    assert caught.value.code == "argument-value"
+    loader = prepare(again)
+    loader.set_epoch(1)
+    assert begun + [number for batch, _ in loader for number in batch] == orders[1]
+    again.load_state_dict(state | {"given": 0})  # nothing of that order was given out
+    again.set_epoch(0)
+    assert [record.index for _, record in again] == orders[0]
     SupervisedStream(Tokens(), cache).set_epoch(1)  # whose order does not change
+
+
+class Turning(Tokens):
+    """Every other epoch from behind; told of it as an attribute, which workers that stay do not see."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        samples = list(super().__iter__())
+        return iter(samples[:: -1 if self.epoch % 2 else 1])
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_hear_of_every_epoch(cache: Path, persistent: bool, start: str) -> None:
+    stream = SupervisedStream(Turning(), cache)
+    loader = DataLoader(
+        stream,
+        2,
+        num_workers=1,
+        persistent_workers=persistent,
+        multiprocessing_context=start,
+        collate_fn=stream.collate_with(numbers),
+    )
+    for epoch in (0, 1, 1, 2):
+        stream.set_epoch(epoch)
+        order = list(range(NUM_SAMPLES))[:: -1 if epoch == 1 else 1]
+        assert [number for batch, _ in loader for number in batch] == order
