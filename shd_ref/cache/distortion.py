@@ -90,9 +90,11 @@ def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
     if not len(exact):
         return CodecError(0.0, 0.0, 0.0, 0)
     exact /= exact.sum(axis=-1, keepdims=True)
+    ratios = np.ones_like(exact)
     with np.errstate(divide="ignore"):
-        log_ratio = np.log(np.where(exact > 0, exact, 1.0)) - np.log(np.where(exact > 0, coded, 1.0))
-    kl = np.maximum((exact * log_ratio).sum(axis=-1), 0.0)  # rounding can leave -1e-17
+        np.divide(exact, coded, out=ratios, where=exact > 0)
+    log_ratios = np.log(ratios, out=ratios)
+    kl = np.maximum((exact * log_ratios).sum(axis=-1), 0.0)  # rounding can leave -1e-17
     tv = 0.5 * np.abs(exact - coded).sum(axis=-1)
     return CodecError(float(kl.mean()), float(kl.max()), float(tv.mean()), len(exact))
 

@@ -105,9 +105,12 @@ def mixings_of(work: TeacherRun, raw_alphas: NDArray[np.float32]) -> NDArray[np.
     if not number:
         return np.broadcast_to(np.eye(heads, dtype=np.float32), (samples, num_layers, heads, heads))
     clipped = np.clip(raw_alphas.astype(np.float64), 0.0, 1.0)
-    by_layer = []
-    for plan, alphas in zip(work.plans, clipped.swapaxes(0, 1), strict=True):
+    mixings = np.empty((samples, num_layers, work.options.num_student_heads, heads), dtype=np.float32)
+    for plan in set(work.plans):  # layers that share a plan are composed at once
+        columns = [column for column, each in enumerate(work.plans) if each == plan]
         ends = np.cumsum([len(one_round) for one_round in plan])
+        alphas = clipped[:, columns].reshape(-1, number)
         rounds: list[NDArray[Any]] = np.split(alphas, ends[:-1], axis=1)
-        by_layer.append(compose_mixing(rounds, plan, heads))
-    return np.stack(by_layer, axis=1).astype(np.float32)
+        composed = compose_mixing(rounds, plan, heads)
+        mixings[:, columns] = composed.reshape(samples, len(columns), *composed.shape[1:])
+    return mixings
