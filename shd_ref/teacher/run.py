@@ -31,7 +31,7 @@ from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.selection import select_sites
-from shd_ref.teacher.session import check_session, open_session, run_batch
+from shd_ref.teacher.session import PROVIDERS, check_session, open_session, run_batch
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, check_sinks, squeeze_graph
 from shd_ref.teacher.union import unite_graphs
@@ -254,9 +254,7 @@ class TeacherRun:
         # One dtype for all: exporters give every layer's attention the same. Inference may not know it; float32
         # is then the dtype in which the graph is compared with the reference, too.
         dtype = self.layers[0][1].dtype or "float32"
-        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(
-            self.run.provider, self.run.provider
-        )
+        provider = PROVIDERS.get(self.run.provider, self.run.provider)
         return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
 
     def _given_plans(self) -> tuple[MergePlan, ...]:
