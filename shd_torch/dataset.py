@@ -94,7 +94,8 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     """Pairs every sample of a map-style data set with its record in a cache.
 
     The join is by a hash of what the teacher saw, never by position: shuffles, subsets, ranks and a changed
-    tokenizer cannot misalign it. All keys are looked up when the data set is made, before the first step.
+    tokenizer cannot misalign it. All keys are looked up when the data set is made, before the first step, and
+    compared at every read: data that change afterwards are refused (CACHE-86).
 
     Args:
         data: map-style, with ``len``; a sample may be anything.
@@ -111,7 +112,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     Raises:
         ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
             ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; whatever opening the
-            cache raises.
+            cache raises. When a sample is read, ``inputs-invalid`` too, where it is no longer what it was.
     """
 
     def __init__(
@@ -164,16 +165,26 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         return [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
 
     def _seen_sample(self, index: int) -> Any:
-        """A sample, found to be what the teacher saw."""
+        """A sample, found to be what the teacher saw (CACHE-86)."""
         sample = self.sample(index)
-        if self._augment is not None and self.key(sample) != self.keys[index]:
+        key = self.key(sample)
+        if key == self.keys[index]:
+            return sample
+        number = self._indices[index]
+        if self._augment is not None:
             raise ShdError(
                 "inputs-invalid",
-                f"augment must depend on the sample and its seed alone; sample {self._indices[index]} came out "
-                "another way than before: seed every random choice in it",
+                f"augment must depend on the sample and its seed alone; sample {number} came out another way than "
+                "before: seed every random choice in it",
                 "CACHE-59",
             )
-        return sample
+        raise ShdError(
+            "inputs-invalid",
+            f"data must give at every read what they gave when they were joined with {self.cache.folder}; sample "
+            f"{number} has key {key}, its record {self.keys[index]}: shuffle with a sampler and not the data, keep "
+            "random transforms behind the join (or replay them with augment), or join the changed data again",
+            "CACHE-86",
+        )
 
     def sample(self, index: int) -> Any:
         """A sample without its record, augmented as the teacher saw it."""

@@ -131,6 +131,75 @@ def test_the_codes_of_a_batch_are_copied_nowhere(tmp_path: Path) -> None:
     assert all(supervision.buffer.is_shared() for _, supervision in loader)
 
 
+class ChangingData(TokenData):
+    """Data that change after they were joined, in one of the ways that data do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change, self.order = "", list(range(NUM_SAMPLES))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(self.order[index])
+        if self.change == "edited":
+            sample["input_ids"][-1] += 1
+        elif self.change == "random":
+            sample["input_ids"] += torch.randint(1, 5, ())
+        elif self.change == "retyped":
+            sample["input_ids"] = sample["input_ids"].float()
+        elif self.change == "reshaped":
+            sample["input_ids"] = sample["input_ids"][None]
+        return sample
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = self.order[epoch:] + self.order[:epoch]
+
+
+READS = {
+    "item": lambda joined, _: joined[4],
+    "items": lambda joined, _: joined.__getitems__([1, 4]),
+    "subset": lambda joined, _: torch.utils.data.Subset(joined, [4, 2])[0],
+    "subset-items": lambda joined, _: torch.utils.data.Subset(joined, [4, 2]).__getitems__([0, 1]),
+    "loader": lambda joined, loader: list(loader),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("preload", [False, True])
+def test_data_that_change_after_joining_are_refused(tmp_path: Path, read: str, preload: bool) -> None:
+    """Keys are looked up once; whatever happens to the data afterwards, no sample gets another one's maps."""
+    cache = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES)))
+    for change in ("set_epoch", "edited", "random", "retyped", "reshaped"):
+        data = ChangingData()
+        joined = SupervisedDataset(data, cache, preload=preload)
+        loader = DataLoader(joined, 3, collate_fn=joined.collate_with(_numbers))
+        READS[read](joined, loader)
+        data.change = change
+        if change == "set_epoch":
+            data.set_epoch(1)
+        with pytest.raises(ShdError, match=r"sample \d+ has key [0-9a-f]{32}, its record [0-9a-f]{32}") as caught:
+            READS[read](joined, loader)
+        assert caught.value.code == "inputs-invalid"
+        data.change, data.order = "", list(range(NUM_SAMPLES))
+        READS[read](joined, loader)
+
+
+def test_data_that_change_are_refused_in_workers(tmp_path: Path) -> None:
+    data = ChangingData()
+    joined = SupervisedDataset(data, write_cache(tmp_path, job(NUM_SAMPLES)))
+    loader = DataLoader(joined, 3, num_workers=1, collate_fn=joined.collate_with(_numbers))
+    assert len(list(loader)) == 4
+    data.set_epoch(1)
+    with pytest.raises(RuntimeError, match=r"sample \d+ has key [0-9a-f]{32}, its record"):  # PyTorch's own wrapping
+        list(loader)
+
+
+def test_data_may_change_where_no_sample_does(tmp_path: Path) -> None:
+    data = ChangingData()
+    joined = SupervisedDataset(data, write_cache(tmp_path, job(NUM_SAMPLES)))
+    data.set_epoch(0)
+    assert [record.key for _, record in joined.__getitems__(range(NUM_SAMPLES))] == joined.keys
+
+
 class Renumbered(SupervisedDataset):
     """A user's subclass."""
 

@@ -34,6 +34,15 @@ from shd_torch import (
 from shd_torch.trainer import SupervisedCollator
 
 
+def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path, tmp_path: Path) -> None:
+    samples = make_samples()
+    trainer = make_trainer(tmp_path, train=SupervisedDataset(samples, trainer_cache), beta=0.3)
+    samples.reverse()
+    with pytest.raises(ShdError, match="its record") as caught:
+        trainer.train()
+    assert caught.value.code == "inputs-invalid"
+
+
 @pytest.mark.slow
 def test_a_step_is_what_the_formula_says(trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
