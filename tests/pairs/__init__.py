@@ -1,0 +1,1 @@
+"""Which pairs of option values some item of the judge checks together, and which none does."""
