@@ -20,7 +20,8 @@ from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, RowMask, Targets, read_targets
 from shd_ref.teacher.find import find_sites, projection_of
-from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
+from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.reading import AttentionReader

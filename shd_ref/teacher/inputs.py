@@ -12,36 +12,13 @@ from numpy.typing import NDArray
 from shd_ref.cache import sample_key, trim_sample
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.graph_inputs import InputSpec
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.spool import Spool
 
 Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 """Inputs taken for the attention mask when none is named."""
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a graph; an axis is an int where the graph fixes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str | None, ...]
-
-
-def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
-    """The inputs that a caller must feed: those of the graph that no initialiser fills."""
-    filled = {tensor.name for tensor in model.graph.initializer}
-    specs = []
-    for value in model.graph.input:
-        if value.name in filled:
-            continue
-        tensor = value.type.tensor_type
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        axes = [axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None for axis in tensor.shape.dim]
-        specs.append(InputSpec(value.name, str(np.dtype(dtype)), tuple(axes)))
-    return tuple(specs)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.factors import SiteFactors, find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
+from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.selection import select_sites

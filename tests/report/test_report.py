@@ -30,7 +30,8 @@ from shd_ref.report.figures import SERIES, map_picture
 from shd_ref.report.page import render_page
 from shd_ref.teacher.commands import app
 from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.inputs import ModelInputs, input_specs
+from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.inputs import ModelInputs
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.run import PrecomputeOptions, RunOptions

@@ -20,7 +20,8 @@ from shd_ref.teacher.commands import app
 from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, Targets
 from shd_ref.teacher.fidelity import ALPHAS, FidelityOptions, measure_fidelity
 from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.inputs import Batch, ModelInputs, input_specs
+from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.replace import replace_attention
 from shd_ref.teacher.rule import SqueezeOptions, make_rule

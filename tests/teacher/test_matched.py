@@ -21,7 +21,8 @@ from shd_ref.cache.job import sample_order
 from shd_ref.teacher import run as run_module
 from shd_ref.teacher.commands import app
 from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.inputs import ModelInputs, input_specs
+from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.inputs import ModelInputs
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.recheck import recheck_records

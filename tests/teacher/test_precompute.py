@@ -20,7 +20,8 @@ from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
 from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.inputs import ModelInputs, input_specs
+from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.inputs import ModelInputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.precompute import precompute
 from shd_ref.teacher.recheck import recheck_records

@@ -1,0 +1,139 @@
+"""The inputs of a graph: what each must hold, and which part it plays in a transformer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from shd_ref.teacher.packages import onnx
+
+Axis: TypeAlias = int | str | None
+"""Its size where the graph fixes it, its name, or neither."""
+
+Part: TypeAlias = Literal["data", "mask", "past", "positions", "branch"]
+"""Model data; a mask of 0 and 1; keys and values of earlier positions; position numbers; which body to run."""
+
+_PAST: Final = re.compile(r"past([._]|$)|past_key_values", re.IGNORECASE)
+_BRANCH: Final = frozenset({"use_cache_branch", "use_cache"})
+_EARLIER: Final = re.compile(r"past|cache", re.IGNORECASE)
+_TOTAL: Final = re.compile(r"total", re.IGNORECASE)
+_LENGTH: Final = re.compile(r"seq|length|position", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a graph; an axis is an int where the graph fixes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[Axis, ...]
+
+    @property
+    def part(self) -> Part:
+        """Told by name, type and rank, as exporters write them."""
+        kind, rank = np.dtype(self.dtype).kind, len(self.shape)
+        if kind == "f" and rank > 2 and _PAST.match(self.name):
+            return "past"
+        if kind in "iu" and self.name == "position_ids":
+            return "positions"
+        if kind == "b" and rank < 2 and self.name in _BRANCH:
+            return "branch"
+        return "mask" if rank == 2 and "mask" in self.name.lower() else "data"
+
+
+def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
+    """The inputs that a caller must feed: those of the graph that no initialiser fills."""
+    filled = {tensor.name for tensor in model.graph.initializer}
+    specs = []
+    for value in model.graph.input:
+        if value.name in filled:
+            continue
+        tensor = value.type.tensor_type
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        axes = [axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None for axis in tensor.shape.dim]
+        specs.append(InputSpec(value.name, str(np.dtype(dtype)), tuple(axes)))
+    return tuple(specs)
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """Sizes of the open axes of a graph's inputs: a batch of samples of one length, with nothing before them.
+
+    Equal names are equal sizes, a name that is a sum (``past_sequence_length + sequence_length``) is the sum, and
+    names of the past are 0. A name that tells nothing is the batch where it first stands on a first axis, and the
+    length elsewhere; so is an axis without a name. What a graph fixes stays as it is.
+
+    Attributes:
+        batch: samples.
+        length: positions of each.
+    """
+
+    batch: int
+    length: int
+
+    def fitted(self, specs: Iterable[InputSpec]) -> InputSizes:
+        """These sizes, but for those that the graph fixes on one input and means for all."""
+        batch, length = self.batch, self.length
+        for spec in specs:
+            if spec.part == "past" or len(spec.shape) < 2:
+                continue
+            tokens = len(spec.shape) == 2 and np.dtype(spec.dtype).kind in "iub"
+            # One sample is a frozen batch, whatever it holds; other numbers only where tokens are.
+            if isinstance(spec.shape[0], int) and (spec.shape[0] == 1 or tokens):
+                batch = spec.shape[0]
+            if tokens and isinstance(spec.shape[1], int):
+                length = spec.shape[1]
+        return InputSizes(batch, length)
+
+    def shapes(self, specs: Iterable[InputSpec]) -> dict[str, tuple[int, ...]]:
+        """The shape of every input at these sizes, by its name."""
+        bound: dict[str, int] = {}
+        # Of several inputs those of tokens name their axes best.
+        ordered = sorted(specs, key=lambda spec: (spec.part == "past", np.dtype(spec.dtype).kind == "f"))
+        return {
+            spec.name: tuple(
+                axis if isinstance(axis, int) else self._size_of(axis, spec, place, bound)
+                for place, axis in enumerate(spec.shape)
+            )
+            for spec in ordered
+        }
+
+    def _size_of(self, name: str | None, spec: InputSpec, place: int, bound: dict[str, int]) -> int:
+        if name is None:
+            last = spec.part == "past" and place == len(spec.shape) - 2
+            return 0 if last else self.length if place else self.batch
+        if name not in bound:
+            bound[name] = self._size_of_name(name, place, bound)
+        return bound[name]
+
+    def _size_of_name(self, name: str, place: int, bound: dict[str, int]) -> int:
+        terms = [term.strip() for term in name.split("+")]
+        if len(terms) > 1:
+            # "past + 1" was named after the one token of the export; the axis takes as many as there are.
+            return sum(
+                (self.length if term == "1" else int(term))
+                if term.isdecimal()
+                else bound.setdefault(term, self._size_of_name(term, place, bound))
+                for term in terms
+            )
+        if _EARLIER.search(name) and not _TOTAL.search(name):
+            return 0
+        if "batch" in name.lower():
+            return self.batch
+        return self.length if place or _LENGTH.search(name) else self.batch
+
+
+def batch_axes(specs: Sequence[InputSpec], sizes: InputSizes) -> dict[str, int | None]:
+    """Which axis of every input counts samples, by its name; None for an input that all samples share."""
+    shapes, more = sizes.shapes(specs), replace(sizes, batch=sizes.batch + 1).shapes(specs)
+    axes: dict[str, int | None] = {}
+    for spec in specs:
+        pairs = zip(shapes[spec.name], more[spec.name], strict=True)
+        grown = [place for place, (size, larger) in enumerate(pairs) if size != larger]
+        fixed = len(spec.shape) > 1 and spec.shape[0] == sizes.batch
+        axes[spec.name] = grown[0] if grown else 0 if fixed else None
+    return axes

@@ -1,0 +1,124 @@
+"""Sizes and values of probes, from the names that exporters give the axes of their inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from teacher.attention_graphs import GraphBuilder, encoder_layer
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, batch_axes
+from shd_ref.teacher.shapes import Probe, probe_feeds
+
+SIZES = InputSizes(batch=4, length=5)
+PAST = InputSpec("past_key_values.0.key", "float32", ("batch_size", 2, "past_sequence_length", 8))
+IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "past_sequence_length + sequence_length",
+        "past_sequence_length+sequence_length",
+        "past_sequence_length + 1",
+        "total_sequence_length",
+        "sequence_length",
+        "attention_mask_dim_1",
+        None,
+    ],
+)
+def test_an_empty_past_leaves_the_mask_as_long_as_the_tokens(axis: str | None) -> None:
+    mask = InputSpec("attention_mask", "int64", ("batch_size", axis))
+    shapes = SIZES.shapes((PAST, mask, IDS))
+    assert shapes == {
+        "input_ids": (4, 5),
+        "attention_mask": (4, 5),
+        "past_key_values.0.key": (4, 2, 0, 8),
+    }
+
+
+@pytest.mark.parametrize("shape", [("batch", 2, None, 8), (None, 2, None, 8), ("b", 2, "past_len", 8), (4, 2, 0, 8)])
+def test_the_past_is_empty_whatever_its_axis_is_called(shape: tuple[int | str | None, ...]) -> None:
+    assert SIZES.shapes((InputSpec("past_key_values.3.value", "float16", shape),)) == {
+        "past_key_values.3.value": (4, 2, 0, 8)
+    }
+
+
+def test_equal_names_are_equal_sizes_wherever_they_stand() -> None:
+    first = InputSpec("tokens", "int64", ("N", "T"))
+    turned = InputSpec("x", "float32", ("T", "N", 3))
+    assert SIZES.shapes((turned, first)) == {"tokens": (4, 5), "x": (5, 4, 3)}
+    assert batch_axes((turned, first), SIZES) == {"tokens": 0, "x": 1}
+
+
+def test_sizes_that_the_graph_fixes_hold_for_all_inputs() -> None:
+    fixed = InputSpec("input_ids", "int64", (1, 16))
+    specs = (fixed, InputSpec("x", "float32", ("batch", "length", 3)))
+    sizes = SIZES.fitted(specs)
+    assert sizes == InputSizes(1, 16)
+    assert sizes.shapes(specs) == {"input_ids": (1, 16), "x": (1, 16, 3)}
+    assert batch_axes(specs, sizes) == {"input_ids": 0, "x": 0}
+
+
+def test_samples_differ_where_their_numbers_do_and_integers_stay_valid() -> None:
+    specs = (
+        IDS,
+        PAST,
+        InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1")),
+        InputSpec("position_ids", "int64", ("batch_size", "sequence_length")),
+        InputSpec("use_cache_branch", "bool", (1,)),
+        InputSpec("x", "float32", ("sequence_length", "batch_size", 3)),
+    )
+    first, second = (probe_feeds(specs, SIZES, samples=samples) for samples in ((7, 8, 9, 7), (7, 6, 9, 7)))
+    for name, axis in batch_axes(specs, SIZES).items():
+        assert first[name].dtype == second[name].dtype
+        if axis is None or name not in ("input_ids", "x"):
+            np.testing.assert_array_equal(first[name], second[name])
+            continue
+        same = [np.array_equal(first[name].take(i, axis), second[name].take(i, axis)) for i in range(4)]
+        assert same == [True, False, True, True], name
+        np.testing.assert_array_equal(first[name].take(0, axis), first[name].take(3, axis))
+    assert set(np.unique(first["input_ids"])) == {0, 1}
+    assert (first["attention_mask"] == 1).all()
+    assert first["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 4
+    assert not first["use_cache_branch"].any()
+    for name, array in probe_feeds(specs, SIZES, samples=(1, 2, 3, 4), largest=0).items():
+        assert name not in ("input_ids", "position_ids") or not array.any()
+
+
+def frozen_graph(batch: int | None, length: int) -> onnx.ModelProto:
+    """What a tracer makes of a reshape: axes that are open by their names, and the example's length inside."""
+    build = GraphBuilder()
+    shape = build.const(np.array([-1 if batch is None else batch, length, 2, 3]))
+    split = build.op("Reshape", "x", shape, name="split")
+    shapes = {"x": (TensorProto.FLOAT, ["batch", "sequence", 6])}
+    return build.model(shapes, [split])
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(None, InputSizes(2, 7)), (1, InputSizes(1, 7)), (2, InputSizes(2, 7))])
+def test_a_length_frozen_into_the_constants_is_found(batch: int | None, sizes: InputSizes) -> None:
+    model = frozen_graph(batch, 7)
+    probe = Probe(model, [model.graph.node[-1].output[0]])
+    assert probe.sizes == sizes
+    assert probe.frozen_length == 7
+    assert probe.frozen_batch == (1 if batch == 1 else None)
+    (array,) = probe.run(probe_feeds(probe.specs, probe.sizes)).values()
+    assert array.shape == (sizes.batch, 7, 2, 3)
+
+
+def test_open_and_declared_lengths_are_told_apart() -> None:
+    model = encoder_layer(mask="add")
+    assert Probe(model, ["softmax"]).frozen_length is None
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[1].dim_value = 3
+    assert Probe(model, ["softmax"]).frozen_length == 3
+
+
+def test_a_graph_that_runs_at_no_size_is_refused() -> None:
+    model = frozen_graph(None, 7)
+    shape = onnx.numpy_helper.from_array(np.array([-1, 5, 11, 13]), model.graph.initializer[0].name)
+    model.graph.initializer[0].CopyFrom(shape)
+    with pytest.raises(ShdError, match="does not run on a probe"):
+        Probe(model, [model.graph.node[-1].output[0]])
