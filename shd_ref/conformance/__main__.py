@@ -8,16 +8,19 @@ import importlib
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shd_ref.conformance.adapter import as_adapter
 from shd_ref.conformance.known_failures import KnownFailures, KnownFailuresError
 from shd_ref.conformance.program import Program, ProgramError, make_request
 from shd_ref.conformance.report import Report
 from shd_ref.conformance.runner import cases, judge
 from shd_ref.conformance.specification import DTYPES
 from shd_ref.conformance.vectors import VectorError
+from shd_ref.conformance.watched import Limited, Verdict, is_child, judge_watched, tell_parent
+from shd_ref.printable import printable
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
 
@@ -36,16 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 where it conforms, 1 where something failed, 2 where nothing could be judged.
     """
     parser = _make_parser()
-    options = parser.parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(arguments)
     if options.arguments and not options.program:
         parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
+    if not options.timeout > 0:
+        parser.error(f"--timeout must be above 0; got {options.timeout:g}")
+    if is_child():
+        tell_parent(lambda begin: _judge(options, begin))
+    how = f"--impl {options.impl}"
+    verdict = judge_watched(arguments, how, options.timeout) if options.impl else _judge(options)
+    sys.stdout.write(printable(verdict.out))
+    sys.stderr.write(printable(verdict.err))
+    return verdict.status
+
+
+def _judge(options: argparse.Namespace, begin: Callable[[str], None] | None = None) -> Verdict:
+    """Judge in this process; ``begin`` hears of every call of a Python implementation."""
     try:
         if options.list:
-            for item in cases(options.only, vectors=options.vectors):
-                print(f"{item.id}  {' '.join(item.spec)}")
-            return PASSED
+            lines = [f"{item.id}  {' '.join(item.spec)}\n" for item in cases(options.only, vectors=options.vectors)]
+            return Verdict(PASSED, "".join(lines), "")
         known = KnownFailures.read(options.known_failures) if options.known_failures else None
-        with _open_implementation(options) as (implementation, name, how):
+        with _open_implementation(options, begin) as (implementation, name, how):
             reports = [
                 judge(implementation, dtype=dtype, only=options.only, known=known, vectors=options.vectors, name=name)
                 for dtype in options.dtype or ["float64"]
@@ -56,11 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             document = {"runs": [report.to_json() for report in reports]}
             Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except (_UsageError, ProgramError, VectorError, KnownFailuresError, OSError) as error:
-        print(f"shd_ref.conformance: {error}", file=sys.stderr)
-        return UNUSABLE
-    for report in reports:
-        print(report.summary(how), end="\n\n")
-    return _exit_code(reports)
+        return Verdict(UNUSABLE, "", f"shd_ref.conformance: {error}\n")
+    return Verdict(_exit_code(reports), "".join(report.summary(how) + "\n\n" for report in reports), "")
 
 
 def load_implementation(path: str) -> Any:
@@ -74,20 +87,26 @@ def load_implementation(path: str) -> Any:
         sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # Somebody else's module may fail in any way while it is imported.
+    except (Exception, SystemExit) as error:  # Somebody else's module may fail in any way while it is imported.
         raise _UsageError(f"--impl {path} cannot be imported: {type(error).__name__}: {error}") from error
     for step in attribute.split(".") if attribute else ():
         if not hasattr(found, step):
             raise _UsageError(f"--impl {path}: {module_name} has no {attribute}")
         found = getattr(found, step)
-    return found() if isinstance(found, type) else found
+    try:
+        return found() if isinstance(found, type) else found
+    except (Exception, SystemExit) as error:  # so may its constructor
+        raise _UsageError(f"--impl {path} cannot be constructed: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
-def _open_implementation(options: argparse.Namespace) -> Iterator[tuple[Any, str, str]]:
+def _open_implementation(
+    options: argparse.Namespace, begin: Callable[[str], None] | None
+) -> Iterator[tuple[Any, str, str]]:
     """The implementation, its name in the report, and the options that name it."""
     if options.impl:
-        yield load_implementation(options.impl), options.impl, f"--impl {options.impl}"
+        adapter = as_adapter(load_implementation(options.impl))
+        yield Limited(adapter, options.timeout, begin or (lambda _: None)), options.impl, f"--impl {options.impl}"
         return
     command = shlex.split(options.program) if len(options.arguments) == 0 else [options.program, *options.arguments]
     with Program(command, timeout=options.timeout) as program:
@@ -110,7 +129,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--known-failures", metavar="FILE", help="lines of `ID [@dtype]  # reason`")
     parser.add_argument("--report", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--save-calls", metavar="FOLDER", help="write the exact call of every failure as JSON")
-    parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="of a program, for one answer")
+    parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="for one answer (default 20)")
     parser.add_argument("--vectors", metavar="FOLDER", help="other vector files than the specification's own")
     return parser
 

@@ -335,7 +335,11 @@ def decode(value: Any) -> Any:
             return {name: decode(item) for name, item in value.items()}
         try:
             data = [_SPECIALS[item] if isinstance(item, str) else item for item in value["data"]]
-            return np.array(data, dtype=np.float64).reshape(value["shape"])
+            array, shape = np.array(data, dtype=np.float64), value["shape"]
+            # NumPy takes -1 for a size that it finds out; an answer says its sizes.
+            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError("a shape is a list of sizes from 0 on")
+            return array.reshape(shape)
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             text = _shorten(json.dumps(value))
             raise BrokenError(f"answered an array that cannot be read ({error!r}): {text}") from error

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-_UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, those that turn the direction of text, and lone surrogates."""
+from shd_ref.printable import printable
 
 
 class PlainConsole(Console):
@@ -26,14 +24,9 @@ class PlainConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """The text of a string, wherever it stands: by itself, in a table or as its title."""
-        return super().render_str(_escape(text), **options)
+        return super().render_str(printable(text), **options)
 
 
 def marked(word: str, style: str, rest: str = "") -> Text:
     """A word in a style, and what follows it."""
-    return Text.assemble((_escape(word), style), _escape(rest))
-
-
-def _escape(text: str) -> str:
-    """Unprintable characters as Python spells them: they could rewrite what the terminal shows."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return Text.assemble((printable(word), style), printable(rest))

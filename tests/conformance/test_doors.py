@@ -103,6 +103,95 @@ def test_what_cannot_be_judged(
     assert words in capsys.readouterr().err
 
 
+MISBEHAVIOUR = {
+    "exits": "import sys\nsys.exit(0)\n",
+    "exits_hard": "import os\nos._exit(0)\n",
+    "exits_late": "import atexit, os\natexit.register(lambda: os._exit(0))\nraise ImportError('no')\n",
+    "cannot_be_made": "class Adapter:\n    def __init__(self):\n        raise OSError('no device')\n"
+    "    def run_operation(self, operation, inputs, dtype): ...\n",
+    "exits_when_made": "class Adapter:\n    def __init__(self):\n        raise SystemExit(0)\n"
+    "    def run_operation(self, operation, inputs, dtype): ...\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("exits", "--impl exits cannot be imported: SystemExit: 0"),
+        ("exits_hard", "--impl exits_hard ended the judge's process with status 0 while it was imported"),
+        ("exits_late", "--impl exits_late cannot be imported: ImportError: no"),
+        ("cannot_be_made:Adapter", "--impl cannot_be_made:Adapter cannot be constructed: OSError: no device"),
+        ("exits_when_made:Adapter", "--impl exits_when_made:Adapter cannot be constructed: SystemExit: 0"),
+    ],
+)
+def test_what_never_answers_is_no_pass_and_no_traceback(
+    module: str,
+    words: str,
+    tmp_path: Path,
+    vectors: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    name = module.split(":")[0]
+    (tmp_path / f"{name}.py").write_text(MISBEHAVIOUR[name], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--vectors", str(vectors), "--impl", module]) == 2
+    told = capfd.readouterr()
+    assert words in told.err
+    assert "Traceback" not in told.err + told.out
+
+
+def test_calls_that_hang_exit_or_print_are_told_and_the_run_goes_on(
+    tmp_path: Path, vectors: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.py").write_text(
+        "import sys, time\nfrom shd_ref import *\nimport shd_ref\n"
+        "def softmax(**inputs):\n    while True:\n        try:\n            time.sleep(60)\n"
+        "        except Exception:\n            pass\n"
+        "def merge_plan(*inputs, **named):\n    sys.exit(0)\n"
+        "def solve_alpha(**inputs):\n    print('odd at float64: conforms')\n"
+        "    return shd_ref.solve_alpha(**inputs)\n"
+        "def shd_loss(**inputs):\n    raise ValueError('\\x1b[2Jgone\\u202e')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    chosen = ["--only", "softmax/*", "--only", "merge_plan/*", "--only", "solve_alpha/*", "--only", "shd_loss/*"]
+    assert main(["--impl", "odd", "--vectors", str(vectors), "--timeout", "0.2", *chosen]) == 1
+    told = capfd.readouterr()
+    assert "no answer within 0.2 seconds" in told.out
+    assert "raised SystemExit without a code" in told.out
+    assert "odd at float64, specification" in told.out
+    assert "does not conform" in told.out
+    assert "odd at float64: conforms" not in told.out
+    assert "\x1b" not in told.out + told.err
+    assert "\\x1b[2Jgone\\u202e" in told.out
+
+
+def test_a_call_that_ends_the_process_fails_the_run(
+    tmp_path: Path, vectors: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "crashes.py").write_text(
+        "import os\nfrom shd_ref import *\ndef softmax(**inputs):\n    os.kill(os.getpid(), 11)\n", encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["--impl", "crashes", "--vectors", str(vectors), "--only", "softmax/*"]) == 1
+    assert "ended the judge's process with status -11 in softmax" in capfd.readouterr().err
+
+
+def test_a_call_that_cannot_be_interrupted_is_ended(
+    tmp_path: Path, vectors: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import signal, time\nfrom shd_ref import *\ndef softmax(**inputs):\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\n    time.sleep(60)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shd_ref.conformance.watched.GRACE", 5.0)
+    assert main(["--impl", "stuck", "--vectors", str(vectors), "--timeout", "0.2", "--only", "softmax/*"]) == 1
+    assert "gave no answer within 0.2 seconds and could not be interrupted in softmax" in capfd.readouterr().err
+
+
 def test_nothing_offered_is_nothing_judged(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--impl", "json", "--vectors", str(vectors)]) == 2
     assert "nothing was judged" in capsys.readouterr().out
@@ -129,6 +218,8 @@ def test_judge_needs_numpy_alone(tmp_path: Path, vectors: Path) -> None:
     code = (
         f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
         "from shd_ref.conformance.__main__ import main\n"
+        # As the child that judges, which is where an implementation lives.
+        "import os; os.environ['SHD_CONFORMANCE_CHILD'] = '1'\n"
         f"sys.exit(main(['--impl', 'shd_ref', '--vectors', {str(vectors)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -40,6 +40,16 @@ def test_dtype_that_is_not_listed_is_missing(programs: Path, vectors: Path) -> N
     assert report.passed
 
 
+def test_escapes_of_a_program_are_shown_and_not_obeyed(
+    programs: Path, vectors: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [command(programs)[0], "--vectors", str(vectors), "--only", "solve_alpha/*"]
+    assert main(["--program", words[0], *words[1:], "--", *command(programs, "escapes")[1:]]) == 1
+    told = capfd.readouterr()
+    assert not set("\x1b\x07\u202e") & set(told.out + told.err)
+    assert r"\x1b[2J\x1b]0;title\x07all passed\u202e" in told.out
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -52,6 +62,7 @@ def test_dtype_that_is_not_listed_is_missing(programs: Path, vectors: Path) -> N
         ("twice", "answered question 1 when asked question 2"),
         ("huge", "a line of more than 1000000 bytes"),
         ("shape", "an array that cannot be read"),
+        ("minus", "a shape is a list of sizes from 0 on"),
         ("list", "must answer a JSON object a line"),
         ("empty", "answered with nothing; the output alpha is not among them"),
         ("nothing", "answered with neither 'outputs' nor an 'error' that has a code"),

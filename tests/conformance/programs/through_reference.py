@@ -73,6 +73,14 @@ def misbehave(how: str, ask: dict[str, Any]) -> None:
             time.sleep(0.01)
     elif how == "shape":
         print(json.dumps({"id": ask["id"], "outputs": {"alpha": {"shape": [4], "data": [0.5, "x"]}}}), flush=True)
+    elif how == "minus":
+        print(json.dumps({"id": ask["id"], "outputs": {"alpha": {"shape": [-1], "data": [0.5]}}}), flush=True)
+    elif how == "escapes":
+        message = "\x1b[2J\x1b]0;title\x07all passed\u202e"
+        print(message, file=sys.stderr, flush=True)
+        print(
+            json.dumps({"id": ask["id"], "error": {"code": "argument-value\x1b[1m", "message": message}}), flush=True
+        )
     elif how == "list":
         print("[1, 2]", flush=True)
     elif how == "empty":
