@@ -6,6 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from shd_ref.errors import ShdError
+
+_REMEDY = "shd_loss on the student's logits has derivatives of every order and mode"
 
 
 class KlResult(NamedTuple):
@@ -22,20 +27,79 @@ class AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, q: Tensor, k: Tensor, bias: Tensor | None, dq: Tensor, dk: Tensor, db: Tensor | None
+        ctx: Any,
+        value: Tensor,
+        tie: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        bias: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        db: Tensor | None,
     ) -> Tensor:
         """Keep the gradients; they are multiplied in their own wide dtype, so that loss scaling works in float16."""
-        ctx.save_for_backward(dq, dk, db)
+        # A compiler knows what a gradient depends on by the inputs of its graph that are kept, and by nothing less.
+        roots = [root for root in (q, k, bias) if root is not None] if tie is None else [tie]
+        ctx.save_for_backward(dq, dk, db, *roots)
         ctx.dtypes = q.dtype, k.dtype, None if bias is None else bias.dtype
         return value.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients; one's own derivative is refused, not zero."""
-        given = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = [None if grad is None else (upstream * grad).to(dtype) for grad, dtype in given]
-        return None, *scaled, None, None, None
+        dq, dk, db, *roots = ctx.saved_tensors
+        scaled: list[Tensor | None] = [
+            None if grad is None else (upstream.detach() * grad).to(dtype)
+            for grad, dtype in zip((dq, dk, db), ctx.dtypes, strict=True)
+        ]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # with create_graph=True, or it might be
+            scaled = [None if grad is None else differentiated_once(grad, [upstream, *roots]) for grad in scaled]
+        return None, None, *scaled, None, None, None
+
+
+@torch.library.custom_op("squeezing_heads::differentiated_once", mutates_args=())
+def differentiated_once(gradient: Tensor, roots: list[Tensor]) -> Tensor:
+    """A gradient that depends on its roots in a way that was not computed: differentiating it is an error.
+
+    ``torch.autograd.function.once_differentiable`` says so only where the incoming gradient has a graph. Where it is
+    a constant, as in a gradient penalty, the second derivative would be 0 without a word.
+    """
+    return gradient.clone()
+
+
+@differentiated_once.register_fake
+def _(gradient: Tensor, roots: list[Tensor]) -> Tensor:
+    return torch.empty_like(gradient)
+
+
+def _refuse_second(ctx: Any, upstream: Tensor) -> tuple[None, ...]:
+    raise ShdError(
+        "argument-value",
+        "attention_kl must be differentiated once, in reverse mode; got a derivative of its gradient (a gradient "
+        f"penalty, a Hessian): {_REMEDY}",
+    )
+
+
+differentiated_once.register_autograd(_refuse_second)
+
+
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Derivatives other than reverse mode's first are not computed, and must not be taken for 0.
+
+    Raises:
+        ShdError: ``argument-value`` inside a transform of ``torch.func``, or for a tensor with a tangent.
+    """
+    if torch._C._are_functorch_transforms_active():
+        got = "a call inside a transform of torch.func (grad, vmap, jvp, ...)"
+    elif any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]
+        got = "a tensor with a tangent of forward mode"
+    else:
+        return
+    raise ShdError(
+        "argument-value",
+        f"attention_kl must be differentiated in reverse mode, by backward or torch.autograd.grad; got {got}: "
+        f"{_REMEDY}",
+    )
 
 
 def attach(result: KlResult, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,5 +111,10 @@ def attach(result: KlResult, q: Tensor, k: Tensor, bias: Tensor | None) -> Tenso
         assert result.value is not None  # a request wants one or the other
         return result.value
     value = (q.detach().to(result.dq.dtype) * result.dq).sum() if result.value is None else result.value
-    attached: Tensor = AttachGradient.apply(value, q, k, bias, result.dq, result.dk, result.dbias)  # type: ignore[no-untyped-call]
+    # No entry of the roots, but their graph: what lets the backward pass know them without keeping them.
+    tie = None
+    if not torch.compiler.is_compiling():
+        roots = [root for root in (q, k, bias) if root is not None]
+        tie = torch.cat([root[..., None].narrow(0, 0, 0).flatten().to(value) for root in roots])
+    attached: Tensor = AttachGradient.apply(value, tie, q, k, bias, result.dq, result.dk, result.dbias)  # type: ignore[no-untyped-call]
     return attached

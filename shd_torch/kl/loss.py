@@ -12,7 +12,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_finite, check_option, check_temperature
 from shd_torch.kl.backends import BACKENDS, BackendChoice, choose_backend
-from shd_torch.kl.gradient import attach
+from shd_torch.kl.gradient import attach, refuse_transforms
 from shd_torch.kl.request import KlRequest, make_request
 from shd_torch.loss import REDUCTIONS, SUPPORTS
 from shd_torch.masks import AttentionMask
@@ -72,8 +72,9 @@ def attention_kl(
     """``shd_loss`` for a student that keeps its fused attention: from its queries and keys, without its maps.
 
     Meaning, denominators and errors are those of ``shd_loss`` with logits ``scale q k^T``; memory is linear in the
-    length. The gradients are computed with the value, so that the backward pass only scales them; a second derivative
-    is refused. None reaches the supervision. ``torch.autocast`` changes nothing here.
+    length. The gradients are computed with the value, so that the backward pass only scales them. Every other
+    derivative (a second one, forward mode, transforms of ``torch.func``) is refused. None reaches the supervision.
+    ``torch.autocast`` changes nothing here.
 
     Args:
         student_q: ``(B, H_s, L, d)`` as the student multiplies them (rotated, normalised), or a list of layers. Rows
@@ -207,6 +208,7 @@ def _prepare(
     num_maps = sum(q.shape[1] for q, _, _ in triples if q.ndim > 1)
     layers = []
     for number, (q, k, taught) in enumerate(triples):
+        refuse_transforms(q, k, attn_mask if isinstance(attn_mask, Tensor) else None)
         request, penalty = make_request(
             q,
             k,

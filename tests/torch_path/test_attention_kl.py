@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from torch_path.kl_cases import KlCase, make_case
 from torch_path.twins import to_float64
 
@@ -17,6 +22,7 @@ from shd_ref.tolerances import load_tolerances
 from shd_torch import Dense, Factored, Supervision, attention_kl, explain_backend
 
 BACKENDS = ("dense", "sdpa")
+LossOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def padded(batch: int, keys: int, *, left: bool = False) -> np.ndarray[Any, Any]:
@@ -248,13 +254,125 @@ def test_gradcheck(backend: str, factored: bool) -> None:
     )
 
 
-def test_second_derivatives_are_refused() -> None:
+def penalise(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    (dq,) = torch.autograd.grad(f(q, k), q, create_graph=True)
+    return torch.autograd.grad(dq.square().sum(), k)
+
+
+def penalise_a_sum(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    # The other term has a second derivative: without the refusal it alone would come back.
+    (dk,) = torch.autograd.grad(f(q, k) + k.pow(3).sum(), k, create_graph=True)
+    return torch.autograd.grad(dk.square().sum(), k)
+
+
+def penalise_twice_scaled(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    weight = torch.ones((), dtype=q.dtype, requires_grad=True)
+    dq, dk = torch.autograd.grad(weight * f(q, k), (q, k), create_graph=True)
+    return torch.autograd.grad(dq.sum() + dk.sum(), weight)
+
+
+def backward_of_backward(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    f(q, k).backward(create_graph=True)
+    assert q.grad is not None
+    (q.grad.square().sum() + q.sum()).backward()
+
+
+def checkpointed(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    return penalise(lambda q, k: checkpoint(f, q, k, use_reentrant=False), q, k)
+
+
+def of_a_bias(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    bias = torch.zeros((), dtype=q.dtype, requires_grad=True)
+    loss = attention_kl(q.detach(), k.detach(), torch.full((2, 2, 5, 5), 0.2), attn_mask=bias)
+    (db,) = torch.autograd.grad(loss + bias.square(), bias, create_graph=True)
+    return torch.autograd.grad(db, bias)
+
+
+def forward_mode(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(q.detach(), torch.ones_like(q)), k.detach())
+
+
+def forward_mode_of_a_mask(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    mask = torch.zeros((5, 5), dtype=q.dtype)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(mask, torch.ones_like(mask))
+        return attention_kl(q.detach(), k.detach(), torch.full((2, 2, 5, 5), 0.2), attn_mask=dual)
+
+
+OTHER_DERIVATIVES: tuple[Any, ...] = (
+    penalise,
+    penalise_a_sum,
+    penalise_twice_scaled,
+    backward_of_backward,
+    checkpointed,
+    of_a_bias,
+    forward_mode,
+    forward_mode_of_a_mask,
+    *(
+        pytest.param(
+            lambda f, q, k, way=way: way(lambda q: f(q, k.detach()) + q.pow(3).sum(), q.detach(), torch.ones_like(q)),
+            id=f"autograd-{way.__name__}",
+        )
+        for way in (torch.autograd.functional.hvp, torch.autograd.functional.vhp, torch.autograd.functional.jvp)
+    ),
+    pytest.param(
+        lambda f, q, k: torch.func.jvp(lambda q: f(q, k.detach()), (q.detach(),), (torch.ones_like(q),)),
+        id="func-jvp",
+    ),
+    *(
+        pytest.param(
+            lambda f, q, k, way=way: way(lambda q: f(q, k.detach()))(q.detach()),
+            id=f"func-{way.__name__}",
+        )
+        for way in (torch.func.grad, torch.func.hessian, torch.func.jacfwd, torch.func.jacrev, torch.func.vmap)
+    ),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["dense", "factored", "surrogate"])
+# Forward mode imports a part of torch that torch itself deprecates; create_graph in backward() warns of a cycle.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+@pytest.mark.parametrize("way", OTHER_DERIVATIVES)
+def test_derivatives_that_are_not_computed_are_refused_and_never_zero(way: Any, form: str, backend: str) -> None:
+    case = make_case(5, width=3)
+    supervision = torch.from_numpy(case.maps()) if form == "dense" else case.supervision(torch.float64)
+    value = "surrogate" if form == "surrogate" else "exact"
+    q, k = case.student(torch.float64)
+
+    def loss_of(q: Tensor, k: Tensor) -> Tensor:
+        return attention_kl(q, k, supervision, backend=backend, value=value, check=False)
+
+    with pytest.raises(ShdError, match="attention_kl must be differentiated") as error:
+        way(loss_of, q, k)
+    assert error.value.code == "argument-value"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_second_derivatives_of_a_compiled_loss_are_refused() -> None:
     case = make_case(5, width=3)
     q, k = case.student(torch.float64)
-    loss = attention_kl(q, k, case.supervision(torch.float64))
-    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        dq.sum().backward()
+    supervision = torch.from_numpy(case.maps())
+    compiled = torch.compile(lambda q, k: attention_kl(q, k, supervision, check=False), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="double backward"):
+        penalise_a_sum(compiled, q, k)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpointing_changes_nothing(backend: str, use_reentrant: bool) -> None:
+    case = make_case(5, width=3)
+    supervision = case.supervision(torch.float64)
+    results = []
+    for wrap in (False, True):
+        q, k = case.student(torch.float64)
+        arguments = functools.partial(attention_kl, supervision=supervision, backend=backend), q, k
+        loss = checkpoint(*arguments, use_reentrant=use_reentrant) if wrap else arguments[0](q, k)
+        loss.backward(create_graph=False)
+        results.append((loss.detach(), q.grad, k.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=0.0, atol=0.0)
 
 
 def test_softcap_and_its_teacher() -> None:
