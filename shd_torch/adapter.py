@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import shd_torch
+from shd_ref.conformance.adapter import OwnDtype
 
 
 class Adapter:
@@ -32,7 +33,7 @@ class Adapter:
 
         Args:
             operation: its name in ``specs/shd.md``.
-            inputs: the arguments by name; float arrays hold numbers of ``dtype``.
+            inputs: the arguments by name; float arrays hold numbers of ``dtype``, or are ``OwnDtype`` ones.
             dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``: the dtype of the tensors.
 
         Returns:
@@ -63,7 +64,8 @@ class Adapter:
         if not isinstance(value, np.ndarray):
             return value
         tensor = torch.tensor(value, device=self.device)
-        return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        own = isinstance(value, OwnDtype) or not tensor.is_floating_point()
+        return tensor if own else tensor.to(getattr(torch, dtype))
 
 
 def _dtype_of(gram: Any) -> str:

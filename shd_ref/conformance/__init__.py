@@ -4,7 +4,7 @@ Plain functions on NumPy alone. ``specs/conformance.md`` shows the three ways in
 one's own, ``python -m shd_ref.conformance --impl``, and ``--program`` for other languages.
 """
 
-from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing
+from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing, OwnDtype
 from shd_ref.conformance.known_failures import KnownFailures
 from shd_ref.conformance.report import Report, Result, Status
 from shd_ref.conformance.runner import ConformanceError, cases, check, judge
@@ -15,6 +15,7 @@ __all__ = [
     "ConformanceError",
     "KnownFailures",
     "Missing",
+    "OwnDtype",
     "Report",
     "Result",
     "Status",

@@ -14,6 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 
+class OwnDtype(np.ndarray[Any, np.dtype[Any]]):
+    """A float array that a case gives in a dtype of its own, in place of the one under judgement (MIX-3).
+
+    An adapter that turns arrays into others leaves such a one in its dtype.
+    """
+
+
 @runtime_checkable
 class Adapter(Protocol):
     """An implementation behind one method, for those that need the dtype's name or other arrays."""
@@ -24,7 +31,7 @@ class Adapter(Protocol):
         Args:
             operation: its name, such as ``"solve_alpha"``.
             inputs: the arguments by name. Float arrays are float64 for dtype float64, else float32 arrays
-                that hold only numbers of that dtype; masks are boolean.
+                that hold only numbers of that dtype; masks are boolean. An ``OwnDtype`` array keeps its dtype.
             dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``: what to compute in.
 
         Returns:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import BrokenError
+from shd_ref.conformance.adapter import BrokenError, OwnDtype
 from shd_ref.conformance.specification import VECTORS_VERSION, spec_edition
 
 PROTOCOL = "1"
@@ -309,6 +309,8 @@ def encode(value: Any) -> Any:
     """An argument as JSON: arrays spelled out as ``{"shape", "dtype", "data"}``, special numbers as strings."""
     if isinstance(value, np.ndarray):
         kind = {"b": "bool", "f": "float", "c": "complex128"}.get(value.dtype.kind, "int64")
+        if isinstance(value, OwnDtype):
+            kind = value.dtype.name
         flat = value.real if kind == "complex128" else value
         return {
             "shape": list(value.shape),

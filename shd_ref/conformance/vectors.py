@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.conformance.adapter import OwnDtype
 from shd_ref.conformance.recipes import make_array
 from shd_ref.conformance.specification import DTYPES, VECTORS_VERSION, vectors_folder
 
 _NUMPY_DTYPES = {"bool": np.bool_, "int64": np.int64, "complex128": np.complex128}
+_OWN_DTYPES = {"float32": np.float32, "float64": np.float64}
 
 
 class VectorError(ValueError):
@@ -158,7 +160,10 @@ def _decode_input(value: Any, dtype: str) -> Any:
         array = make_array(value["shape"], value["recipe"])
         return array if array.dtype == np.bool_ else round_to(array, dtype)
     kind = value.get("dtype", "float")
+    if kind in _OWN_DTYPES:
+        data = [float(item) for item in value["data"]]
+        return np.array(data, dtype=_OWN_DTYPES[kind]).reshape(value["shape"]).view(OwnDtype)
     if kind != "float":
         return np.array(value["data"], dtype=_NUMPY_DTYPES[kind]).reshape(value["shape"])
-    data: Sequence[Any] = [float(item) for item in value["data"]]
+    data = [float(item) for item in value["data"]]
     return round_to(np.array(data, dtype=np.float64).reshape(value["shape"]), dtype)

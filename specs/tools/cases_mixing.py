@@ -169,6 +169,38 @@ def mix_heads() -> Book:
         "MIX-3",
         inputs={"teacher_probs": two, "mixing": array([[[0, 1], [1, 0]]])},
     )
+    rows = [[[0.5, 0.5 + 2.0**-14]]]
+    book.valid(
+        "own-dtype",
+        "a C of float32 whose row sums to 1 + 2^-14 mixes maps of float64: `ROW_SUM` is that of C's own dtype",
+        "MIX-3",
+        dtypes=["float64"],
+        inputs={"teacher_probs": two, "mixing": array(rows, "float32")},
+    )
+    book.invalid(
+        "own-dtype-strict",
+        "a C of float64 whose row sums to 1 + 2^-14, beside maps of float32: `ROW_SUM` is that of C's own dtype",
+        "MIX-3",
+        "mixing-invalid",
+        dtypes=["float32"],
+        inputs={"teacher_probs": two, "mixing": array(rows, "float64")},
+    )
+    loose = [[[[0.5, 0.5 + 2.0**-14], [1, 0]], [[0.25, 0.75], [0, 1]]]]
+    book.valid(
+        "own-dtype-maps",
+        "maps of float32 with a row that sums to 1 + 2^-14, mixed by a C of float64",
+        "MAP-3 MIX-3",
+        dtypes=["float64"],
+        inputs={"teacher_probs": array(loose, "float32"), "mixing": array([[[0.5, 0.5]]])},
+    )
+    book.invalid(
+        "own-dtype-maps-strict",
+        "maps of float64 with a row that sums to 1 + 2^-14, beside a C of float32",
+        "MAP-3",
+        "not-a-distribution",
+        dtypes=["float32"],
+        inputs={"teacher_probs": array(loose, "float64"), "mixing": array([[[0.5, 0.5]]])},
+    )
     good = {"teacher_probs": two}
     invalid = "mixing-invalid"
     book.invalid(
