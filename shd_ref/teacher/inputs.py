@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from shd_ref.teacher.buckets import group_samples
 from shd_ref.teacher.graph_inputs import InputSpec
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.spool import Spool
+from shd_ref.teacher.supply import SUPPLIED, Supply
 
 Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
@@ -46,9 +47,11 @@ class ModelInputs:
             ``MASK_NAMES``, if the graph has one. Where no row is padded, a mask that the source lacks is made.
         seed_column: an integer column that is kept per sample, beside the inputs.
         on_read: called with the number of samples read and of all.
+        names: the inputs that the data must give, as a manifest lists them; by default all that they can.
 
     Attributes:
-        names: inputs that are fed, sorted.
+        names: inputs that the data give, sorted: these alone make a sample's key.
+        supplied: inputs that follow from the others, where the data lack them: see ``Supply``.
         mask: name of the attention mask, or None.
         ignored: names of columns that the graph does not take.
         keys: ``(N, 16)`` uint8, the sample keys.
@@ -63,13 +66,17 @@ class ModelInputs:
     def __init__(
         self,
         source: Source | Arrays,
-        specs: Iterable[InputSpec],
+        specs: Sequence[InputSpec],
         mask: str | None = None,
         seed_column: str | None = None,
         on_read: Callable[[int, int], None] | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         self._source = source if isinstance(source, Source) else ArraySource(source)
-        self._specs = {spec.name: spec for spec in specs}
+        given = self._source.columns if names is None else names
+        self._supply = Supply([spec for spec in specs if spec.part in SUPPLIED and spec.name not in given])
+        self.supplied = self._supply.names
+        self._specs = {spec.name: spec for spec in specs if spec.name not in self.supplied}
         self.names = tuple(sorted(self._specs))
         self.mask = _choose_mask(self._specs, mask)
         self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
@@ -137,7 +144,19 @@ class ModelInputs:
         rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
         lengths = tuple(int(self.lengths[index]) for index in indices)
         longest = self.padded_length(indices)
-        return Batch(tuple(indices), lengths, {name: self._stack(name, rows, longest) for name in self.names})
+        arrays = {name: self._stack(name, rows, longest) for name in self.names}
+        return Batch(tuple(indices), lengths, arrays | self._supplied(arrays, longest))
+
+    def unmasked(self, batch: Batch) -> Batch:
+        """The same batch with every position counted, padding too."""
+        if self.mask is None:
+            return batch
+        arrays = batch.arrays | {self.mask: np.ones_like(batch.arrays[self.mask])}
+        return replace(batch, arrays=arrays | self._supplied(arrays, arrays[self.mask].shape[1]))
+
+    def _supplied(self, arrays: Mapping[str, NDArray[Any]], length: int) -> dict[str, NDArray[Any]]:
+        rows = len(next(iter(arrays.values())))
+        return self._supply.arrays(rows, length, None if self.mask is None else arrays[self.mask])
 
     def padded_length(self, indices: Iterable[int]) -> int:
         """Positions of a batch of these samples; 0 where they have no sequence axis."""

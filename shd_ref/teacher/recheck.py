@@ -151,7 +151,8 @@ def rerun_teacher(
         if manifest.factors is None
         else replace(options, form="factored", factored_codec=manifest.codec)
     )
-    work = TeacherRun(Path(teacher), inputs, options, RunOptions(mask=manifest.inputs.mask, provider=provider))
+    run = RunOptions(mask=manifest.inputs.mask, provider=provider)
+    work = TeacherRun(Path(teacher), inputs, options, run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))
     absent = [i for i, key in enumerate(keys) if key not in reader and key not in reader.skipped]

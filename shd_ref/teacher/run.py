@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -134,6 +134,7 @@ class TeacherRun:
         options: what to make of the teacher.
         run: how to run it.
         on_read: called with samples read and in all, while the inputs are read once.
+        input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
 
     Attributes:
         inputs: the samples, checked against the graph.
@@ -153,6 +154,7 @@ class TeacherRun:
         options: PrecomputeOptions,
         run: RunOptions,
         on_read: Callable[[int, int], None] | None = None,
+        input_names: Collection[str] | None = None,
     ) -> None:
         self.path = teacher
         self.options = options
@@ -168,7 +170,9 @@ class TeacherRun:
         check_counts(self.num_teacher_heads, options.num_student_heads)
         self.plans = self._given_plans()
         # After what can be refused at once, because it reads the whole data set.
-        self.inputs = ModelInputs(source, input_specs(self.model), run.mask, options.seed_column, on_read)
+        self.inputs = ModelInputs(
+            source, input_specs(self.model), run.mask, options.seed_column, on_read, input_names
+        )
         self.plans = self.plans or self._match_plans()
         self._shared = _Shared([self])
 
@@ -213,9 +217,7 @@ class TeacherRun:
 
     def squeeze_unmasked(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """As ``squeeze_checked`` with every position counted: what the graph masks of itself, apart from padding."""
-        mask = self.inputs.mask
-        arrays = batch.arrays if mask is None else batch.arrays | {mask: np.ones_like(batch.arrays[mask])}
-        return self._shared.run_anew(replace(batch, arrays=arrays), check_outputs=True)
+        return self._shared.run_anew(self.inputs.unmasked(batch), check_outputs=True)
 
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """Samples in batches of the size that was asked for, longest first."""

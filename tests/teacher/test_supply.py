@@ -1,0 +1,95 @@
+"""What decoders with past are fed beside the data: an empty past, positions, the flag of a second body (CACHE-120)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shd_ref.cache import sample_key
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph_inputs import InputSpec
+from shd_ref.teacher.inputs import ModelInputs
+
+IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
+MASK = InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1"))
+POSITIONS = InputSpec("position_ids", "int64", ("batch_size", "sequence_length"))
+PAST = InputSpec("past_key_values.0.key", "float32", ("batch_size", 2, "past_sequence_length", 4))
+FLAG = InputSpec("use_cache_branch", "bool", (1,))
+SPECS = (IDS, MASK, POSITIONS, PAST, FLAG)
+
+MASKS = np.array([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]])
+DATA: dict[str, Any] = {"input_ids": np.arange(12).reshape(3, 4), "attention_mask": MASKS}
+
+
+def test_the_key_is_of_what_the_data_hold() -> None:
+    inputs = ModelInputs(DATA, SPECS)
+    assert inputs.names == ("attention_mask", "input_ids")
+    assert inputs.supplied == ("past_key_values.0.key", "position_ids", "use_cache_branch")
+    assert inputs.fixed_batch is None, "the flag's one entry is no batch"
+    assert inputs.key(0) == sample_key({name: array[0] for name, array in DATA.items()})
+
+
+def test_positions_are_counted_from_the_mask_as_generation_does() -> None:
+    (batch,) = ModelInputs(DATA, SPECS).batches([0, 1, 2], 3)
+    by_index = dict(zip(batch.indices, batch.arrays["position_ids"].tolist(), strict=True))
+    assert by_index == {0: [0, 0, 0, 1], 1: [0, 1, 0, 0], 2: [0, 0, 1, 2]}
+    assert batch.arrays["position_ids"].dtype == np.int64
+    assert batch.arrays["past_key_values.0.key"].shape == (3, 2, 0, 4)
+    assert batch.arrays["use_cache_branch"].tolist() == [False]
+
+
+def test_positions_without_a_mask_are_those_of_the_sequence() -> None:
+    inputs = ModelInputs({"input_ids": DATA["input_ids"]}, (IDS, POSITIONS))
+    (batch,) = inputs.batches([0, 1, 2], 3)
+    assert batch.arrays["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_an_unmasked_batch_counts_every_position() -> None:
+    inputs = ModelInputs(DATA, SPECS)
+    (batch,) = inputs.batches([0, 2], 3)
+    assert inputs.unmasked(batch).arrays["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.arrays["position_ids"].tolist() == [[0, 0, 0, 1], [0, 0, 1, 2]]
+
+
+def test_positions_in_the_data_are_fed_and_make_the_key() -> None:
+    data = DATA | {"position_ids": np.arange(10, 22).reshape(3, 4)}
+    inputs = ModelInputs(data, SPECS)
+    assert inputs.names == ("attention_mask", "input_ids", "position_ids")
+    (batch,) = inputs.batches([0], 1)
+    assert batch.arrays["position_ids"].tolist() == [[10, 11, 12, 13]]
+    assert inputs.key(0) != ModelInputs(DATA, SPECS).key(0)
+    # A manifest's names decide where the data hold more, or less.
+    assert ModelInputs(data, SPECS, names=("attention_mask", "input_ids")).key(0) == ModelInputs(DATA, SPECS).key(0)
+    with pytest.raises(ShdError, match="missing position_ids"):
+        ModelInputs(DATA, SPECS, names=inputs.names)
+
+
+def test_a_fixed_batch_is_filled_with_its_past() -> None:
+    fixed = (InputSpec("input_ids", "int64", (2, "length")), MASK, POSITIONS, PAST)
+    inputs = ModelInputs(DATA, fixed)
+    assert inputs.fixed_batch == 2
+    assert [batch.arrays["past_key_values.0.key"].shape[0] for batch in inputs.batches(range(3), 8)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (InputSpec("past_key_values.0.key", "float32", ("batch", 2, 16, 4)), "decoder_model.onnx"),
+        (
+            InputSpec("past_key_values.0.encoder.key", "float32", ("batch", 2, "encoder_sequence_length", 4)),
+            "decoder_model.onnx",
+        ),
+        (
+            InputSpec("past_key_values.0.key", "float32", ("batch", "heads", "past_length", "width")),
+            "heads and width",
+        ),
+        (InputSpec("position_ids", "int64", (3, "batch", "length")), "3 axes"),
+    ],
+    ids=["static cache", "encoder", "open heads", "three positions"],
+)
+def test_what_cannot_be_supplied_is_refused_with_the_remedy(spec: InputSpec, reason: str) -> None:
+    with pytest.raises(ShdError, match=reason) as caught:
+        ModelInputs(DATA, (IDS, MASK, spec))
+    assert caught.value.code == "inputs-invalid"

@@ -1,0 +1,167 @@
+"""Decoders as the hub has them, exported with past: from the graph to a student that has learnt from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+pytest.importorskip("transformers", reason="these teachers come from transformers")
+pytest.importorskip("onnxruntime", reason="a teacher graph is run")
+
+from teacher.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder, output_projections
+
+from shd_ref import squeeze_heads, value_outputs
+from shd_ref.cache import CacheReader, sample_key, trim_sample
+from shd_ref.teacher.fidelity import FidelityOptions, measure_fidelity
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.forecast import forecast_cache
+from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.tolerances import load_tolerances
+from shd_torch import SupervisedDataset, attention_kl, capture_attention
+
+SAMPLES, LENGTH, PADDED_IN_FRONT = 12, 9, 2
+MASK_AXES = {"gpt2": "past_sequence_length + 1", "llama": "past_sequence_length + sequence_length"}
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A teacher in PyTorch, its graph, and what was cached of it."""
+
+    name: str
+    model: Any
+    graph: Path
+    cache: Path
+
+
+def make_data() -> dict[str, NDArray[np.int64]]:
+    """Ids and mask, padded in front and behind."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, LENGTH + 1, SAMPLES)
+    places = np.arange(LENGTH)
+    mask = (places < lengths[:, None]).astype(np.int64)
+    mask[:PADDED_IN_FRONT] = places >= LENGTH - lengths[:PADDED_IN_FRONT, None]
+    return {"input_ids": rng.integers(3, VOCABULARY, mask.shape) * mask, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_decoder(request.param)
+    axis = MASK_AXES.get(request.param, "total_sequence_length")
+    graph = export_with_past(model, folder / "model.onnx", mask_axis=axis, positions=request.param != "opt")
+    options = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(graph, make_data(), folder / "cache", options, RunOptions(batch_size=5))
+    return Taught(request.param, model, graph, folder / "cache")
+
+
+def own_maps(taught: Taught, index: int) -> list[NDArray[np.float32]]:
+    """The merged maps of a sample by the PyTorch model alone, without padding behind, by the reference."""
+    sample, _ = trim_sample({name: array[index] for name, array in make_data().items()}, "attention_mask")
+    inputs = {name: torch.from_numpy(array[None]) for name, array in sample.items()}
+    mask = inputs["attention_mask"]
+    if taught.name != "opt":
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as generate() does
+    with torch.no_grad():
+        output = taught.model(**inputs, output_attentions=True, use_cache=True)
+    merged = []
+    layers = zip(output.attentions, output.past_key_values.layers, output_projections(taught.model), strict=True)
+    for probs, layer, projection in layers:
+        values = layer.values.repeat_interleave(probs.shape[1] // layer.values.shape[1], dim=1)
+        outputs = value_outputs(values.numpy(), projection.numpy())
+        result = squeeze_heads(probs.numpy(), outputs, 2, query_mask=mask.numpy().astype(bool))
+        merged.append(result.probs[0])
+    return merged
+
+
+def test_every_site_is_found_with_its_heads(taught: Taught) -> None:
+    sites = find_sites(load_teacher(taught.graph))
+    assert [site.supported for site in sites] == [True, True]
+    expected = (4, 2 if taught.name == "llama" else 4, 4, 4, 16, False)
+    for site in sites:
+        found = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model, site.cross)
+        assert found == expected
+
+
+def test_cached_maps_are_the_models_own_merged_maps(taught: Taught) -> None:
+    reader = CacheReader(taught.cache)
+    assert reader.manifest.inputs.names == ("attention_mask", "input_ids")
+    data, limit = make_data(), load_tolerances()["graph"]["probs"]["float32"]
+    spread = 0.0
+    for index in range(SAMPLES):
+        sample = {name: array[index] for name, array in data.items()}
+        record = reader.read(sample_key(trim_sample(sample, "attention_mask")[0]))
+        rows = sample["attention_mask"][: record.length].astype(bool)
+        for layer, expected in enumerate(own_maps(taught, index)):
+            found = reader.decode(record, layer)
+            np.testing.assert_allclose(found[:, rows], expected[:, rows], atol=limit, rtol=0)
+            spread = max(spread, float(np.ptp(found[:, rows][..., rows].max(axis=-1))))
+    assert spread > 0.2, "maps that are all alike would show nothing"
+
+
+def test_other_tools_take_the_same_data(taught: Taught) -> None:
+    data = make_data()
+    assert recheck_records(taught.cache, taught.graph, data).records == 8
+    # Columns that the cache was made without change no key.
+    more = data | {"position_ids": data["attention_mask"].cumsum(axis=1)}
+    assert recheck_records(taught.cache, taught.graph, more).records == 8
+    forecast = forecast_cache(taught.graph, data, PrecomputeOptions(num_student_heads=2), RunOptions())
+    assert forecast.num_samples == SAMPLES
+    options = FidelityOptions(student_heads=(2,), plans=("adjacent",), alphas=("map",))
+    report = measure_fidelity(taught.graph, data, options)
+    assert report.output == "logits"
+    assert 0 < report.results[0].attention_error < 1
+
+
+def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tmp_path: Path) -> None:
+    options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec="float16")
+    precompute(taught.graph, make_data(), tmp_path / "cache", options)
+    manifest = CacheReader(tmp_path / "cache").manifest
+    assert manifest.support == "causal"
+    assert manifest.padding == "around"
+
+
+def test_a_student_learns_from_the_cache(taught: Taught) -> None:
+    data = {name: torch.from_numpy(array[PADDED_IN_FRONT:]) for name, array in make_data().items()}
+    samples = [{name: array[i] for name, array in data.items()} for i in range(SAMPLES - PADDED_IN_FRONT)]
+    joined = SupervisedDataset(samples, taught.cache)
+    loader = DataLoader(joined, batch_size=SAMPLES, collate_fn=joined.collate)
+    torch.manual_seed(1)
+    student = make_decoder(taught.name, num_heads=2)
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
+    losses = []
+    for step in range(15):
+        for batch, supervision in loader:
+            with capture_attention(student, layers=supervision.layers) as captured:
+                student(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            loss = sum(
+                attention_kl(call.query, call.key, one, check=step == 0, **call.mask_keywords)
+                for call, one in zip(captured.calls, supervision.supervise(), strict=True)
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_no_output_of_the_past_is_computed(taught: Taught) -> None:
+    from shd_ref.teacher.squeeze import squeeze_graph
+
+    model = load_teacher(taught.graph)
+    assert sum(value.name.startswith("present.") for value in model.graph.output) == 4
+    layers = tuple(enumerate(find_sites(model)))[:1]
+    squeezed: onnx.ModelProto = squeeze_graph(model, layers, num_student_heads=2).model
+    assert not [value.name for value in squeezed.graph.output if "present" in value.name]
+    left = [value.name for value in squeezed.graph.input if value.name.startswith("past")]
+    assert left == ["past_key_values.0.key", "past_key_values.0.value"], "the second layer is not run"
