@@ -68,7 +68,7 @@ def gram_tensor(
 
 
 def solve_alpha_from_gram(gram: ArrayLike, p: int, q: int) -> Array:
-    """Alpha of the pool's heads p and q, clipped; 1/2 where degenerate (GRAM-2, GRAM-3).
+    """Alpha of the pool's heads p and q, clipped; 1/2 where degenerate (GRAM-2, GRAM-3, GRAM-7).
 
     Args:
         gram: from ``gram_tensor`` or ``merge_gram``.
@@ -87,7 +87,8 @@ def solve_alpha_from_gram(gram: ArrayLike, p: int, q: int) -> Array:
     pp, pq, qq = (g[:, p, j, p, k] - g[:, p, j, q, k] - g[:, q, j, p, k] + g[:, q, j, q, k] for j, k in _pairs(p, q))
     scale = sum(g[:, i, j, i, k] for i in (p, q) for j in (p, q) for k in (p, q))
     denominator = pp + 2 * pq + qq  # ||M||^2
-    degenerate = denominator <= degenerate_threshold() * scale
+    # Where value outputs cancel, rounding leaves the scale below 0, and the quotient of two zeros (GRAM-7).
+    degenerate = denominator <= degenerate_threshold() * np.maximum(scale, 0.0)
     alpha = np.clip((pp + pq) / np.where(degenerate, 1.0, denominator), 0.0, 1.0)
     return np.where(degenerate, 0.5, alpha)
 

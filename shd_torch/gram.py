@@ -157,7 +157,7 @@ def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None
 @torch.no_grad()
 @without_autocast
 def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -> Tensor:
-    """``solve_alpha`` for heads p and q of the pool that a gram tensor describes (GRAM-2, GRAM-3).
+    """``solve_alpha`` for heads p and q of the pool that a gram tensor describes (GRAM-2, GRAM-3, GRAM-7).
 
     Args:
         gram: G ``(B, H, H, H, H)``, or with a last axis L.
@@ -189,7 +189,9 @@ def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
         # <A_p X_q - A_q X_p, M>: a map and a value output on the left, M's difference and sum on the right.
         numerator = (maps[0, 0] - maps[0, 1])[:, 1].sum(1) - (maps[1, 0] - maps[1, 1])[:, 0].sum(1)
     denominator = difference.sum((1, 2))
-    degenerate = denominator <= _DEGENERATE * (maps[0, 0] + maps[1, 1]).sum((1, 2))
+    # Where value outputs cancel, rounding leaves this scale below 0, and the quotient of two zeros (GRAM-7).
+    scale = (maps[0, 0] + maps[1, 1]).sum((1, 2)).clamp_min(0.0)
+    degenerate = denominator <= _DEGENERATE * scale
     raw = (numerator / denominator.masked_fill(degenerate, 1.0)).masked_fill(degenerate, 0.5)
     return AlphaSolution(raw, raw.clamp(0.0, 1.0), degenerate)
 

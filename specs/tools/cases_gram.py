@@ -102,7 +102,7 @@ def gram_tensor() -> Book:
 
 
 def solve_alpha_from_gram() -> Book:
-    """GRAM-2, GRAM-3, GRAM-6."""
+    """GRAM-2, GRAM-3, GRAM-6, GRAM-7."""
     book = Book(
         "solve_alpha_from_gram",
         ("alpha",),
@@ -169,6 +169,28 @@ def solve_alpha_from_gram() -> Book:
         "alpha-per-ignored",
         inputs={"gram": by_row, "p": 0, "q": 1},
     )
+    cancelled = pool_of_two([[1, -2], [-2, 1]], [[1, -2], [-2, 1]])
+    for name, comment, gram in (
+        ("scale-below-zero", "equal maps, and outputs that cancel but for a rounding: 0 over 0", array([cancelled])),
+        (
+            "scale-below-zero-per-row",
+            "one row of outputs that cancel but for a rounding, one of others",
+            array([beside(cancelled, pool_of_two([[2, 0], [0, 1]], [[0, 0], [0, 0]]))]),
+        ),
+        (
+            "denominator-below-zero",
+            "a rounding below 0, and yet above DEGENERATE times the sum beside it",
+            array([pool_of_two([[0, -(2**15)], [-(2**15), -(2**15)]], [[2**-17, -(2**15)], [-(2**15), -(2**15)]])]),
+        ),
+        (
+            "denominator-above-zero",
+            "the sum beside the denominator is below 0: a quotient all the same",
+            array([pool_of_two([[-1, -1], [-1, -1]], [[-1, -2], [-2, -3]])]),
+        ),
+    ):
+        book.valid(
+            name, comment, "GRAM-3 GRAM-7", "degenerate-value degenerate-nan", inputs={"gram": gram, "p": 0, "q": 1}
+        )
     for name, p, q in (("same", 1, 1), ("outside", 0, 3), ("negative", -1, 0)):
         book.invalid(
             f"positions-{name}",
@@ -309,6 +331,18 @@ def small_gram(maps: Nested, outputs: Nested, *, per_row: bool = False) -> Given
     eye = [[Fraction(int(r % width == c)) for c in range(width)] for r in range(width * len(maps))]
     gram = loss.gram_tensor(exact_maps, exact_outputs, eye, alpha_per="row" if per_row else "map")
     return array(gram)
+
+
+def pool_of_two(same: Nested, cross: Nested) -> Nested:
+    """A gram tensor of two heads: its entries where both maps are one head's, and where they are not."""
+    return [[[[(same if i == k else cross)[j][m] for m in (0, 1)] for k in (0, 1)] for j in (0, 1)] for i in (0, 1)]
+
+
+def beside(first: Nested, second: Nested) -> Nested:
+    """Two gram tensors as the rows of one."""
+    if not isinstance(first, list):
+        return [first, second]
+    return [beside(a, b) for a, b in zip(first, second, strict=True)]
 
 
 BOOKS = (

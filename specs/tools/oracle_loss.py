@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from exact import (
+    HALF,
     INFINITY,
     MINUS_INFINITY,
     Nested,
@@ -312,7 +313,7 @@ def gram_tensor(
 
 
 def solve_alpha_from_gram(gram: Nested, p: int, q: int) -> Nested:
-    """GRAM-2, GRAM-3."""
+    """GRAM-2, GRAM-3, GRAM-7."""
     result = []
     for of_sample in gram:
         per_row = isinstance(of_sample[0][0][0][0], list)
@@ -330,7 +331,8 @@ def _alpha_of(gram: Nested, p: int, q: int, row: int) -> Number:
         return entry(p, j, p, m) - entry(p, j, q, m) - entry(q, j, p, m) + entry(q, j, q, m)
 
     scale = sum((entry(i, j, i, m) for i in (p, q) for j in (p, q) for m in (p, q)), Fraction(0))
-    return Sums(g(p, p) + g(p, q), g(p, p) + 2 * g(p, q) + g(q, q), scale).alpha
+    bottom = g(p, p) + 2 * g(p, q) + g(q, q)
+    return Sums(g(p, p) + g(p, q), bottom, scale).alpha if bottom > 0 else HALF  # GRAM-7
 
 
 def merge_gram(gram: Nested, p: int, q: int, alpha: Nested) -> Nested:

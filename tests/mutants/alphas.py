@@ -427,6 +427,16 @@ MUTANTS = (
         ("gram", "    return np.where(degenerate, 0.5, alpha)", "    return np.where(degenerate, np.nan, alpha)"),
     ),
     mutant(
+        "gram-scale-below-zero",
+        "Rounding leaves the scale of degenerate pairs below zero: zero is divided by zero.",
+        ("gram", "np.maximum(scale, 0.0)", "scale"),
+    ),
+    mutant(
+        "gram-scale-of-any-sign",
+        "A scale that rounding left below zero is taken without its sign.",
+        ("gram", "degenerate_threshold() * np.maximum(scale, 0.0)", "1e9 * np.maximum(-scale, 0.0)"),
+    ),
+    mutant(
         "gram-outputs-mixed",
         "Merging mixes the value outputs in the gram tensor too.",
         ("gram", "if axis in (1, 3) else first + second", "if True else first + second"),

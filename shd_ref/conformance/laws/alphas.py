@@ -227,6 +227,32 @@ def _gram_alpha(trial: Trial) -> None:
         _judge_alpha(trial, second, again, f"alpha of the second merge from the gram tensor, per {per},")
 
 
+def _gram_cancelled(trial: Trial) -> None:
+    # Value outputs that cancel leave every sum of the gram tensor at the rounding of its entries, of either sign.
+    for exponent in range(-6, 7):
+        sizes = 10.0**exponent * np.array([1.0, 0.6, 3.3])
+        first = trial.rounded(sizes)
+        second = trial.rounded(-first.astype(np.float64) * (1.0 + np.array([1e-12, 2.0**-20, 2.0**-22])))
+        x, y = first.astype(np.float64), second.astype(np.float64)
+        products = trial.rounded(np.array([[x * x, x * y], [x * y, y * y]]).transpose(2, 0, 1))  # (3, j, l)
+        gram = np.broadcast_to(products[:, None, :, None, :], (3, 2, 2, 2, 2)).copy()
+        for p, q in ((0, 1), (1, 0)):
+            exactly(
+                trial.numbers_of("solve_alpha_from_gram", gram=gram, p=p, q=q),
+                0.5,
+                f"the alpha of equal maps whose value outputs, about {10.0**exponent:g}, cancel",
+            )
+        maps = np.repeat(trial.probs(249 + exponent, 3, 1, 4, 5), 2, axis=1)
+        spread = trial.numbers(262 + exponent, 3, 1, 5, 1, low=-8, high=8, shift=2).astype(np.float64)
+        values = trial.rounded(np.concatenate((spread * x[:, None, None, None], spread * y[:, None, None, None]), 1))
+        made = trial.numbers_of(
+            "gram_tensor", teacher_probs=maps, values=values, output_projection=trial.rounded([[1.0], [1.0]])
+        )
+        alpha = trial.numbers_of("solve_alpha_from_gram", gram=made, p=0, q=1)
+        within = (alpha >= 0) & (alpha <= 1)  # not where it is NaN
+        require(bool(within.all()), "the alpha of a gram tensor", "a number from 0 to 1", alpha)
+
+
 LAWS = (
     Law(
         "law/alpha-antisymmetric",
@@ -328,6 +354,14 @@ LAWS = (
         "Alphas from the gram tensor are those of the value outputs, also after a merge.",
         _gram_alpha,
         # Alpha is a quotient of differences of its entries: a tensor handed on in half precision has lost them.
+        dtypes=("float64", "float32"),
+    ),
+    Law(
+        "law/gram-cancelled",
+        ("gram_tensor", "solve_alpha_from_gram"),
+        ("GRAM-3", "GRAM-7"),
+        "Value outputs of any size that cancel but for a rounding have an alpha from 0 to 1, and equal maps 1/2.",
+        _gram_cancelled,
         dtypes=("float64", "float32"),
     ),
 )

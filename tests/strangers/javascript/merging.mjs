@@ -419,7 +419,7 @@ function checkedGram(gram, p, q) {
   return G;
 }
 
-/** GRAM-2, GRAM-3. */
+/** GRAM-2, GRAM-3, GRAM-7. */
 export function solve_alpha_from_gram({ gram, p, q }) {
   const G = checkedGram(gram, p, q);
   const [B, H] = G.shape;
@@ -433,7 +433,8 @@ export function solve_alpha_from_gram({ gram, p, q }) {
       let scale = 0;
       for (const i of [p, q]) for (const j of [p, q]) for (const l of [p, q]) scale += at(i, j, i, l);
       const bottom = g(p, p) + 2 * g(p, q) + g(q, q);
-      const alpha = bottom <= DEGENERATE * scale ? 0.5 : (g(p, p) + g(p, q)) / bottom;
+      const degenerate = !(bottom > 0) || bottom <= DEGENERATE * scale;
+      const alpha = degenerate ? 0.5 : (g(p, p) + g(p, q)) / bottom;
       out.data[b * entries + e] = Math.min(1, Math.max(0, alpha));
     }
   }

@@ -363,7 +363,7 @@ def check_gram(gram: Any, p: Any, q: Any) -> Array:
 
 
 def solve_alpha_from_gram(gram: Any, p: Any, q: Any) -> Array:
-    """GRAM-2, GRAM-3."""
+    """GRAM-2, GRAM-3, GRAM-7."""
     gram = check_gram(gram, p, q)
     batch, heads = gram.shape[:2]
     inner = gram.shape[5] if len(gram.shape) == 6 else 1
@@ -379,7 +379,8 @@ def solve_alpha_from_gram(gram: Any, p: Any, q: Any) -> Array:
 
             pp, pq, qq = g(p, p), g(p, q), g(q, q)
             scale = math.fsum(entry(i, j, i, m) for i in (p, q) for j in (p, q) for m in (p, q))
-            result.append(clip(raw_alpha(-(pp + pq), pp + 2 * pq + qq, scale)))
+            bottom = pp + 2 * pq + qq
+            result.append(clip(raw_alpha(-(pp + pq), bottom, scale) if bottom > 0 else None))
     return Array((batch, *gram.shape[5:]), result)
 
 
