@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from shd_ref.cache.checksums import RunningHash
 from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import RECEIPTS_NAME, committed_shards, receipt_name, shard_name
-from shd_ref.cache.local_storage import TEMP_SUFFIX, LocalStorage
+from shd_ref.cache.local_storage import LocalStorage
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.receipts import Receipt
 from shd_ref.cache.storage import Folder, PendingFile, Storage, open_storage, write_errors
@@ -71,7 +68,7 @@ def merge_caches(
     storages = [open_storage(source) for source in sources]
     manifest = _common_manifest(storages)
     writer = CacheWriter(out, manifest)
-    target = open_storage(out)
+    target = writer.storage
     if any(storage.root == target.root for storage in storages):
         raise ShdError("argument-value", f"out must be none of the sources; got {target.root}: leave it out of them")
     missing = writer.missing_shards()
@@ -185,41 +182,7 @@ def _copy_bytes(source: Storage, receipt: Receipt, copy: PendingFile) -> None:
 def _open_copy(source: Storage, target: Storage, shard: int, link: bool) -> PendingFile:
     name = shard_name(shard)
     if link and isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
-        path = source.locate(name)
-        if path.lstat().st_dev == target.root.stat().st_dev:
-            return _LinkedFile(path, target.locate(name))
+        linked = target.pending_link(name, source)
+        if linked is not None:
+            return linked
     return target.pending(name)
-
-
-class _LinkedFile(PendingFile):
-    """Another name for a file that exists: committed shards never change in place, so caches may share them."""
-
-    def __init__(self, source: Path, path: Path) -> None:
-        self._source, self._path = source, path
-        self._temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
-
-    def write(self, data: Any) -> None:
-        """Nothing: the bytes are there."""
-
-    def sync(self) -> None:
-        """Nothing."""
-
-    def commit(self) -> None:
-        """Link under a temporary name and rename, so that a shard without a receipt is replaced as well."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._temp.hardlink_to(self._source)
-        self._temp.rename(self._path)
-        descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def stands(self) -> bool:
-        """Commits are made under the lock."""
-        return True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._temp.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shd_ref.cache.storage import Folder, is_address, open_storage
+from shd_ref.cache.storage import Folder, check_path, is_address, open_storage, write_errors
 from shd_ref.errors import ShdError
 
 
@@ -27,10 +27,12 @@ def output_path(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
         )
     if not os.fspath(out):
         raise ShdError("argument-value", f"{argument} must be a path; got nothing")
-    path = Path(out)
+    path = Path(check_path(out, argument))
     root = None if cache is None else open_storage(cache).root
     if isinstance(root, Path):
-        real = path.resolve()  # links and '..' may lead into the cache too
+        with write_errors(path):
+            path.exists()  # refused here if the system cannot say
+            real = path.resolve()  # links and '..' may lead into the cache too
         if any(_is_same(place, root) for place in (real, *real.parents)):
             raise ShdError("argument-value", f"{argument} must lie outside the cache {root}; got {path}")
     return path
@@ -43,7 +45,9 @@ def output_file(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
         ShdError: as ``output_path``; ``write-failed``.
     """
     path = output_path(out, cache=cache, argument=argument)
-    if path.is_dir() or not path.parent.is_dir():
+    with write_errors(path):
+        fits = not path.is_dir() and path.parent.is_dir()
+    if not fits:
         reason = "it is a folder" if path.is_dir() else f"{path.parent} is no folder"
         raise ShdError("write-failed", f"{path} could not be written: {reason}: name another {argument}")
     return path

@@ -165,6 +165,13 @@ class Storage(abc.ABC):
             ShdError: ``cache-exists`` when a file is in its place.
         """
 
+    def check_held(self) -> None:  # noqa: B027  (a prefix cannot be moved away)
+        """Refuse to go on where the place is no longer the one that was prepared.
+
+        Raises:
+            ShdError: ``write-failed`` (CACHE-80).
+        """
+
     @abc.abstractmethod
     def remove_stale(self) -> None:
         """Remove what dead writers left behind."""
@@ -234,7 +241,26 @@ def open_storage(folder: Folder) -> Storage:
         return RemoteStorage(folder)
     from shd_ref.cache.local_storage import LocalStorage
 
-    return LocalStorage(Path(folder))
+    return LocalStorage(Path(check_path(folder)))
+
+
+def check_path(path: str | os.PathLike[str], argument: str = "the cache") -> str | os.PathLike[str]:
+    """The path itself, if a file system can have it.
+
+    Args:
+        path: what the user gave.
+        argument: what it is, for messages.
+
+    Raises:
+        ShdError: ``argument-value`` for a NUL, or text that is none.
+    """
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise ShdError("argument-value", f"{argument} must be a path that a file system can have; got {str(path)!a}")
+    return path
 
 
 @contextlib.contextmanager

@@ -181,9 +181,18 @@ class _Verification:
         for name in names:
             if name in links:
                 self._note("path-unsafe", name, "it is a link; a cache holds none")
-            elif name not in known and not (name == LOCK_NAME and self.storage.size(name) == 0):
+            elif name not in known and not (name == LOCK_NAME and self._is_empty(name)):
                 message = "no receipt knows this file: a writer died or is at work, or it is foreign"
                 self._note("cache-corrupt", name, message)
+
+    def _is_empty(self, name: str) -> bool:
+        try:
+            return self.storage.size(name) == 0
+        except ShdError as error:
+            self._note(error.code, name, str(error))
+        except FileNotFoundError:  # a moment ago it was there
+            pass
+        return True
 
     def _list_names(self, folder: str = "") -> list[str]:
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
 from shd_ref.cache.distortion import CodecError
-from shd_ref.cache.documents import checksum_of
+from shd_ref.cache.documents import checksum_of, read_document
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
 from shd_ref.cache.receipts import Receipt, Skipped
@@ -69,12 +70,18 @@ class CacheWriter:
         self.folder = self._storage.root
         self.manifest = manifest
         check_free(self._storage)
+        self._manifest_bytes = manifest.to_bytes()
         with write_errors(self.folder):
             self._storage.prepare()
-            self._storage.create(MANIFEST_NAME, manifest.to_bytes())
-        self._refuse_other_manifest()
+            self._storage.create(MANIFEST_NAME, self._manifest_bytes)
+        self._check_manifest()
         with write_errors(self.folder):
             self._storage.remove_stale()
+
+    @property
+    def storage(self) -> Storage:
+        """Where the cache is written."""
+        return self._storage
 
     def missing_shards(self, shards: Sequence[int] | None = None) -> list[int]:
         """Shards without a valid receipt of this cache, or whose file has another size than it states.
@@ -138,7 +145,7 @@ class CacheWriter:
         with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:
             receipt_file.write(receipt.to_bytes())
             receipt_file.sync()
-            with self._storage.exclusive():
+            with self._storage.exclusive(), self._beside_manifest():
                 return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
@@ -149,21 +156,37 @@ class CacheWriter:
                 are not those of the data set in the manifest; ``write-failed``.
         """
         checksums: list[str] = []
-        # Few receipts in memory at a time: those of a large cache do not fit together.
-        check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
-        seal = Seal(
-            manifest=self.manifest.id,
-            num_samples=self.manifest.dataset.num_samples,
-            receipts=tuple(checksums),
-        )
-        with write_errors(self._storage.locate(SEAL_NAME)):
+        with write_errors(self._storage.locate(SEAL_NAME)), self._beside_manifest():
+            # Few receipts in memory at a time: those of a large cache do not fit together.
+            check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
+            seal = Seal(
+                manifest=self.manifest.id,
+                num_samples=self.manifest.dataset.num_samples,
+                receipts=tuple(checksums),
+            )
             self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
 
-    def _refuse_other_manifest(self) -> None:
-        found = Manifest.read(self._storage)
-        if found.id != self.manifest.id:
-            raise other_job(self.folder, found.differences(self.manifest))
+    @contextlib.contextmanager
+    def _beside_manifest(self) -> Iterator[None]:
+        """Bytes appear only beside their manifest: refuse a place that is another than before (CACHE-80)."""
+        self._check_manifest()
+        yield
+        self._check_manifest()
+
+    def _check_manifest(self) -> None:
+        self._storage.check_held()
+        path = self._storage.locate(MANIFEST_NAME)
+        try:
+            held = read_document(self._storage, MANIFEST_NAME) == self._manifest_bytes
+        except FileNotFoundError as error:
+            message = (
+                f"{path} must stay until the job ends; it is gone: put it back to go on with what was committed, or "
+                "run the job again on an empty place"
+            )
+            raise ShdError("write-failed", message, "CACHE-80") from error
+        if not held:
+            raise other_job(self.folder, Manifest.read(self._storage).differences(self.manifest))
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         shards = range(self.manifest.shards.num_shards)

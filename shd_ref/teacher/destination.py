@@ -10,7 +10,7 @@ from typing import Any
 import shd_ref
 from shd_ref.cache import Manifest
 from shd_ref.cache.layout import MANIFEST_NAME
-from shd_ref.cache.storage import Folder, open_storage
+from shd_ref.cache.storage import Folder, open_storage, write_errors
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
 from shd_ref.plans import merge_plan
@@ -36,7 +36,8 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
     """
     storage = open_storage(folder)
     if isinstance(storage.root, Path):
-        _check_folder(storage.root)
+        with write_errors(storage.root):
+            _check_folder(storage.root)
     check_free(storage)
     if not storage.exists(MANIFEST_NAME):
         return

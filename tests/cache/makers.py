@@ -174,6 +174,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
+def temporary_files(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.tmp"))
+
+
 def read_everything(reader: CacheReader) -> dict[str, bytes]:
     """All samples of an open cache in one comparable form; also run in other processes."""
     records = [reader.read(key) for key in reader]

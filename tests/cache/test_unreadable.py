@@ -37,7 +37,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
 
     def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **more: Any) -> Any:
-            if str(path).endswith(name):
+            if str(path).endswith(name) or str(path) == name.rpartition("/")[2]:  # in a folder that is open
                 raise OSError(number, os.strerror(number), str(path))
             return real(path, *args, **more)
 

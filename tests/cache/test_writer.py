@@ -12,14 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import MEASURED, contents, job, key_of, length_of, record_of, records_of, write_cache, write_shards
+from cache.makers import (
+    MEASURED,
+    contents,
+    job,
+    key_of,
+    length_of,
+    record_of,
+    records_of,
+    temporary_files,
+    write_cache,
+    write_shards,
+)
 
 from shd_ref.cache import CacheReader, CacheWriter, Dataset, Receipt, verify_cache
 from shd_ref.errors import ShdError
-
-
-def temporary_files(folder: Path) -> list[Path]:
-    return list(folder.rglob("*.tmp"))
 
 
 def test_resume_writes_what_is_missing(tmp_path: Path) -> None:
