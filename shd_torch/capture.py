@@ -28,6 +28,7 @@ from shd_torch.attention import softmax
 from shd_torch.attention_call import AttentionCall, LogitsCall, check_heads
 from shd_torch.hf_attention import read_hf_call
 from shd_torch.taps import RawCall, add_call, is_recording, record
+from shd_torch.taught_layers import TaughtLayers
 
 Call: TypeAlias = AttentionCall | LogitsCall
 
@@ -139,6 +140,7 @@ class AttentionCapture:
     ) -> None:
         self._expected, kept = _read_layers(layers)
         self._kept = kept
+        self._taught = layers if isinstance(layers, TaughtLayers) else None
         self._first_count = 0
         self._student = student
         self._keep_values = keep_values
@@ -193,6 +195,8 @@ class AttentionCapture:
         with record(values=self._keep_values) as recording:
             result = original(*args, **kwargs)
         name, num_calls = type(self._student).__name__, len(recording.calls)
+        if self._taught is not None and num_calls:
+            self._taught.check_calls(num_calls, name)
         check_calls(num_calls, self._expected, self._kept, name)
         if self._kept is not None:
             self._first_count = self._first_count or num_calls
@@ -246,7 +250,8 @@ def capture_attention(
     Args:
         student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
         layers: how many attention calls a forward pass must make, or the zero-based numbers of those to keep (the
-            student's side of ``layer_map``); default all, whatever their number.
+            student's side of ``layer_map``); default all, whatever their number. The ``layers`` of a batch's
+            supervision also say how many calls there must be.
         keep_values: also keep each call's values and output, as a teacher's are needed.
 
     Returns:
@@ -255,7 +260,8 @@ def capture_attention(
 
     Raises:
         ShdError: ``argument-value`` for a bad ``layers``; from the student's forward pass, ``capture-failed`` where
-            nothing was recorded, a layer is missing, or reentrant activation checkpointing hides its graph.
+            nothing was recorded, a layer is missing, or reentrant activation checkpointing hides its graph, and
+            ``cache-mismatch`` where the supervision was made for another number of layers.
 
     Source: the student's side of Eq. 10.
     """

@@ -23,6 +23,7 @@ from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 from shd_torch.coded import Coded
 from shd_torch.factored_codes import FactoredCodes, pack_factored
+from shd_torch.taught_layers import TaughtLayers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
@@ -32,7 +33,7 @@ class CacheJoin:
 
     Attributes:
         cache: the open cache.
-        layers: student layers that are read.
+        layers: student layers that are read, with how many the student was meant to have.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class CacheJoin:
         if skipped not in ("error", "drop"):
             raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
-        self.layers = tuple(self.cache.manifest.student_layers if layers is None else layers)
+        manifest = self.cache.manifest
+        self.layers = TaughtLayers(manifest.student_layers if layers is None else layers, manifest.num_student_layers)
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -215,7 +217,8 @@ class CodedSupervision:
     Attributes:
         buffer: uint8, the packed codes layer by layer, sample by sample.
         lengths: positions of each sample.
-        layers: student layers in the buffer's order.
+        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
+            with another number of layers than the cache was made for.
         num_student_heads: H_s.
         codec: of the cache.
         support: ``"full"`` or ``"causal"``.
@@ -295,7 +298,7 @@ def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers
     return CodedSupervision(
         buffer=torch.from_numpy(np.concatenate(blobs)) if buffer is None else buffer,
         lengths=tuple(record.length for record in records),
-        layers=tuple(layers),
+        layers=TaughtLayers(layers, manifest.num_student_layers),
         num_student_heads=manifest.num_student_heads,
         codec=manifest.codec,
         support=manifest.support,
@@ -351,7 +354,8 @@ def check_cache(
     Args:
         cache: the open cache.
         num_student_heads: H_s of the student.
-        num_student_layers: its number of layers; every layer of the cache must lie below it.
+        num_student_layers: how many attention calls it makes: as many as the cache was made for, or where explicit
+            pairs left that open, more than the last layer that is taught.
         temperature: the T_a that ``shd_loss`` will be called with; a cache of queries and keys serves any.
         plan: the merge plan, if the student relies on one; where layers have their own, all of them in order.
         teacher_sha256: of the teacher, where it is at hand.
@@ -378,12 +382,18 @@ def check_cache(
                 "cache-mismatch",
                 f"{name} must be {have!r}, as {cache.folder} was made; got {want!r}: precompute one for this student",
             )
-    last = max(manifest.student_layers)
-    if num_student_layers is not None and last >= num_student_layers:
+    if num_student_layers is None:
+        return
+    last, meant = max(manifest.student_layers), manifest.num_student_layers
+    rule = f"above {last}, the last student layer of {cache.folder}"
+    if meant is not None:
+        rule = f"{meant}, as {cache.folder} was made for"
+    if num_student_layers != meant if meant is not None else num_student_layers <= last:
         raise ShdError(
             "cache-mismatch",
-            f"num_student_layers must be above {last}, the last student layer of {cache.folder}; got "
-            f"{num_student_layers}: precompute with --student-layers {num_student_layers}",
+            f"num_student_layers must be {rule}; got {num_student_layers}: precompute with --student-layers "
+            f"{num_student_layers}, or with explicit --layers where some of them are not to be taught",
+            "CACHE-114",
         )
 
 

@@ -30,6 +30,7 @@ from shd_torch.online_arguments import read_layer_map, read_plan, read_projectio
 from shd_torch.projections import Projection, ProjectionWatch
 from shd_torch.supervision import Supervision
 from shd_torch.taps import RawCall, record
+from shd_torch.taught_layers import TaughtLayers
 
 
 class LayerKeywords(TypedDict, total=False):
@@ -139,11 +140,11 @@ class OnlineTeacher:
         self._pairs: tuple[tuple[int, int], ...] = ()
 
     @property
-    def student_layers(self) -> tuple[int, ...]:
+    def student_layers(self) -> TaughtLayers:
         """The student layers that are taught, zero-based, ascending: what ``capture_attention`` may be given."""
         if isinstance(self._layer_map, int):
-            return tuple(range(self._layer_map))
-        return tuple(sorted(student for student, _ in self._layer_map))
+            return TaughtLayers(range(self._layer_map), self._layer_map)
+        return TaughtLayers(sorted(student for student, _ in self._layer_map))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch has it
     @torch.no_grad()

@@ -21,6 +21,7 @@ from shd_torch.schedules import BetaSchedule, LossBalancer
 from shd_torch.shares import batch_share
 from shd_torch.step_record import StepRecord
 from shd_torch.stream import SupervisedStream
+from shd_torch.taught_layers import unite_layers
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -178,8 +179,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         seen = {name: value for name, value in given.items() if not name.startswith("labels")}
         online = [teacher(**seen) for teacher in self.teachers]
         taught += online
-        layers = sorted({layer for each in taught for layer in each.layers})
-        with capture_attention(model, layers) as captured:
+        with capture_attention(model, unite_layers([each.layers for each in taught])) as captured:
             base, outputs = super().compute_loss(model, given, True, num_items_in_batch)
         mask = given.get("attention_mask")
         keywords = LayerKeywords(**({"check": self.state.global_step == 0} | self.kl))

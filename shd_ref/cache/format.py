@@ -19,13 +19,13 @@ from shd_ref.cache.packing import SUPPORTS, packed_size
 from shd_ref.cache.storage import Folder, open_storage
 from shd_ref.errors import ShdError
 
-FORMAT_VERSION: Final = "4"
+FORMAT_VERSION: Final = "5"
 """The newest version of the format. A cache has the lowest that can say what it holds (CACHE-26)."""
 
 SHOWN_CACHES: Final = 8
 """How many are named where a folder of caches was taken for one."""
 
-_VERSIONS: Final = ("1", "2", "3", "4")
+_VERSIONS: Final = ("1", "2", "3", "4", "5")
 _CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
 ON_ERROR: Final = ("stop", "skip")
 ALPHA_PER: Final = ("map", "row")
@@ -55,6 +55,8 @@ class Manifest:
         factors: of every layer, where records hold the teacher's queries and keys instead of maps (CACHE-101).
         padding: ``"around"`` where factored records may have padding in front too, else ``"behind"`` (CACHE-113).
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
+        num_student_layers: L_s, how many attention calls the student was meant to make; None where explicit pairs
+            name the layers that are taught, whatever others there are (CACHE-114).
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -82,12 +84,16 @@ class Manifest:
     matching: Matching | None = optional(None)  # noqa: RUF009  (None, which nobody can change)
     factors: tuple[LayerFactors, ...] | None = optional(None)
     padding: str = optional("behind")
+    num_student_layers: int | None = optional(None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
         require(1 <= len(self.layers) <= MAX_LAYERS, f"layers must be 1 to {MAX_LAYERS}", len(self.layers))
         students = self.student_layers
         require(students == sorted(set(students)), "student layers must ascend", students)
+        if self.num_student_layers is not None:
+            meant, last = self.num_student_layers, students[-1]
+            require(last < meant <= MAX_LAYERS, f"num_student_layers must be {last + 1} to {MAX_LAYERS}", meant)
         heads = {layer.num_teacher_heads for layer in self.layers}
         require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
         limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
@@ -124,6 +130,8 @@ class Manifest:
     @property
     def format_version(self) -> str:
         """The lowest version that has all that this cache uses (CACHE-26)."""
+        if self.num_student_layers is not None:
+            return "5"
         if self.factors is not None:
             windows = any(layer.window is not None for layer in self.factors)
             return "4" if windows or self.padding == "around" else "3"

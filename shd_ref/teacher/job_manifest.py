@@ -126,4 +126,5 @@ def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[An
             fingerprint=dataset_fingerprint(inputs.key(index) for index in range(count)), num_samples=count
         ),
         shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
+        num_student_layers=work.num_student_layers,
     )

@@ -53,8 +53,10 @@ class PrecomputeOptions:
 
     Attributes:
         num_student_heads: H_s.
-        num_student_layers: L_s; by default as many as the teacher has attention sites, or as were selected.
-        layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map.
+        num_student_layers: L_s, how many attention calls the student makes; by default as many as the teacher has
+            attention sites, or as were selected.
+        layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map. Without
+            ``num_student_layers`` the student may make more calls than they name.
         sites: which of the teacher's attention sites the default map runs over, see ``select_sites``; default all.
         plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan`` on a sample of the data,
             layer by layer, with the run's seed.
@@ -139,6 +141,7 @@ class TeacherRun:
     Attributes:
         inputs: the samples, checked against the graph.
         layers: ``(student_layer, site)`` pairs.
+        num_student_layers: L_s, or None where explicit pairs leave it open.
         plans: the rounds of merges of each, in the same order.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
 
@@ -162,7 +165,7 @@ class TeacherRun:
         check_options(options)
         check_run(run)
         self.model = load_teacher(teacher)
-        self.layers = _choose_sites(find_sites(self.model), options)
+        self.layers, self.num_student_layers = _choose_sites(find_sites(self.model), options)
         for _, site in self.layers:
             check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
         self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
@@ -351,7 +354,8 @@ class _Shared:
 
 def _choose_sites(
     sites: Sequence[AttentionSite], options: PrecomputeOptions
-) -> tuple[tuple[int, AttentionSite], ...]:
+) -> tuple[tuple[tuple[int, AttentionSite], ...], int | None]:
+    """The sites by student layer, and how many layers the student was meant to have, where that is said."""
     if not sites:
         raise ShdError(
             "graph-unsupported",
@@ -363,9 +367,10 @@ def _choose_sites(
             "argument-value", "sites must not be given with layer pairs, which select sites themselves", "LAYER-4"
         )
     sites = select_sites(sites, options.sites)
-    num_layers = options.num_student_layers or len(sites)
-    if options.layer_pairs is not None:
-        num_layers = max(num_layers, 1 + max((student for student, _ in options.layer_pairs), default=0))
+    meant = options.num_student_layers
+    if options.layer_pairs is None:
+        meant = len(sites) if meant is None else meant
+    num_layers = 1 + max((student for student, _ in options.layer_pairs or ()), default=0) if meant is None else meant
     pairs = layer_map(len(sites), num_layers, options.layer_pairs)
     chosen = tuple((student, sites[teacher]) for student, teacher in pairs)
     for _, site in chosen:
@@ -375,7 +380,7 @@ def _choose_sites(
                 f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason} "
                 "(or select other sites)",
             )
-    return chosen
+    return chosen, meant
 
 
 def check_options(options: PrecomputeOptions) -> None:

@@ -22,6 +22,7 @@ GOLDEN_JOBS = {
     "factored-int8": job(num_samples=3, codec="int8", factors=FACTORS, support="causal"),
     "factored-float16": job(num_samples=3, codec="float16", factors=FACTORS),
     "factored-window": job(num_samples=3, codec="int8", factors=WINDOWED, padding="around"),
+    "student-layers": job(num_samples=3, num_student_layers=4),
     "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
 }
 

@@ -41,6 +41,13 @@ def test_layers_may_have_plans_of_their_own() -> None:
     assert job(matching=Matching("residual", 4, 1)).format_version == "2"
 
 
+def test_how_many_layers_were_meant_is_a_member_of_version_5() -> None:
+    manifest = job(num_student_layers=4)
+    assert manifest.format_version == "5"
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert job().differences(manifest) == ["num_student_layers: None -> 4"]
+
+
 def test_same_job_same_id() -> None:
     assert job().id == job().id == replace(job(), temperature=1).id
     assert job(temperature=2.0).id != job().id
@@ -99,6 +106,8 @@ def test_no_such_shard(shard: int) -> None:
         ({"temperature": math.nan}, "temperature must be finite"),
         ({"support": "window"}, "support must be one of"),
         ({"codec": "zip"}, "codec must be one of"),
+        ({"num_student_layers": 2}, "num_student_layers must be 3 to 1000; got 2"),
+        ({"num_student_layers": 1001}, "num_student_layers must be 3 to 1000; got 1001"),
         ({"shards": ShardPlan(2, 17, 5)}, "num_shards must be 4; got 5"),
     ],
 )
@@ -227,8 +236,8 @@ def test_another_spelling_of_the_same_content_is_refused(respelled: Any) -> None
 
 
 def test_newer_format_says_what_to_do() -> None:
-    members = members_of(job()) | {"format_version": "5", "something_new": [1]}
-    with pytest.raises(ShdError, match="got '5': install a release") as caught:
+    members = members_of(job()) | {"format_version": "6", "something_new": [1]}
+    with pytest.raises(ShdError, match="got '6': install a release") as caught:
         Manifest.from_bytes(document(members))
     assert caught.value.code == "cache-version"
 

@@ -340,6 +340,15 @@ def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any
     assert caught.value.code == "cache-mismatch"
 
 
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_layer_map_is_for_one_number_of_student_layers(tmp_path: Path, layers: int) -> None:
+    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, num_student_layers=4)))
+    check_cache(reader, num_student_layers=4)
+    with pytest.raises(ShdError, match=f"num_student_layers must be 4, .*; got {layers}") as caught:
+        check_cache(reader, num_student_layers=layers)
+    assert caught.value.code == "cache-mismatch"
+
+
 def test_plans_of_layers_are_compared_one_by_one(tmp_path: Path) -> None:
     reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, plan=(), plans=(PLAN, OTHER_PLAN))))
     check_cache(reader, plan=(PLAN, OTHER_PLAN))

@@ -134,7 +134,8 @@ def test_kd_is_zero_when_equal_and_scaled_by_temperature() -> None:
     ("code", "student", "text"),
     [
         ("cache-mismatch", {"heads": 4}, "num_student_heads must be 2"),
-        ("cache-mismatch", {"layers": 1}, "num_student_layers must be above 1"),
+        ("cache-mismatch", {"layers": 1}, "num_student_layers must be 2"),
+        ("cache-mismatch", {"layers": 3}, "num_student_layers must be 2"),
         ("cache-mismatch", {"patch_size": 2}, "must see 5 positions"),
     ],
 )

@@ -16,13 +16,13 @@ from shd_torch.trainer import SHDTrainer
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
 
 
-def make_model(heads: int, seed: int) -> Any:
+def make_model(heads: int, seed: int, layers: int = 2) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=30,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=16,

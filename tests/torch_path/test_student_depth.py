@@ -1,0 +1,129 @@
+"""A student with another number of layers than its teaching was made for is refused, whichever way it is taught."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torch_path.trainer_cases import make_model, make_samples, make_trainer, pad
+
+from shd_ref.cache import CacheReader
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, export_teacher, layer_kls
+from shd_torch.taught_layers import TaughtLayers, unite_layers
+
+TEACHER_LAYERS, MEANT = 6, 3
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("depth")
+    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
+    example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
+    teacher = make_model(4, seed=1, layers=TEACHER_LAYERS).eval()
+    teacher.set_attn_implementation("eager")
+    export_teacher(teacher, example, folder / "teacher.onnx")
+    made: dict[str, dict[str, Any]] = {
+        "maps": {"num_student_layers": MEANT},
+        "factored": {"num_student_layers": MEANT, "form": "factored"},
+        "pairs": {"layer_pairs": ((0, 1), (2, 5))},
+        "pairs of 3": {"layer_pairs": ((0, 1), (2, 5)), "num_student_layers": MEANT},
+    }
+    for name, options in made.items():
+        chosen = PrecomputeOptions(num_student_heads=2, **options)
+        precompute(folder / "teacher.onnx", arrays, folder / name, chosen, RunOptions(num_threads=1))
+    return {name: folder / name for name in made}
+
+
+def teach_once(cache: Path, depth: int, **given: Any) -> dict[int, torch.Tensor]:
+    """The first step of a plain loop."""
+    student, joined = make_model(2, seed=2, layers=depth), SupervisedDataset(make_samples(), cache, **given)
+    batch, supervision = next(iter(DataLoader(joined, 4, collate_fn=joined.collate_with(pad), num_workers=1)))
+    with capture_attention(student, layers=supervision.layers) as captured:
+        student(**batch)
+    return layer_kls(captured, supervision)
+
+
+@pytest.mark.parametrize("cache", ["maps", "factored", "pairs of 3"])
+@pytest.mark.parametrize("layers", [2, 4, 5])
+def test_plain_loop(caches: dict[str, Path], cache: str, layers: int) -> None:
+    taught = [0, 2] if cache == "pairs of 3" else [0, 1, 2]
+    assert sorted(teach_once(caches[cache], MEANT)) == taught
+    with pytest.raises(
+        ShdError, match=f"must make 3 attention calls.*got {layers}: .*--student-layers {layers}"
+    ) as no:
+        teach_once(caches[cache], layers)
+    assert no.value.code == "cache-mismatch"
+    with pytest.raises(ShdError, match="must make 3 attention calls"):  # some of the layers, of the same student
+        teach_once(caches[cache], layers, layers=[0])
+
+
+def test_layers_named_by_pairs_leave_the_others_open(caches: dict[str, Path]) -> None:
+    for layers in (3, 4, 5):
+        assert sorted(teach_once(caches["pairs"], layers)) == [0, 2]
+    with pytest.raises(ShdError, match=r"layers must lie in 0\.\.1"):
+        teach_once(caches["pairs"], 2)
+    assert CacheReader(caches["pairs"]).manifest.num_student_layers is None
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("kind", [SupervisedDataset, SupervisedStream])
+def test_trainer(caches: dict[str, Path], tmp_path: Path, kind: Callable[..., Any], layers: int) -> None:
+    joined = kind(make_samples(), caches["maps"])
+    make_trainer(tmp_path, train=joined, model=make_model(2, seed=2, layers=MEANT), beta=0.1).train()
+    with pytest.raises(ShdError, match=f"num_student_layers must be 3, .*; got {layers}") as caught:
+        make_trainer(tmp_path, train=joined, model=make_model(2, seed=2, layers=layers), beta=0.1)
+    assert caught.value.code == "cache-mismatch"
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_trainer_whose_model_does_not_say_its_layers(caches: dict[str, Path], tmp_path: Path, layers: int) -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    model = Wrapped(make_model(2, seed=2, layers=layers))
+    before = copy.deepcopy(model.state_dict())
+    joined = SupervisedDataset(make_samples(), caches["maps"])
+    with pytest.raises(ShdError, match=f"must make 3 attention calls.*got {layers}"):
+        make_trainer(tmp_path, train=joined, model=model, beta=0.1).train()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_live_teacher(tmp_path: Path, layers: int) -> None:
+    teacher = OnlineTeacher(make_model(4, seed=1, layers=TEACHER_LAYERS), 2, MEANT)
+    make_trainer(
+        tmp_path, train=make_samples(), model=make_model(2, seed=2, layers=MEANT), teacher=teacher, beta=0.1
+    ).train()
+    student = make_model(2, seed=2, layers=layers)
+    with pytest.raises(ShdError, match=f"must make 3 attention calls.*layer_map={layers}"):
+        make_trainer(tmp_path, train=make_samples(), model=student, teacher=teacher, beta=0.1).train()
+
+
+def test_teachers_of_different_depths_do_not_teach_together() -> None:
+    assert unite_layers([TaughtLayers((2,), 3), TaughtLayers((0,)), (1, 2)]) == (0, 1, 2)
+    assert unite_layers([TaughtLayers((2,), 3), (1, 2)]).num_student_layers == 3
+    assert unite_layers([TaughtLayers((2,)), (1, 2)]).num_student_layers is None
+    with pytest.raises(ShdError, match="one number of student layers; got 3 and 4") as caught:
+        unite_layers([TaughtLayers((2,), 3), TaughtLayers((2,), 4)])
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_layers_stay_what_they_are_in_copies() -> None:
+    layers = TaughtLayers((0, 2), 3)
+    for same in (pickle.loads(pickle.dumps(layers)), copy.deepcopy(layers), copy.copy(layers)):
+        assert same == (0, 2)
+        assert same.num_student_layers == 3
