@@ -192,7 +192,8 @@ def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:
     numerator, denominator, scale = (
         body.op("Gather", moments, body.const(np.array(moment)), axis=3) for moment in range(3)
     )
-    least = body.op("Mul", scale, body.const(degenerate_threshold()))
+    # Where value outputs cancel, rounding leaves the scale below 0, and the quotient of two zeros (GRAM-7).
+    least = body.op("Mul", body.op("Max", scale, body.const(0.0)), body.const(degenerate_threshold()))
     # NaN is not degenerate, so a broken teacher shows in its alphas.
     degenerate = body.op("LessOrEqual", denominator, least)
     quotient = body.op("Div", numerator, body.op("Where", degenerate, body.const(1.0), denominator))

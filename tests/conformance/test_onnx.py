@@ -94,6 +94,25 @@ def test_a_wrong_function_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatc
     assert failed >= ({"squeeze_heads"} if mistake == "factors" else {"squeeze_heads", "solve_alpha"})
 
 
+@pytest.mark.parametrize("alpha_per", ["map", "row"])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_value_outputs_that_cancel_leave_no_nan(size: float, alpha_per: str, backend: str) -> None:
+    rng = np.random.default_rng(0)
+    maps = rng.random((1000, 3, 5), dtype=np.float32)
+    maps /= maps.sum(-1, keepdims=True)
+    outputs = (size * rng.standard_normal((1000, 5, 4))).astype(np.float32)
+    inputs = {
+        "probs_p": maps,
+        "probs_q": maps,
+        "value_outputs_p": outputs,
+        # Within a few roundings of the opposite, so that sums of their products have either sign (GRAM-7).
+        "value_outputs_q": (-outputs * (1 + 2.0 ** rng.integers(-24, -18, (1000, 1, 1)))).astype(np.float32),
+    }
+    alpha = OnnxAdapter(backend).run_operation("solve_alpha", {**inputs, "alpha_per": alpha_per}, "float32")
+    alpha = alpha["alpha"] if isinstance(alpha, dict) else alpha
+    np.testing.assert_array_equal(alpha, 0.5)
+
+
 # --- the adapter ------------------------------------------------------------------------------------------------
 
 
