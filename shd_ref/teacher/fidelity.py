@@ -21,6 +21,7 @@ from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, RowMask, Targets, read_targets
 from shd_ref.teacher.find import find_sites, projection_of
 from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.independence import check_samples
 from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.packages import onnx
@@ -238,6 +239,13 @@ class _FidelityTest:
         self.projections = [projection_of(site).astype(np.float32) for site in self.sites]
         self._plans: dict[tuple[int, str, str], tuple[MergePlan, ...]] = {}
         self._teacher = self._open(None)
+        graph, session = self._teacher
+        check_samples(
+            self.model,
+            {site.context: site.site for site in graph.sites},
+            self.inputs,
+            lambda names, batch: run_batch(session, names, batch),
+        )
         self._held: dict[int, Results] = {}
         self._held_bytes = 0
 

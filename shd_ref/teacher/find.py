@@ -1,11 +1,12 @@
 """Find the attention of a teacher's ONNX graph by following data, not by matching patterns.
 
 Each softmax whose map meets values is a site: ``walk`` follows its data, ``shapes`` knows or measures the sizes on
-the way, ``measure`` reads heads and layout off them.
+the way, ``measure`` reads heads and layout off them, and ``independence`` runs the graph to see whose maps they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.external import read_graph
+from shd_ref.teacher.independence import Finding, probe_samples
 from shd_ref.teacher.load import old_opset_reason
 from shd_ref.teacher.measure import Layout, Measure, measure_site
 from shd_ref.teacher.nodes import dtype_name, int_attribute, name_of
@@ -49,6 +51,7 @@ class AttentionSite:
         output_projection: W_o ``(H * d_v, D)``, rows in head order, float32 or float64.
         supported: whether ``squeeze_graph`` can squeeze this site.
         reason: why not, and what to do about it.
+        note: of a supported site, what a probe run could not show: that its maps are those of single samples.
     """
 
     layer: int
@@ -70,6 +73,7 @@ class AttentionSite:
     output_projection: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     supported: bool = False
     reason: str | None = None
+    note: str | None = None
 
     @property
     def folded(self) -> bool:
@@ -81,7 +85,8 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     """Every attention site of a graph, in the order in which data flows; nothing is changed.
 
     Shapes come from ONNX shape inference; where that leaves the heads undecided, one probe run with tiny inputs
-    measures them. A softmax that never meets a product (a classifier's, a router's) is no site.
+    measures them. A few more such runs show that the maps are those of single samples. A softmax that never meets a
+    product (a classifier's, a router's) is no site.
 
     Args:
         model: a graph without local functions, see ``load_teacher``.
@@ -121,10 +126,25 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     if too_old is not None:
         walks = [replace(walk, reason=walk.reason or too_old) for walk in walks]
     names_seen: set[str] = set()
-    return tuple(
-        _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error)
-        for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True))
+    return _judge_samples(
+        model,
+        [
+            _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error)
+            for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True))
+        ],
     )
+
+
+def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
+    """The sites, without those whose maps are not of single samples."""
+    maps = {site.probs: (site.layout, site.num_heads or 1) for site in sites if site.supported}
+    found = probe_samples(model, maps) if maps else {}
+    judged = []
+    for site in sites:
+        finding = found.get(site.probs, Finding()) if site.supported else Finding()
+        reason = site.reason or finding.reason
+        judged.append(replace(site, supported=reason is None, reason=reason, note=finding.note))
+    return tuple(judged)
 
 
 def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_error: str | None) -> AttentionSite:

@@ -151,6 +151,7 @@ def forecast_cache(
         )
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
     work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), options, run or RunOptions())
+    work.check_samples()
     chosen = np.linspace(0, len(work.inputs) - 1, min(num_samples, len(work.inputs))).astype(int)
     batches = list(work.batches(dict.fromkeys(chosen.tolist())))
     outputs = [work.squeeze_checked(batch) for batch in batches]

@@ -39,6 +39,7 @@ _FIELDS: Final = (
     "row_sums",
     "supported",
     "reason",
+    "note",
 )
 
 
@@ -122,11 +123,12 @@ def _table(teacher: Path, sites: Sequence[AttentionSite], factors: Sequence[Site
     for number, site in enumerate(sites):
         kind = {True: "cross", False: "self", None: "?"}[site.cross]
         sizes = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model)
-        verdicts = [_verdict(site.supported, site.reason)]
+        verdicts = [_verdict(site.supported, site.reason or site.note)]
         verdicts += [_verdict(one.supported, one.reason) for one in factors[number : number + 1]]
         table.add_row(str(site.layer), site.name, kind, *("?" if n is None else str(n) for n in sizes), *verdicts)
     return table
 
 
-def _verdict(supported: bool, reason: str | None) -> Text:
-    return marked("yes", "green") if supported else marked("no", "red", f": {reason}")
+def _verdict(supported: bool, reason: str | None = None) -> Text:
+    rest = "" if reason is None else f": {reason}"
+    return marked("yes", "green", rest) if supported else marked("no", "red", rest)

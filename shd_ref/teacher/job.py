@@ -48,6 +48,7 @@ class PrecomputeJob:
 
     def __init__(self, work: TeacherRun) -> None:
         self.work = work
+        work.check_samples()
         outputs, mask, spans = self._first_outputs()
         self.comparison = compare_with_reference(work.graph, outputs, query_mask=mask)
         self.compared_samples = len(outputs[work.graph.layers[0].codes])

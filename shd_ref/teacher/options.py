@@ -112,11 +112,7 @@ InputsPath = Annotated[
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Where the inputs are text: tokenizer.json, or the folder that holds it; of a folder also the "
-        "model_max_length of tokenizer_config.json counts."
-    ),
+    Path | None, typer.Option(help="Where the inputs are text: tokenizer.json, or the folder that holds it.")
 ]
 TextOption = Annotated[
     str | None, typer.Option(help="Column of the text; default: text. Only with --tokenizer.", show_default=False)

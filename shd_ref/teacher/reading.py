@@ -66,13 +66,22 @@ class AttentionReader:
             ShdError: ``not-finite`` with ``"stop"``; ``inputs-invalid``.
         """
         site, count = self.sites[number], len(batch.indices)
-        probs, values = (array[:count] for array in run_batch(self._session, self._names(number), batch).values())
+        probs, values = (array[:count] for array in self.run(self._names(number), batch).values())
         places = np.arange(count)
         if on_error == "skip":
             sound = np.isfinite(probs).all(axis=(1, 2, 3)) & np.isfinite(values).all(axis=(1, 2, 3))
             probs, values, places = probs[sound], values[sound], places[sound]
         # The own dtype decides how exactly rows must sum to one.
         return probs.astype(site.dtype or "float32"), value_outputs(values, projection_of(site)), places
+
+    @property
+    def maps(self) -> dict[str, AttentionSite]:
+        """The sites by the names of their maps ``(B, H, L, S)`` among the outputs."""
+        return {self._names(number)[0]: site for number, site in enumerate(self.sites)}
+
+    def run(self, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        """Some of the outputs, by name."""
+        return run_batch(self._session, names, batch)
 
     @staticmethod
     def _names(number: int) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.factors import SiteFactors, find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.graph_inputs import input_specs
+from shd_ref.teacher.independence import check_samples
 from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
@@ -222,6 +223,14 @@ class TeacherRun:
         """As ``squeeze_checked`` with every position counted: what the graph masks of itself, apart from padding."""
         return self._shared.run_anew(self.inputs.unmasked(batch), check_outputs=True)
 
+    def check_samples(self) -> None:
+        """Refuse a teacher whose maps of a sample depend on the samples that run with it, once for all students.
+
+        Raises:
+            ShdError: ``graph-unsupported``.
+        """
+        self._shared.check_samples()
+
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """Samples in batches of the size that was asked for, longest first."""
         return self.inputs.batches(indices, self.run.batch_size, self.run.batch_tokens)
@@ -273,15 +282,18 @@ class TeacherRun:
             raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(kinds)}")
         return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, kind) for kind in kinds)
 
-    def _match_plans(self) -> tuple[MergePlan, ...]:
-        reader = AttentionReader(
+    def read_attention(self) -> AttentionReader:
+        """The teacher's own maps and value outputs at the chosen sites, in a session of its own."""
+        return AttentionReader(
             self.model,
             [site for _, site in self.layers],
             provider=self.run.provider,
             num_threads=self.run.num_threads,
         )
+
+    def _match_plans(self) -> tuple[MergePlan, ...]:
         return calibrate_plans(
-            reader,
+            self.read_attention(),
             self.inputs,
             self.options.num_student_heads,
             by=self.options.matched_by,
@@ -321,6 +333,7 @@ class _Shared:
         self._graphs: dict[bool, tuple[SqueezedGraph, ...]] = {}
         self._sessions: dict[bool, tuple[list[str], Any]] = {}
         self._last: dict[bool, tuple[tuple[int, ...], dict[str, NDArray[Any]]]] = {}
+        self._samples_checked = False
 
     def graph(self, member: TeacherRun) -> SqueezedGraph:
         """A member's graph, with check outputs; the names without are among these."""
@@ -341,6 +354,20 @@ class _Shared:
         """The same without a look at what is remembered, and without remembering it."""
         names, session = self._open(check_outputs)
         return run_batch(session, names, batch)
+
+    def check_samples(self) -> None:
+        """See ``TeacherRun.check_samples``."""
+        if self._samples_checked:
+            return
+        first = self.members[0]
+        if all(site.note is None for _, site in first.layers):
+            _, session = self._open(True)
+            sites = {layer.probs: layer.site for layer in self._graphs[True][0].layers}
+            check_samples(first.model, sites, first.inputs, lambda names, batch: run_batch(session, names, batch))
+        else:  # the squeezed graph may not even run
+            reader = first.read_attention()
+            check_samples(first.model, reader.maps, first.inputs, reader.run)
+        self._samples_checked = True
 
     def _open(self, check_outputs: bool) -> tuple[list[str], Any]:
         if check_outputs not in self._sessions:

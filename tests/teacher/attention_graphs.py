@@ -91,11 +91,15 @@ def encoder_layer(
     head_mask: bool = False,
     opset: int = 18,
 ) -> onnx.ModelProto:
-    """One self-attention layer on ``x (B, L, D)`` with ``mask (B, L)``, in the form that the options describe."""
+    """One self-attention layer on ``x (B, L, D)`` with ``mask (B, L)``, in the form that the options describe.
+
+    With ``sequence_first`` the layout "batch-folded" reads ``x (L, B, D)``, as torch's layers do by default.
+    """
     d_model = num_heads * d_v
     num_kv_heads = num_kv_heads or num_heads
     build = GraphBuilder()
-    source = build.op("Transpose", "x", perm=[1, 0, 2]) if sequence_first else "x"
+    turned = layout == "batch-folded" and not sequence_first
+    source = build.op("Transpose", "x", perm=[1, 0, 2]) if turned else "x"
     source = build.op("Cast", source, to=TensorProto.FLOAT16) if float16 else source
 
     def weight(array: NDArray[np.float32]) -> NDArray[Any]:

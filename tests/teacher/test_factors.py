@@ -74,7 +74,6 @@ def check_factors(model: onnx.ModelProto, feeds: dict[str, NDArray[Any]], allowe
         {"num_kv_heads": 2, "kv_repeat": "gather"},
         {"num_kv_heads": 1},
         *({"layout": name} for name in ("heads-batch", "batch-folded", "heads-folded")),
-        {"layout": "batch-folded", "sequence_first": True},
         {"opset": 13},
     ],
     ids=str,

@@ -44,7 +44,6 @@ def only_site(model: onnx.ModelProto) -> AttentionSite:
         {"head_mask": True},
         {"opset": 13},
         *({"layout": layout} for layout in LAYOUTS),
-        {"layout": "batch-folded", "sequence_first": True},
     ],
     ids=str,
 )
@@ -180,7 +179,7 @@ def test_a_transposed_map_is_refused() -> None:
 
 
 def test_a_probe_measures_shapes_of_batch_two_and_length_three() -> None:
-    model = encoder_layer(layout="batch-folded", sequence_first=True)
+    model = encoder_layer(layout="batch-folded")
     assert probe_shapes(model, ["softmax", "context"]) == {"softmax": (8, 3, 3), "context": (8, 3, 3)}
 
 

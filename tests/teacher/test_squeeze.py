@@ -234,7 +234,7 @@ def test_other_codecs_output_the_maps(codec: str) -> None:
     [
         {"layout": "heads-batch"},
         {"layout": "heads-folded"},
-        {"layout": "batch-folded", "sequence_first": True},
+        {"layout": "batch-folded"},
         {"num_kv_heads": 2},
         {"num_kv_heads": 1, "kv_repeat": "tile"},
         {"mask": "where", "nan_guard": True},

@@ -1,0 +1,304 @@
+"""Maps are those of single samples, or refused: shown on a probe, and again on the user's data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection, token_teacher
+
+from shd_ref.cache import CacheReader
+from shd_ref.errors import ShdError
+from shd_ref.teacher import find
+from shd_ref.teacher.fidelity import FidelityOptions, measure_fidelity
+from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.forecast import forecast_cache
+from shd_ref.teacher.independence import Finding
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.tolerances import load_tolerances
+
+HEADS, WIDTH = 2, 6
+Change = Callable[[GraphBuilder, str], str]
+
+SEQUENCE_FIRST = "batch_first=True"
+WINDOWS = "maps a sample"
+MIXED = "evaluation mode .*without layers"
+RANDOM = "differ from run to run"
+OTHER_AXIS = "takes the samples on the first axis"
+
+
+def only_site(model: onnx.ModelProto) -> AttentionSite:
+    (site,) = find_sites(model)
+    return site
+
+
+def attention(
+    change: Change | None = None,
+    *,
+    window: int | None = None,
+    shifted: bool = False,
+    batch: int | str = "batch",
+    length: int | str = 8,
+    logits_of: Change | None = None,
+) -> onnx.ModelProto:
+    """Self-attention of two heads on ``x (batch, length, 6)``, in windows of so many positions where they are given.
+
+    Args:
+        change: appends nodes between the input and the attention, and names their result.
+        window: positions of a window.
+        shifted: positions are rolled by half a window, and each window has its mask, as in a Swin layer.
+        batch, length: sizes or names of the input's axes.
+        logits_of: makes the logits ``(B, H, L, L)`` of the input in place of queries and keys.
+    """
+    build = GraphBuilder()
+    source = "x" if change is None else change(build, "x")
+    if shifted:
+        parts = [
+            build.op("Slice", source, build.const(np.array([a])), build.const(np.array([b])), build.const([1]))
+            for a, b in ((2, 8), (0, 2))
+        ]
+        source = build.op("Concat", *parts, axis=1)
+    if window is not None:
+        source = build.op("Reshape", source, build.const(np.array([-1, window, WIDTH])))
+
+    def heads(seed: int) -> str:
+        projected = build.op("MatMul", source, build.const(random_projection(WIDTH, WIDTH, seed)))
+        split = build.op("Reshape", projected, build.const(np.array([0, 0, HEADS, WIDTH // HEADS])))
+        return build.op("Transpose", split, perm=[0, 2, 1, 3])
+
+    values = heads(3)
+    if logits_of is None:
+        logits = build.op("MatMul", heads(1), build.op("Transpose", heads(2), perm=[0, 1, 3, 2]))
+    else:
+        logits = logits_of(build, "x")
+    if shifted and window is not None:
+        mask = np.zeros((1, 8 // window, 1, window, window), np.float32)
+        mask[:, -1, :, : window // 2, window // 2 :] = mask[:, -1, :, window // 2 :, : window // 2] = -100
+        shape = np.array([-1, 8 // window, HEADS, window, window])
+        masked = build.op("Add", build.op("Reshape", logits, build.const(shape)), build.const(mask))
+        logits = build.op("Reshape", masked, build.const(np.array([-1, HEADS, window, window])))
+    context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
+    joined = build.op("Transpose", context, perm=[0, 2, 1, 3])
+    flat = build.op("Reshape", joined, build.const(np.array([0, 0, WIDTH])))
+    output = build.op("MatMul", flat, build.const(random_projection(WIDTH, 7, 4)))
+    return build.model({"x": (TensorProto.FLOAT, [batch, length, WIDTH])}, [output])
+
+
+def normalised(build: GraphBuilder, source: str) -> str:
+    """Batch normalisation in training mode."""
+    axes = build.const(np.array([0, 1]))
+    centred = build.op("Sub", source, build.op("ReduceMean", source, axes))
+    variance = build.op("ReduceMean", build.op("Mul", centred, centred), axes)
+    return build.op("Div", centred, build.op("Sqrt", variance))
+
+
+def normalised_by_operator(build: GraphBuilder, source: str) -> str:
+    """The same as an operator, whose statistics onnxruntime carries from run to run."""
+    ones, zeros = (build.const(np.full(WIDTH, number, np.float32)) for number in (1, 0))
+    names = [f"normalised_{number}" for number in range(3)]
+    channels = build.op("Transpose", source, perm=[0, 2, 1])
+    build.nodes.append(
+        onnx.helper.make_node(
+            "BatchNormalization", [channels, ones, zeros, zeros, ones], names, training_mode=1, name="normalise"
+        )
+    )
+    return build.op("Transpose", names[0], perm=[0, 2, 1])
+
+
+def centred(build: GraphBuilder, source: str) -> str:
+    """What every sample has in common is taken away."""
+    return build.op("Sub", source, build.op("ReduceMean", source, build.const(np.array([0]))))
+
+
+def dropped(build: GraphBuilder, source: str) -> str:
+    """Dropout in training mode, as noise."""
+    return build.op("Mul", source, build.op("RandomUniformLike", source))
+
+
+def viewed(build: GraphBuilder, source: str) -> str:
+    """Samples and positions exchanged, and read as if they were not: ``view`` where ``transpose`` was meant."""
+    moved = build.op("Transpose", source, perm=[1, 0, 2])
+    return build.op("Reshape", moved, build.op("Shape", source))
+
+
+def the_same(build: GraphBuilder, source: str) -> str:
+    """Logits that do not depend on the samples."""
+    logits = build.const(np.random.default_rng(0).normal(size=(1, HEADS, 8, 8)).astype(np.float32))
+    batch = build.op("Slice", build.op("Shape", source), build.const(np.array([0])), build.const(np.array([1])))
+    shape = build.op("Concat", batch, build.const(np.array([HEADS, 8, 8])), axis=0)
+    return build.op("Expand", logits, shape)
+
+
+def quantised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    from onnxruntime.quantization import quantize_dynamic
+
+    onnx.save(onnx.shape_inference.infer_shapes(model), folder / "float.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "int8.onnx")
+    return onnx.load(folder / "int8.onnx")
+
+
+def sequence_first(*shape: int | str) -> onnx.ModelProto:
+    """``torch.nn.MultiheadAttention`` as it is: ``x (L, B, D)``, maps ``(B H, L, L)``."""
+    model = encoder_layer(layout="batch-folded", sequence_first=True)
+    for value in model.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=False):
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:
+                dim.dim_param = size
+    return model
+
+
+ACCEPTED = {
+    "any batch and length": attention(length="length"),
+    "any batch": attention(),
+    "batch of one": attention(batch=1),
+    "batch of four": attention(batch=4),
+    "a window that is the sample": attention(window=8),
+    "a shifted window that is the sample": attention(window=8, shifted=True),
+    **{layout: encoder_layer(layout=layout) for layout in ("heads-batch", "batch-folded", "heads-folded")},
+    "half precision": encoder_layer(float16=True),
+    "token numbers": token_teacher(),
+    "maps that are the same for all": attention(logits_of=the_same),
+}
+REFUSED = {
+    "windows": (attention(window=4), WINDOWS),
+    "shifted windows": (attention(window=4, shifted=True), WINDOWS),
+    "windows in a batch of one": (attention(window=2, batch=1), WINDOWS),
+    "windows in a batch of four": (attention(window=4, shifted=True, batch=4), WINDOWS),
+    "sequence first": (sequence_first("batch", "length"), SEQUENCE_FIRST),
+    "sequence first by name": (sequence_first("length", "batch"), SEQUENCE_FIRST),
+    "sequence first, fixed length": (sequence_first(8, "batch"), SEQUENCE_FIRST),
+    "sequence first, one sample": (sequence_first("length", 1), SEQUENCE_FIRST),
+    "sequence first, as many samples as positions": (sequence_first(4, 4), SEQUENCE_FIRST),
+    "sequence first, a multiple": (sequence_first(4, 8), SEQUENCE_FIRST),
+    "batch normalisation": (attention(normalised, length="length"), MIXED),
+    "batch normalisation, fixed batch": (attention(normalised, batch=4), MIXED),
+    "batch normalisation as an operator": (attention(normalised_by_operator), RANDOM),
+    "samples compared with their mean": (attention(centred), MIXED),
+    "dropout": (attention(dropped), RANDOM),
+    "a view in place of a transpose": (attention(viewed), OTHER_AXIS),
+}
+
+
+@pytest.mark.parametrize("form", ACCEPTED)
+def test_maps_of_single_samples_are_accepted(form: str) -> None:
+    site = only_site(ACCEPTED[form])
+    assert site.supported, site.reason
+    assert ("same for all samples" in (site.note or "")) == (form == "maps that are the same for all")
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_other_maps_are_refused_with_their_cause(form: str) -> None:
+    model, cause = REFUSED[form]
+    site = only_site(model)
+    assert not site.supported
+    assert site.note is None
+    with pytest.raises(AssertionError, match=cause):
+        raise AssertionError(site.reason)
+
+
+def samples_for(model: onnx.ModelProto, count: int = 7) -> dict[str, NDArray[Any]]:
+    """Samples of random numbers, of eight positions where the graph leaves it open."""
+    rng, data = np.random.default_rng(1), {}
+    for value in model.graph.input:
+        shape = [count, *(dim.dim_value or 8 for dim in value.type.tensor_type.shape.dim[1:])]
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            data[value.name] = rng.normal(size=shape).astype(np.float32)
+        elif "mask" in value.name:
+            shortest = 3 if value.name == "attention_mask" else shape[1]  # other graphs mask nothing
+            lengths = rng.integers(shortest, shape[1] + 1, (count, 1))
+            data[value.name] = (np.arange(shape[1]) < lengths).astype(np.int64)
+        else:
+            data[value.name] = rng.integers(1, 50, shape)
+    return data
+
+
+def saved(model: onnx.ModelProto, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    onnx.save(model, folder / "teacher.onnx")
+    return folder / "teacher.onnx"
+
+
+def records(model: onnx.ModelProto, folder: Path, **options: Any) -> list[NDArray[Any]]:
+    """The maps that a precompute stores."""
+    data = samples_for(model)
+    mask = next((name for name in data if "mask" in name), None)
+    run = RunOptions(mask=mask, num_threads=1, **options)
+    precompute(saved(model, folder), data, folder / "cache", PrecomputeOptions(1, codec="float32"), run)
+    reader = CacheReader(folder / "cache")
+    return [reader.decode(reader.read(key), 0) for key in sorted(reader.keys())]
+
+
+@pytest.mark.parametrize("form", ACCEPTED)
+def test_records_do_not_change_with_the_batch_size(form: str, tmp_path: Path) -> None:
+    model = ACCEPTED[form]
+    alone, *others = (records(model, tmp_path / str(size), batch_size=size) for size in (1, 3, 16))
+    assert len(alone) == 7
+    # Rounding of the graph's own dtype, and of alpha behind it.
+    limit = load_tolerances()["recheck"]["total_variation"]["float16" if form == "half precision" else "float32"]
+    for other in others:
+        for first, second in zip(alone, other, strict=True):
+            assert 0.5 * np.abs(first - second).sum(axis=-1).max() <= limit
+
+
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a graph on which no probe can run."""
+    monkeypatch.setattr(find, "probe_samples", lambda model, maps: dict.fromkeys(maps, Finding(note="not run")))
+
+
+@pytest.mark.parametrize("form", [form for form in REFUSED if form not in ("sequence first, one sample",)])
+def test_what_a_probe_could_not_refuse_the_first_samples_do(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unprobed(monkeypatch)
+    model, cause = REFUSED[form]
+    assert only_site(model).supported
+    with pytest.raises(ShdError, match=cause) as caught:
+        records(model, tmp_path)
+    assert caught.value.code == "graph-unsupported"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_command_that_runs_a_teacher_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unprobed(monkeypatch)
+    model, _ = REFUSED["batch normalisation"]
+    teacher, data = saved(model, tmp_path), samples_for(model)
+    commands: Sequence[Callable[[], object]] = (
+        lambda: measure_fidelity(teacher, data, FidelityOptions((1,), plans=("adjacent",))),
+        lambda: forecast_cache(teacher, data, PrecomputeOptions(1)),
+    )
+    for command in commands:
+        with pytest.raises(ShdError, match=MIXED) as caught:
+            command()
+        assert caught.value.code == "graph-unsupported"
+
+
+def test_a_graph_that_only_runs_on_long_samples_says_what_is_unproven(tmp_path: Path) -> None:
+    """No number in it says how long."""
+
+    def compared(build: GraphBuilder, source: str) -> str:
+        return build.op("Add", source, build.op("Gather", source, build.const(np.array([7])), axis=1))
+
+    model = attention(compared, length="length")
+    site = only_site(model)
+    assert site.supported
+    assert "could not show" in str(site.note)
+    assert len(records(model, tmp_path)) == 7
+
+
+def test_dynamic_quantisation_keeps_samples_apart_but_for_its_scales(tmp_path: Path) -> None:
+    site = only_site(quantised(attention(length="length"), tmp_path))
+    assert site.supported, site.reason
+    assert "--batch-size 1" in str(site.note)
+    wrong = only_site(quantised(sequence_first("batch", "length"), tmp_path))
+    assert SEQUENCE_FIRST in str(wrong.reason)
+    several = only_site(quantised(attention(window=4), tmp_path))
+    assert WINDOWS in str(several.reason)
