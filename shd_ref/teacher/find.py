@@ -148,14 +148,15 @@ def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tu
 
 
 def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_error: str | None) -> AttentionSite:
-    weight = walk.weight
+    weight = None if measure is None else measure.weight
+    terms = walk.projection.terms
     reason = walk.reason
     if reason is None and measure is None:
         reason = f"the number of heads cannot be determined: {probe_error or 'the shapes contradict each other'}"
     if reason is None and measure is not None and measure.layout is None:
         reason = (
-            "the rows of the output projection are not in head order: "
-            "re-export with eager attention, so that heads are joined before their projection"
+            "the output projection reads only a part of the heads' outputs: re-export with eager attention, so that "
+            "it reads every head at every position"
         )
     if reason is None and weight is not None and not (np.abs(weight) < _LARGEST_WEIGHT).all():
         reason = "its output projection holds NaN or numbers beyond reason: copy or export the model again"
@@ -172,7 +173,7 @@ def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_erro
         shared_values=measure is not None and measure.shared_values,
         d_k=None if measure is None else measure.d_k,
         d_v=None if measure is None else measure.d_v,
-        d_model=None if weight is None else int(weight.shape[1]),
+        d_model=int(terms[0].weight.shape[-1]) if terms else None,
         dtype=dtype_name(walk.probs),
         cross=walk.cross,
         row_sums="at_most_one" if walk.sinks else "one",

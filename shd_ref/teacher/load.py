@@ -7,6 +7,7 @@ from typing import Final
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.bounds import check_sizes
+from shd_ref.teacher.einsum import rewrite_einsum
 from shd_ref.teacher.external import INLINE_BYTES, check_external_data, data_folder, load_external_data
 from shd_ref.teacher.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import DecodeError, onnx
@@ -26,7 +27,8 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     """Read an ONNX model from a file that is not trusted, with its external data, local functions inlined.
 
     Graphs of old operator sets are converted where ONNX can; others come as they are, to be inspected at least.
-    The standard operator Attention is replaced by the operators that define it, so that its map exists.
+    The standard operator Attention is replaced by the operators that define it, so that its map exists; Einsum is
+    replaced by MatMul where it is a product, so that its axes are known.
 
     Args:
         path: the ``.onnx`` file; external data must lie in its folder or below.
@@ -61,7 +63,8 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
             "libraries are never loaded: re-export the model with standard operators",
         )
     load_external_data(model, file, everything=size < inline_bytes)
-    return _decompose_attention(_modernise(model))
+    model = _decompose_attention(_modernise(model))
+    return model if old_opset_reason(model) else rewrite_einsum(model)
 
 
 def old_opset_reason(model: onnx.ModelProto) -> str | None:

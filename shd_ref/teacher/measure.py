@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.nodes import constant_of, data_inputs, int_attribute, name_of
+from shd_ref.teacher.operators import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS
 from shd_ref.teacher.packages import ir
+from shd_ref.teacher.projection import Term
 from shd_ref.teacher.shapes import Shapes
 from shd_ref.teacher.walk import Walk
 
@@ -31,17 +33,27 @@ _HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 
 class Measure:
     """What a site's shapes tell; fields as in ``AttentionSite``."""
 
-    layout: Layout | None  # None: W_o's rows are not in head order
+    layout: Layout | None  # None: W_o does not read every head at every position
     num_heads: int
     num_kv_heads: int
     shared_values: bool
     d_k: int | None
     d_v: int
+    weight: NDArray[Any] | None  # W_o (H * d_v, D), rows in head order
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one product reads: a row for each row of the attention output."""
+
+    indices: NDArray[np.int64]  # (rows, in): places in the heads' outputs
+    factors: NDArray[Any]  # (in,): what these numbers were multiplied by on the way
+    weight: NDArray[Any]  # (in, out)
 
 
 def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     """Heads, widths and layout from the shapes; None where a shape is missing or contradicts another."""
-    if walk.reason is not None or walk.weight is None:
+    if walk.reason is not None or not walk.projection.terms:
         return None
     probs, values, context, query = (
         None if value is None else shapes.get(name_of(value))
@@ -50,12 +62,14 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     if probs is None or values is None or context is None or len(context) not in (3, 4):
         return None
     d_v = context[-1]
-    num_heads, rest = divmod(walk.weight.shape[0], d_v)
     repeats = _repeat_factor(walk.repeats, shapes)
-    indices = replay(walk.path, context, shapes)
-    if rest or repeats is None or indices is None or num_heads % repeats:
+    rows = _rows_of_terms(walk, context, shapes)
+    if repeats is None or rows is None:
         return None
-    layout = _layout(indices.reshape(-1, walk.weight.shape[0]), context, num_heads)
+    num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
+    if rest or num_heads % repeats:
+        return None
+    layout, weight = _layout(rows, context, num_heads)
     one_head = tuple(1 if axis == _HEAD_AXES.get(layout) else size for axis, size in enumerate(context[:-2]))
     shared = values[:-2] == one_head != context[:-2]
     if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
@@ -67,6 +81,7 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
         shared_values=shared,
         d_k=None if query is None else query[-1],
         d_v=d_v,
+        weight=weight,
     )
 
 
@@ -88,36 +103,111 @@ def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) ->
     """
     if math.prod(context) > _MOST_INDICES:
         return None
-    indices = np.arange(math.prod(context)).reshape(context)
+    indices: NDArray[np.int64] = np.arange(math.prod(context)).reshape(context)
     for node in path:
-        shape = shapes.get(name_of(node.outputs[0]))
-        if node.op_type == "Transpose":
-            order = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
-            indices = indices.transpose(order)
-        elif node.op_type in ("Flatten", "Reshape", "Squeeze", "Unsqueeze"):
-            if shape is None or np.prod(shape) != indices.size:
-                return None
-            indices = indices.reshape(shape)
-        elif node.op_type == "Gather":
-            places = constant_of(node.inputs[1])
-            if places is None:
-                return None
-            indices = indices.take(places, axis=int_attribute(node, "axis") or 0)
-        elif node.op_type == "Expand":
-            if shape is None:
-                return None
-            indices = np.broadcast_to(indices, shape)
-        elif node.op_type == "Tile":
-            if shape is None or len(shape) != indices.ndim:
-                return None
-            indices = np.tile(indices, np.floor_divide(shape, indices.shape))
-        elif node.op_type == "Concat":
-            indices = np.concatenate([indices] * len(node.inputs), int_attribute(node, "axis") or 0)
+        moved = _move(node, [indices] * (len(node.inputs) if node.op_type == "Concat" else 1), shapes)
+        if moved is None:
+            return None
+        indices = moved[0]
     return indices
 
 
-def _layout(rows: NDArray[np.int64], context: tuple[int, ...], num_heads: int) -> Layout | None:
-    """The reading of the context's leading axes under which every row of indices is the heads in order."""
+def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
+    """The outputs of an operator that moves, picks or repeats numbers; None where it cannot be told."""
+    try:
+        return _apply(node, arrays, shapes)
+    except (IndexError, ValueError):  # its attributes do not fit the shapes
+        return None
+
+
+def _apply(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
+    array, *_ = arrays
+    shape = shapes.get(name_of(node.outputs[0]))
+    axis = int_attribute(node, "axis") or 0
+    if node.op_type == "Transpose":
+        return [array.transpose(node.attributes["perm"].as_ints() if "perm" in node.attributes else None)]
+    if node.op_type == "Concat":
+        return [np.concatenate(arrays, axis)]
+    if node.op_type == "Gather":
+        places = constant_of(node.inputs[1])
+        return None if places is None else [array.take(places, axis=axis)]
+    if node.op_type == "Slice":
+        return _slice(node, array)
+    if node.op_type == "Split":
+        parts = [shapes.get(name_of(value)) for value in node.outputs]
+        sizes = [part[axis] for part in parts if part is not None]
+        if len(sizes) < len(parts) or sum(sizes) != array.shape[axis]:
+            return None
+        return np.split(array, np.cumsum(sizes)[:-1], axis)
+    if shape is None:
+        return [array] if node.op_type not in (*MOVING_OPS, *REPEAT_OPS, *ADDING_OPS, *SCALING_OPS) else None
+    if node.op_type in MOVING_OPS:
+        return [array.reshape(shape)] if np.prod(shape) == array.size else None
+    if node.op_type == "Expand":
+        return [np.broadcast_to(array, shape)]
+    if node.op_type == "Tile":
+        return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
+    return [array] if node.op_type not in ADDING_OPS | SCALING_OPS or shape == array.shape else None
+
+
+def _slice(node: ir.Node, array: NDArray[Any]) -> list[NDArray[Any]] | None:
+    starts, ends, *more = (constant_of(value) for value in node.inputs[1:])
+    if starts is None or ends is None or any(value is None for value in more):
+        return None
+    axes = more[0].tolist() if more and more[0] is not None else range(len(starts))
+    steps = more[1].tolist() if len(more) > 1 and more[1] is not None else [1] * len(starts)
+    parts = [slice(None)] * array.ndim
+    for axis, start, end, step in zip(axes, starts.tolist(), ends.tolist(), steps, strict=True):
+        parts[axis] = slice(start, end, step)
+    return [array[tuple(parts)]]
+
+
+def _rows_of_terms(walk: Walk, context: tuple[int, ...], shapes: Shapes) -> list[_Rows] | None:
+    """Replay what lies between the heads' outputs and the products, on flat indices and, if need be, on factors."""
+    if walk.context is None or math.prod(context) > _MOST_INDICES:
+        return None
+    first: list[NDArray[Any]] = [np.arange(math.prod(context)).reshape(context)]
+    if any(node.op_type in SCALING_OPS for node in walk.projection.path):
+        first.append(np.ones(context))
+    known: dict[ir.Value, list[NDArray[Any]]] = {walk.context: first}
+    for node in walk.projection.path:
+        sources = [known[value] for value in node.inputs if value is not None and value in known]
+        moved = [made for arrays in zip(*sources, strict=True) if (made := _move(node, list(arrays), shapes))]
+        if len(moved) < len(first):
+            return None
+        if node.op_type in SCALING_OPS:
+            factor = next(array for value in node.inputs if (array := constant_of(value)) is not None)
+            moved[1] = [moved[1][0] * factor if node.op_type == "Mul" else moved[1][0] / factor]
+            if moved[1][0].shape != moved[0][0].shape:
+                return None
+        known.update(zip(node.outputs, (list(arrays) for arrays in zip(*moved, strict=True)), strict=False))
+    rows = [_rows_of(term, *known[term.source]) for term in walk.projection.terms]
+    return None if any(row is None for row in rows) else [row for row in rows if row is not None]
+
+
+def _rows_of(term: Term, indices: NDArray[np.int64], *factors: NDArray[Any]) -> _Rows | None:
+    """The rows that a product reads; a matrix a head is one matrix for the heads side by side."""
+    weight, both = term.weight, [indices, *factors]
+    if weight.ndim == 3:
+        if indices.ndim < 3 or indices.shape[-3] != len(weight):
+            return None
+        both = [np.moveaxis(array, -3, -2).reshape(-1, indices.shape[-3] * indices.shape[-1]) for array in both]
+        weight = weight.reshape(-1, weight.shape[-1])
+    else:
+        both = [np.moveaxis(array, term.axis, -1) for array in both]
+    if both[0].shape[-1] != len(weight):
+        return None
+    both = [array.reshape(-1, len(weight)) for array in both]
+    if not factors:
+        return _Rows(both[0], np.ones(len(weight)), weight)
+    return _Rows(both[0], both[1][0], weight) if (both[1] == both[1][0]).all() else None
+
+
+def _layout(rows: list[_Rows], context: tuple[int, ...], num_heads: int) -> tuple[Layout | None, NDArray[Any] | None]:
+    """The reading of the context's leading axes under which every row of indices is all heads at one position.
+
+    And W_o under it: the rows of the weights at the places of the numbers that they multiply.
+    """
     indices = np.arange(np.prod(context)).reshape(context)
     batch, rest = divmod(context[0], num_heads)
     readings: dict[Layout, NDArray[np.int64]] = {}
@@ -128,12 +218,31 @@ def _layout(rows: NDArray[np.int64], context: tuple[int, ...], num_heads: int) -
             "batch-folded": indices.reshape(batch, num_heads, *context[1:]),
             "heads-folded": indices.reshape(num_heads, batch, *context[1:]).swapaxes(0, 1),
         }
-    # Rows may stand in any order: (B, L) or (L, B).
-    wanted = rows[np.argsort(rows[:, 0])]
     for layout, reading in readings.items():
         if reading.shape[1] != num_heads:
             continue
-        joined = reading.swapaxes(1, 2).reshape(-1, rows.shape[1])  # (B * L, H * d_v)
-        if np.array_equal(joined[np.argsort(joined[:, 0])], wanted):
-            return layout
-    return None
+        joined = reading.swapaxes(1, 2).reshape(-1, num_heads * context[-1])  # (B * L, H * d_v)
+        weight = _weight_in_order(rows, joined)
+        if weight is not None:
+            return layout, weight
+    return None, None
+
+
+def _weight_in_order(rows: list[_Rows], joined: NDArray[np.int64]) -> NDArray[Any] | None:
+    """W_o with a row for each column of ``joined``; None where the products read other rows than these.
+
+    Rows may stand in any order, (B, L) or (L, B), but in the same one in all products.
+    """
+    count, width = joined.shape
+    row_of, column_of = np.empty((2, joined.size), dtype=np.int64)
+    row_of[joined], column_of[joined] = np.arange(count)[:, None], np.arange(width)
+    dtype = np.result_type(*(row.weight for row in rows))
+    weight = np.zeros((width, rows[0].weight.shape[1]), dtype=np.float64)
+    order = row_of[rows[0].indices[:, 0]]
+    for row in rows:
+        columns = column_of[row.indices[0]]
+        is_same = (row_of[row.indices] == order[:, None]).all() if len(row.indices) == len(order) else False
+        if not is_same or not (column_of[row.indices] == columns).all():
+            return None
+        np.add.at(weight, columns, row.factors[:, None] * row.weight)
+    return weight.astype(dtype) if np.array_equal(np.sort(order), np.arange(count)) else None

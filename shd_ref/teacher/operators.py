@@ -40,8 +40,28 @@ LAYOUT_OPS: Final = frozenset(
 )
 """What only moves numbers, between the heads' outputs and W_o, or around V."""
 
+MOVING_OPS: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Of these, what gives a number another place."""
+
+NORMS: Final = frozenset(
+    {
+        "GroupNormalization",
+        "InstanceNormalization",
+        "LayerNormalization",
+        "LpNormalization",
+        "Pow",
+        "RMSNormalization",
+        "ReduceL2",
+        "ReduceMean",
+        "ReduceSumSquare",
+        "SimplifiedLayerNormalization",
+    }
+)
+"""Norms, and what exporters write out norms with."""
+
 REPEAT_OPS: Final = frozenset({"Concat", "Expand", "Gather", "Tile"})
 
+ADDING_OPS: Final = frozenset({"Add", "Sub", "Sum"})
 SCALING_OPS: Final = frozenset({"Div", "Mul"})
 
 LOGIT_OPS: Final = frozenset(
@@ -59,6 +79,7 @@ LOGIT_OPS: Final = frozenset(
         "Reshape",
         "Sub",
         "Tanh",
+        "Transpose",
         "Where",
     }
 )

@@ -1,7 +1,7 @@
 """Follow data through a graph, from a softmax to the output projection; no pattern, and no size.
 
-Forward from the softmax, the first product with something that is not a weight is ``map @ V``; forward from that, the
-first product with a weight is the output projection W_o. Backward from the softmax, the first product is ``Q K^T``.
+Forward from the softmax, the first product with something that is not a weight is ``map @ V``; forward from that,
+what weights make of it is the output projection W_o. Backward from the softmax, the first product is ``Q K^T``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from numpy.typing import NDArray
 
 from shd_ref.teacher.nodes import (
     constant_of,
@@ -30,9 +28,8 @@ from shd_ref.teacher.operators import (
     STANDARD_DOMAINS,
 )
 from shd_ref.teacher.packages import ir
-from shd_ref.teacher.projection import follow_to_projection
+from shd_ref.teacher.projection import NO_PROJECTION, Projection, follow_to_projection
 from shd_ref.teacher.tracing import (
-    NodeTest,
     before_rounding,
     is_cross,
     is_value_product,
@@ -40,6 +37,7 @@ from shd_ref.teacher.tracing import (
     operands,
     trace_back,
 )
+from shd_ref.teacher.weights import product_weight
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Walk:
     probs: ir.Value | None = None
     values: ir.Value | None = None
     context: ir.Value | None = None  # the heads' outputs, map @ V
-    path: tuple[ir.Node, ...] = ()  # layout operators from the context to W_o
-    weight: NDArray[Any] | None = None
+    projection: Projection = NO_PROJECTION
     query: ir.Value | None = None
     cross: bool | None = None
     sinks: bool = False  # columns of the softmax are cut off
@@ -62,7 +59,7 @@ class Walk:
     def tensors(self) -> Iterator[str]:
         """Names of all tensors whose shapes decide the sizes."""
         values = [self.probs, self.values, self.context, self.query]
-        values += [node.outputs[0] for node in (*self.path, *self.repeats)]
+        values += [value for node in (*self.projection.path, *self.repeats) for value in node.outputs]
         values += [value for node in self.repeats for value in data_inputs(node)]
         yield from (name_of(value) for value in values if value is not None and not is_constant(value))
 
@@ -108,11 +105,10 @@ def _walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
 
 
 def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: bool) -> Iterator[Walk]:
-    product, place = _follow(softmax.outputs[0], MAP_CARRIERS, is_value_product)
-    if product is None:
-        if _follow(softmax.outputs[0], MAP_CARRIERS | {"Transpose"}, is_value_product)[0] is not None:
-            yield _refused(softmax, "the map is transposed on its way to the values")
+    met = _meet_values(softmax.outputs[0])
+    if met is None:
         return
+    product = met.product
     if product.op_type in INTEGER_PRODUCTS:
         yield _quantised(softmax, f"map and values meet in {product.op_type}")
         return
@@ -122,29 +118,33 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
     if not over_last_axis:
         yield _refused(softmax, "its softmax is not over the last axis")
         return
-    if place != 0 or not _is_plain(product):
+    if met.is_mixed:
+        yield Walk(
+            softmax,
+            "its maps are mixed among heads by a weight after the softmax (talking heads), so what multiplies the "
+            "values is no distribution: choose other layers, or export a model without it",
+        )
+        return
+    if met.axis != -1:
+        yield _refused(softmax, "the map is transposed on its way to the values")
+        return
+    if met.place != 0 or not _is_plain(product):
         yield _refused(softmax, f"map and values meet in {product.op_type} with the map transposed or scaled")
         return
     raw_map, raw_values = operands(product)
     probs, values = before_rounding(raw_map), before_rounding(raw_values)
-    weight, path, met = follow_to_projection(product.outputs[0])
+    projection = follow_to_projection(product.outputs[0])
     common: dict[str, Any] = {"node": softmax, "probs": probs, "values": values, "context": product.outputs[0]}
-    if weight is None:
-        between = f" (they go to {', '.join(sorted(met))})" if met else ""
-        yield Walk(
-            reason=f"the heads' outputs reach no MatMul or Gemm with a constant weight{between}, so there is no "
-            "output projection: export the model with its weights inside, up to and including the attention block",
-            **common,
-        )
+    if projection.reason is not None:
+        yield Walk(reason=projection.reason, **common)
         return
     scores = trace_back(logits, LOGIT_OPS, is_value_product)
     yield Walk(
         logits=logits,
-        path=path,
-        weight=weight,
+        projection=projection,
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else is_cross(scores),
-        sinks=trace_back(raw_map, MAP_CARRIERS - {"Slice"}, _is_slice) is not None,
+        sinks=trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, _is_slice) is not None,
         repeats=list_repeats(values),
         **common,
     )
@@ -187,16 +187,38 @@ def _is_slice(node: ir.Node) -> bool:
     return node.op_type == "Slice"
 
 
-def _follow(value: ir.Value, carriers: frozenset[str], found: NodeTest) -> tuple[ir.Node | None, int]:
-    """Breadth first to the nearest consumer that ``found`` accepts, and at which input it consumes."""
-    queue = [value]
-    for current in queue:
-        for node, place in current.uses():
-            if found(node):
-                return node, place
-            if node.op_type in carriers and place in _data_places(node) and node.outputs[0] not in queue:
-                queue.append(node.outputs[0])
-    return None, 0
+@dataclass(frozen=True)
+class _Meeting:
+    """Where a map meets values."""
+
+    product: ir.Node
+    place: int  # of the map among the product's inputs
+    axis: int  # of the keys, from the end
+    is_mixed: bool  # by a constant matrix over another axis than the keys'
+
+
+def _meet_values(probs: ir.Value) -> _Meeting | None:
+    """Breadth first to the nearest product with a computed tensor, with the keys' axis in view."""
+    queue = [(probs, -1, False)]
+    for value, axis, is_mixed in queue:
+        for node, place in value.uses():
+            if is_value_product(node):
+                return _Meeting(node, place, axis, is_mixed)
+            step: tuple[int, bool] | None = None
+            if node.op_type == "Transpose" and "perm" in node.attributes:
+                order = node.attributes["perm"].as_ints()
+                step = order.index(axis % len(order)) - len(order), is_mixed
+            elif node.op_type in MAP_CARRIERS and place in _data_places(node):
+                step = None if node.op_type == "Reshape" and axis != -1 else (axis, is_mixed)
+            elif is_mixed and node.op_type in ("Add", "BatchNormalization"):
+                step = axis, True
+            elif (weight := product_weight(node, place)) is not None:
+                # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
+                mixes = weight.axis != axis and weight.matrix.ndim == 2 and len(set(weight.matrix.shape)) == 1
+                step = (axis, True) if mixes else None
+            if step is not None and all(node.outputs[0] is not seen for seen, *_ in queue):
+                queue.append((node.outputs[0], *step))
+    return None
 
 
 def _is_plain(product: ir.Node) -> bool:

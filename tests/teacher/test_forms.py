@@ -22,6 +22,7 @@ from teacher.attention_graphs import (
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.compare import Comparison, compare_with_reference
+from shd_ref.teacher.factors import find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.session import open_session, run_session
@@ -289,6 +290,64 @@ def by_einsum() -> onnx.ModelProto:
     product.op_type = "Einsum"
     product.attribute.append(helper.make_attribute("equation", "bhls,bhsd->bhld"))
     return model
+
+
+def by_equations(scores: str, context: str) -> onnx.ModelProto:
+    """The attention of ``attention_on_inputs`` by two equations; the operands are turned to their letters."""
+    build = GraphBuilder()
+
+    def turn(name: str, have: str, want: str) -> str:
+        return build.op("Transpose", name, perm=[have.index(letter) for letter in want])
+
+    def product(equation: str, **operands: tuple[str, str]) -> tuple[str, str]:
+        terms, result = equation.split("->")
+        inputs = []
+        for term in terms.split(","):
+            name, have = operands["left" if "l" in term else "right"]
+            inputs.append(turn(name, have, term))
+        return build.op("Einsum", *inputs, equation=equation), result
+
+    logits, have = product(scores, left=("q", "bhld"), right=("k", "bhsd"))
+    if have[-1] != "s":
+        logits, have = turn(logits, have, "bhls"), "bhls"
+    probs = build.op("Softmax", logits, axis=-1)
+    heads, have = product(context, left=(probs, have), right=("k", "bhsd"))
+    flat = build.op("Reshape", turn(heads, have, "blhd"), build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    tensors = {"q": ["batch", 2, "rows", 3], "k": ["batch", 2, "keys", 3]}
+    return build.model({name: (TensorProto.FLOAT, shape) for name, shape in tensors.items()}, [output])
+
+
+@pytest.mark.parametrize(
+    ("scores", "context"),
+    [
+        ("bhld,bhsd->bhls", "bhls,bhsd->bhld"),
+        ("blhd,bshd->bhls", "bhls,bshd->blhd"),
+        ("bshd,blhd->bhls", "bshd,bhls->blhd"),  # the map second
+        ("lbhd,sbhd->bhls", "bhls,sbhd->lbhd"),
+        ("hbld,hbsd->hbls", "hbls,hbsd->hbld"),
+        ("blhd,bshd->blhs", "blhs,bshd->blhd"),
+        ("blhd,bhds->lbhs", "lbhs,bhds->bhdl"),
+        ("blhd,bshd->bslh", "bhls,bhsd->bhdl"),
+    ],
+)
+def test_both_products_by_equation(scores: str, context: str, tmp_path: Path) -> None:
+    plain = attention_on_inputs()
+    onnx.save(by_equations(scores, context), tmp_path / "teacher.onnx")
+    model = load_teacher(tmp_path / "teacher.onnx")
+    feeds = inputs_of(rows=3, keys=5)
+    squeeze_and_compare(model, feeds)
+    site, other = only_site(model), only_site(plain)
+    assert (site.num_heads, site.d_k, site.d_v, site.cross) == (other.num_heads, other.d_k, other.d_v, other.cross)
+    squeezed = []
+    for one in (model, plain):
+        graph = squeeze_graph(one, ((0, only_site(one)),), num_student_heads=1, check_outputs=True, codec="float32")
+        outputs = run_session(open_session(graph.model, num_threads=1), feeds)
+        squeezed.append([outputs[name] for name in (graph.layers[0].probs, graph.layers[0].merged)])
+    for found, expected in zip(*squeezed, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    (factors,) = find_factors(model, (site,))
+    assert factors.supported or "pass through Transpose" in str(factors.reason)
 
 
 def over_another_axis() -> onnx.ModelProto:

@@ -148,6 +148,7 @@ SQUEEZED: dict[str, Callable[[Path], Path]] = {
     "fused function, exported": exported(Fused, dynamo=True),
     "module": exported(Module, dynamo=True),
     "cross attention": exported(lambda: Module(2), dynamo=True),
+    "einsum, traced": exported(ByEinsum, dynamo=False),
     "int8 weights": dynamic_int8(),
     "int8 weights per channel": dynamic_int8(per_channel=True),
     "quantised and dequantised": static_int8("QDQ"),
@@ -193,7 +194,6 @@ def check_projection(name: str, site: AttentionSite) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "einsum, traced": (exported(ByEinsum, dynamo=False), "meet in Einsum"),
     "int8 products": (dynamic_int8(extra_options={"MatMulConstBOnly": False}), "meet in MatMulInteger"),
     "int8 operators": (static_int8("QOperator"), "QLinearSoftmax"),
     "module with sizes traced in": (exported(Module, dynamo=False), "dynamic batch and sequence axes"),

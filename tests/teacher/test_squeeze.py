@@ -359,9 +359,9 @@ def test_arguments_are_checked(options: dict[str, Any], code: str) -> None:
 
 def test_unsupported_sites_and_old_graphs_are_refused() -> None:
     model = encoder_layer()
-    join = next(node for node in model.graph.node if list(node.input) == ["context"])
-    join.attribute[0].ints[:] = [0, 2, 3, 1]
-    with pytest.raises(ShdError, match="head order") as caught:
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    softmax.attribute[0].i = 2
+    with pytest.raises(ShdError, match="not over the last axis") as caught:
         squeeze(model, 2)
     assert caught.value.code == "graph-unsupported"
     old = bare_attention(4)

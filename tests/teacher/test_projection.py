@@ -1,0 +1,304 @@
+"""What becomes of the heads' outputs: one matrix in every spelling that is linear in them, else a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+from teacher.attention_graphs import GraphBuilder, random_projection
+
+from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.session import open_session
+
+HEADS, D_V, D_MODEL = 3, 2, 5
+ROWS = HEADS * D_V
+
+Spelling = Callable[[GraphBuilder, str], str]
+
+
+def ints(build: GraphBuilder, *numbers: int) -> str:
+    return build.const(np.array(numbers))
+
+
+def weight(rows: int = ROWS, columns: int = D_MODEL, seed: int = 0) -> NDArray[np.float32]:
+    return random_projection(rows, columns, seed)
+
+
+def join(build: GraphBuilder, context: str) -> str:
+    """``(B, H, L, d_v) -> (B, L, H d_v)``."""
+    return build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), ints(build, 0, 0, ROWS))
+
+
+def times(build: GraphBuilder, value: str, *sizes: int, seed: int = 0) -> str:
+    return build.op("MatMul", value, build.const(weight(*sizes, seed=seed)))
+
+
+def low_rank(build: GraphBuilder, flat: str) -> str:
+    return times(build, times(build, flat, ROWS, 2, seed=1), 2, D_MODEL, seed=2)
+
+
+def adapter(op_type: str, **swapped: bool) -> Spelling:
+    def spell(build: GraphBuilder, context: str) -> str:
+        flat = join(build, context)
+        parts = [times(build, flat), build.op("Mul", low_rank(build, flat), build.const(np.float32(2)))]
+        return build.op(op_type, *(reversed(parts) if swapped else parts))
+
+    return spell
+
+
+def adapter_behind_the_residual(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    return build.op("Add", build.op("Add", "residual", times(build, flat)), low_rank(build, flat))
+
+
+def adapter_by_gemm(build: GraphBuilder, context: str) -> str:
+    rows = build.op("Reshape", join(build, context), ints(build, -1, ROWS))
+    down = build.op("Gemm", rows, build.const(weight(ROWS, 2, 1)))
+    return build.op(
+        "Gemm", down, build.const(weight(D_MODEL, 2, 2)), times(build, rows), transB=1, alpha=0.5, beta=3.0
+    )
+
+
+def adapter_with_a_scale_a_column(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    scaled = build.op("Div", low_rank(build, flat), build.const(np.float32([1, 2, 4, 5, 8])))
+    return build.op("Add", times(build, flat), scaled)
+
+
+def by_head(pick: str) -> Spelling:
+    def spell(build: GraphBuilder, context: str) -> str:
+        parts = []
+        if pick == "Split":
+            parts = [f"part_{head}" for head in range(HEADS)]
+            build.nodes.append(onnx.helper.make_node("Split", [context], parts, axis=1, num_outputs=HEADS))
+            parts = [build.op("Squeeze", part, ints(build, 1)) for part in parts]
+        for head in range(HEADS) if not parts else ():
+            if pick == "Gather":
+                parts.append(build.op("Gather", context, build.const(np.array(head)), axis=1))
+            else:
+                bounds = [ints(build, number) for number in (head, head + 1, 1)]
+                parts.append(build.op("Squeeze", build.op("Slice", context, *bounds), ints(build, 1)))
+        products = [times(build, part, D_V, D_MODEL, seed=head) for head, part in enumerate(parts)]
+        return build.op("Sum", *products)
+
+    return spell
+
+
+def heads_joined_by_concat(build: GraphBuilder, context: str) -> str:
+    """In another order than they have, by columns."""
+    parts = [build.op("Gather", context, build.const(np.array(head)), axis=1) for head in (2, 0, 1)]
+    return times(build, build.op("Concat", *parts, axis=-1))
+
+
+def interleaved(build: GraphBuilder, context: str) -> str:
+    turned = build.op("Transpose", context, perm=[0, 2, 3, 1])  # (B, L, d_v, H)
+    return times(build, build.op("Reshape", turned, ints(build, 0, 0, ROWS)))
+
+
+def matrices_by_head(build: GraphBuilder, context: str) -> str:
+    stacked = build.const(weight().reshape(HEADS, D_V, D_MODEL))
+    biased = build.op("Add", build.op("MatMul", context, stacked), build.const(np.ones(D_MODEL, np.float32)))
+    return build.op("ReduceSum", biased, ints(build, 1), keepdims=0)
+
+
+def convolution(rank: int) -> Spelling:
+    def spell(build: GraphBuilder, context: str) -> str:
+        columns = build.op("Transpose", join(build, context), perm=[0, 2, 1])  # (B, H d_v, L)
+        columns = build.op("Unsqueeze", columns, ints(build, 3)) if rank == 4 else columns
+        kernel = build.const(weight().T.reshape(D_MODEL, ROWS, *[1] * (rank - 2)))
+        output = build.op("Conv", columns, kernel, build.const(np.ones(D_MODEL, np.float32)))
+        output = build.op("Squeeze", output, ints(build, 3)) if rank == 4 else output
+        return build.op("Transpose", output, perm=[0, 2, 1])
+
+    return spell
+
+
+def convolution_and_adapter(build: GraphBuilder, context: str) -> str:
+    columns = build.op("Transpose", join(build, context), perm=[0, 2, 1])
+    parts = [build.op("Conv", columns, build.const(weight().T[..., None].copy()))]
+    down = build.op("Conv", columns, build.const(weight(ROWS, 2, 1).T[..., None].copy()))
+    parts.append(build.op("Conv", down, build.const(weight(2, D_MODEL, 2).T[..., None].copy())))
+    return build.op("Transpose", build.op("Add", *parts), perm=[0, 2, 1])
+
+
+def product_on_the_left(build: GraphBuilder, context: str) -> str:
+    columns = build.op("Transpose", join(build, context), perm=[0, 2, 1])
+    product = build.op("MatMul", build.const(weight().T.copy()), columns)
+    return build.op("Transpose", product, perm=[0, 2, 1])
+
+
+def scaled_heads(build: GraphBuilder, context: str) -> str:
+    return times(build, join(build, build.op("Mul", build.const(np.float32([[[1]], [[2]], [[-3]]])), context)))
+
+
+def added_before(what: str) -> Spelling:
+    def spell(build: GraphBuilder, context: str) -> str:
+        other = "other" if what == "other" else build.const(np.arange(D_V, dtype=np.float32))
+        return times(build, join(build, build.op("Add", context, other)))
+
+    return spell
+
+
+def equation(text: str, operand: NDArray[np.float32]) -> Spelling:
+    return lambda build, context: build.op("Einsum", context, build.const(operand), equation=text)
+
+
+LINEAR: dict[str, Spelling] = {
+    "one product": lambda build, context: times(build, join(build, context)),
+    "adapter": adapter("Add"),
+    "adapter first": adapter("Add", swapped=True),
+    "adapter taken off": adapter("Sub"),
+    "adapter less the product": adapter("Sub", swapped=True),
+    "adapter behind the residual": adapter_behind_the_residual,
+    "adapter by Gemm": adapter_by_gemm,
+    "adapter with a scale a column": adapter_with_a_scale_a_column,
+    "by head, gathered": by_head("Gather"),
+    "by head, split": by_head("Split"),
+    "by head, sliced": by_head("Slice"),
+    "heads joined by Concat": heads_joined_by_concat,
+    "interleaved": interleaved,
+    "matrices by head": matrices_by_head,
+    "convolution": convolution(3),
+    "convolution of images": convolution(4),
+    "convolution and adapter": convolution_and_adapter,
+    "product on the left": product_on_the_left,
+    "scaled heads": scaled_heads,
+    "bias before": added_before("bias"),
+    "tensor added before": added_before("other"),
+    "equation by head": equation("bhld,hdm->blm", weight().reshape(HEADS, D_V, D_MODEL)),
+    "equation, output first": equation("bhld,mhd->blm", weight().T.reshape(D_MODEL, HEADS, D_V).copy()),
+    "equation, output turned": equation("bhld,hdm->mbl", weight().reshape(HEADS, D_V, D_MODEL)),
+}
+
+
+def teacher(spelling: Spelling, *outputs: str) -> onnx.ModelProto:
+    """Attention on logits and values that are inputs, with its heads' outputs spelled to the end."""
+    build = GraphBuilder()
+    context = build.op("MatMul", build.op("Softmax", "logits", axis=-1), "values")
+    result = spelling(build, context)
+    shapes = {
+        "logits": ["batch", HEADS, "rows", "keys"],
+        "values": ["batch", HEADS, "keys", D_V],
+        "other": ["batch", HEADS, "rows", D_V],
+        "residual": ["batch", "rows", D_MODEL],
+    }
+    read = {name for node in build.nodes for name in node.input}
+    inputs = {name: (TensorProto.FLOAT, shape) for name, shape in shapes.items() if name in read}
+    return build.model(inputs, [result, *outputs])
+
+
+def loaded_site(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, AttentionSite]:
+    onnx.save(model, folder / "teacher.onnx")
+    model = load_teacher(folder / "teacher.onnx")
+    (site,) = find_sites(model)
+    return model, site
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_output_is_the_sum_of_what_the_heads_give(name: str, tmp_path: Path) -> None:
+    """With other values the output changes by ``sum_h A_h dV_h W_h``, whatever else is added to it."""
+    model, site = loaded_site(teacher(LINEAR[name]), tmp_path)
+    assert site.supported, site.reason
+    assert (site.num_heads, site.d_v, site.d_model) == (HEADS, D_V, D_MODEL)
+    assert site.output_projection is not None
+    session = open_session(model, num_threads=1)
+    rng = np.random.default_rng(0)
+    sizes: dict[str, Any] = {"batch": 2, "rows": 4, "keys": 3}
+    feeds = {
+        node.name: rng.normal(size=[sizes.get(size, size) for size in node.shape]).astype(np.float32)
+        for node in session.get_inputs()
+    }
+    change = rng.normal(size=feeds["values"].shape).astype(np.float32)
+    (before,), (after,) = session.run(None, feeds), session.run(None, {**feeds, "values": feeds["values"] + change})
+    powers = np.exp(feeds["logits"])
+    heads = powers / powers.sum(axis=-1, keepdims=True) @ change @ site.output_projection.reshape(HEADS, D_V, -1)
+    difference = after - before
+    if name == "equation, output turned":
+        difference = difference.transpose(1, 2, 0)
+    np.testing.assert_allclose(difference.reshape(2, 4, D_MODEL), heads.sum(axis=1), atol=1e-5)
+
+
+def test_one_product_is_taken_as_it_is(tmp_path: Path) -> None:
+    _, site = loaded_site(teacher(LINEAR["one product"]), tmp_path)
+    np.testing.assert_array_equal(site.output_projection, weight())
+
+
+def gated(build: GraphBuilder, context: str) -> str:
+    return times(build, join(build, build.op("Mul", context, build.op("Sigmoid", "other"))))
+
+
+def gated_by_itself(build: GraphBuilder, context: str) -> str:
+    return times(build, join(build, build.op("Mul", context, build.op("Sigmoid", context))))
+
+
+def root_mean_square(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    squares = build.op("ReduceMean", build.op("Mul", flat, flat), ints(build, -1))
+    return times(build, build.op("Div", flat, build.op("Sqrt", squares)))
+
+
+def bent_adapter(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    down = build.op("Relu", times(build, flat, ROWS, 2, seed=1))
+    return build.op("Add", times(build, flat), times(build, down, 2, D_MODEL, seed=2))
+
+
+def bent_bypass(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    return build.op("Add", times(build, flat), times(build, build.op("Tanh", flat), seed=1))
+
+
+def two_weights(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    build.op("Relu", times(build, flat, seed=1), name="aside")
+    return build.op("Tanh", times(build, flat))
+
+
+def product_of_products(build: GraphBuilder, context: str) -> str:
+    flat = join(build, context)
+    return build.op("Mul", times(build, flat), times(build, flat, seed=1))
+
+
+def only_the_first_row(build: GraphBuilder, context: str) -> str:
+    return times(build, build.op("Gather", join(build, context), build.const(np.array(0)), axis=1))
+
+
+BENT: dict[str, tuple[onnx.ModelProto, str]] = {
+    "gate": (teacher(gated), "multiplied by a computed tensor, such as a gate"),
+    "gate of the heads' own": (teacher(gated_by_itself), "multiplied by a computed tensor, such as a gate"),
+    "norm, written out": (teacher(root_mean_square), "multiplied by a computed tensor"),
+    "adapter that bends": (teacher(bent_adapter), "several weights whose products are used apart"),
+    "bypass that bends": (teacher(bent_bypass), "they go to Tanh"),
+    "two weights": (teacher(two_weights, "aside"), "several weights whose products are used apart"),
+    "product of products": (teacher(product_of_products), "several weights whose products are used apart"),
+    "a part of the rows": (teacher(only_the_first_row), "reads only a part of"),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_what_is_no_sum_over_heads_is_refused(name: str, tmp_path: Path) -> None:
+    model, reason = BENT[name]
+    _, site = loaded_site(model, tmp_path)
+    assert not site.supported
+    assert reason in str(site.reason)
+
+
+@pytest.mark.parametrize("outputs", [("context",), ("context", "shape")])
+def test_reading_the_heads_outputs_aside_changes_nothing(outputs: tuple[str, ...], tmp_path: Path) -> None:
+    """The heads' outputs as an output, or a statistic of them that goes nowhere near the attention output."""
+
+    def spell(build: GraphBuilder, context: str) -> str:
+        build.op("Identity", context, name="context")
+        build.op("ReduceMax", context, ints(build, -1), name="shape")
+        return build.op("LayerNormalization", times(build, join(build, context)), build.const(np.ones(5, np.float32)))
+
+    _, site = loaded_site(teacher(spell, *outputs), tmp_path)
+    assert site.supported, site.reason
+    np.testing.assert_array_equal(site.output_projection, weight())
