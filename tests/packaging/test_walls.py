@@ -101,6 +101,7 @@ except SystemExit as error:
 
 ALLOWED_IN_TORCH = {
     "shd_ref.cache",
+    "shd_ref.conformance.adapter",
     "shd_ref.errors",
     "shd_ref.layers",
     "shd_ref.plans",
