@@ -20,7 +20,6 @@ from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, RowMask, Targets, read_targets
 from shd_ref.teacher.find import find_sites, projection_of
-from shd_ref.teacher.graph_inputs import input_specs
 from shd_ref.teacher.independence import check_samples
 from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.load import load_teacher
@@ -31,6 +30,7 @@ from shd_ref.teacher.rule import MergeRule, SqueezeOptions, make_rule
 from shd_ref.teacher.run import RunOptions, check_run
 from shd_ref.teacher.selection import select_sites
 from shd_ref.teacher.session import open_session, run_batch
+from shd_ref.teacher.shapes import frozen_specs
 from shd_ref.teacher.sources import Arrays, ArraySource, Source
 
 PLANS: Final = ("adjacent", "balanced", "matched", "similar")
@@ -228,7 +228,8 @@ class _FidelityTest:
             )
         self.output = _choose_output(self.model, options.output)
         source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
-        self.inputs = ModelInputs(source, input_specs(self.model), run.mask)
+        specs = frozen_specs(self.model, [site.probs for site in self.sites])
+        self.inputs = ModelInputs(source, specs, run.mask)
         chosen = [int(index) for index in sample_order(len(self.inputs), run.seed)[: options.samples]]
         self.targets: Targets | None = None
         if options.targets is not None:

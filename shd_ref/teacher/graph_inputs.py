@@ -127,6 +127,25 @@ class InputSizes:
         return self.length if place or _LENGTH.search(name) else self.batch
 
 
+def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None) -> tuple[InputSpec, ...]:
+    """The inputs with their open axes of samples and of positions fixed; None leaves them as they are."""
+    sizes = InputSizes(2, 3)
+    shapes = sizes.shapes(specs)
+    grown = {
+        axis: replace(sizes, **{axis: size}).shapes(specs)
+        for axis, size in (("batch", sizes.batch + 1), ("length", sizes.length + 1))
+    }
+    fixed = []
+    for spec in specs:
+        shape = list(spec.shape)
+        for place, size in enumerate(shapes[spec.name]):
+            for axis, new in (("batch", batch), ("length", length)):
+                if new is not None and grown[axis][spec.name][place] != size:
+                    shape[place] = new
+        fixed.append(replace(spec, shape=tuple(shape)))
+    return tuple(fixed)
+
+
 def batch_axes(specs: Sequence[InputSpec], sizes: InputSizes) -> dict[str, int | None]:
     """Which axis of every input counts samples, by its name; None for an input that all samples share."""
     shapes, more = sizes.shapes(specs), replace(sizes, batch=sizes.batch + 1).shapes(specs)

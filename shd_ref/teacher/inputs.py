@@ -198,6 +198,7 @@ class ModelInputs:
             sample[self.mask] = np.ones(length, dtype=self._specs[self.mask].dtype)
         if self.mask is None:
             self.lengths[index] = max((len(sample[name]) for name in self._free), default=0)
+            self._check_length(sample, index)
             return sample
         self._check_mask(sample[self.mask], index)
         self._padded -= {name for name in self._padded if len(sample[name]) != len(sample[self.mask])}
@@ -206,7 +207,24 @@ class ModelInputs:
         except ShdError as error:
             raise self._source.refuse(str(error), index) from error
         self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
+        self._check_length(sample, index)
         return sample
+
+    def _check_length(self, sample: Sample, index: int) -> None:
+        """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
+        for name in self._sequences:
+            fixed, found = self._specs[name].shape[1], len(sample[name])
+            padded = name in self._padded
+            if isinstance(fixed, int) and (found > fixed or (found != fixed and not padded)):
+                tokens = padded or len(self._specs[name].shape) == 2
+                what = (
+                    f"positions, since the graph fixes its length at {fixed}" if tokens else "rows, as the graph says"
+                )
+                raise self._source.refuse(
+                    f"{name} must have {'at most ' * padded}{fixed} {what}; got {found}: cut the samples"
+                    f"{'' if padded else ' or pad them'}, or re-export the graph with this axis open",
+                    index,
+                )
 
     def _check_input(self, value: Any, name: str, index: int) -> NDArray[Any]:
         spec = self._specs[name]

@@ -27,13 +27,13 @@ from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.factors import SiteFactors, find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.graph_inputs import input_specs
 from shd_ref.teacher.independence import check_samples
 from shd_ref.teacher.inputs import Batch, ModelInputs
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
 from shd_ref.teacher.selection import select_sites
 from shd_ref.teacher.session import PROVIDERS, check_session, open_session, run_batch
+from shd_ref.teacher.shapes import frozen_specs
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.squeeze import SqueezedGraph, check_sinks, squeeze_graph
 from shd_ref.teacher.union import unite_graphs
@@ -174,9 +174,8 @@ class TeacherRun:
         check_counts(self.num_teacher_heads, options.num_student_heads)
         self.plans = self._given_plans()
         # After what can be refused at once, because it reads the whole data set.
-        self.inputs = ModelInputs(
-            source, input_specs(self.model), run.mask, options.seed_column, on_read, input_names
-        )
+        specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
+        self.inputs = ModelInputs(source, specs, run.mask, options.seed_column, on_read, input_names)
         self.plans = self.plans or self._match_plans()
         self._shared = _Shared([self])
 

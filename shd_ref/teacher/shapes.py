@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, batch_axes, input_specs
+from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, batch_axes, input_specs, with_fixed
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.session import open_session
 
@@ -36,6 +36,32 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
             for d in dims
         )
     return shapes
+
+
+def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
+    """The graph's inputs, with the length and batch fixed that its constants fix, whatever its inputs say.
+
+    A tracer leaves the example's length in the constants of reshapes and masks. Shape inference then knows the sizes
+    of the attention maps while the inputs are open; a run at that length and at no smaller one confirms it.
+
+    Args:
+        model: from ``load_teacher``.
+        maps: names of its attention maps ``(..., L, S)``.
+    """
+    specs = input_specs(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:  # inference raises what its C++ throws
+        return specs
+    values = [value for value in inferred.graph.value_info if value.name in maps]
+    lengths = {tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim[-2:]) for value in values}
+    if not lengths or min(min(sizes, default=0) for sizes in lengths) < 2:
+        return specs
+    try:
+        probe = Probe(model, maps[:1])
+    except ShdError:  # nothing is known; a sample's own run will tell
+        return specs
+    return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
 
 
 def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
