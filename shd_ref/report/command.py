@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.commands import app, console, reported_errors
+from shd_ref.teacher.commands import app, console, print_remark, reported_errors
 from shd_ref.teacher.options import (
     CacheArgument,
     MaxLengthOption,
@@ -56,6 +56,7 @@ def report(
 
             source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
             evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
+            print_remark(source)
         page = render_page(reader, content, evidence)
         try:
             page_file.write_text(page, encoding="utf-8")

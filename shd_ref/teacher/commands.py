@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -68,6 +68,9 @@ from shd_ref.teacher.options import (
 )
 from shd_ref.teacher.terminal import PlainConsole, marked
 
+if TYPE_CHECKING:
+    from shd_ref.teacher.sources import Source
+
 app = typer.Typer(
     name="shd",
     help="Squeeze a transformer teacher's attention into fewer heads, offline, and keep it in a cache.\n\n"
@@ -89,6 +92,12 @@ def reported_errors() -> Iterator[None]:
     except ShdError as error:
         messages.print(marked("error", "bold red", f" ({error.code}): {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def print_remark(source: Source) -> None:
+    """What is to be said about inputs that were read, on the error stream."""
+    if source.remark is not None:
+        messages.print(source.remark, highlight=False, soft_wrap=True)
 
 
 def _version(wanted: bool) -> None:
@@ -225,6 +234,7 @@ def precompute(
         if dry_run:
             for number in heads:
                 print_forecast(forecast_cache(teacher, source, replace(options, num_student_heads=number), run))
+            print_remark(source)
             return
         with show_progress("samples") as (bar, task):
             reading = bar.add_task("inputs read", total=None)
@@ -258,6 +268,7 @@ def precompute(
                 summaries = [precompute_cache(teacher, source, out, options, run, **told)]
             else:
                 summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)
+    print_remark(source)
     for summary in summaries:
         console.print(summary_table(summary))
     if any(summary.missing_shards for summary in summaries):
@@ -307,6 +318,7 @@ def verify(
 
             source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
             again = recheck_records(cache, teacher, source, num_records=records, seed=seed, provider=provider)
+            print_remark(source)
             counts = f"{again.records} records ({again.rows} rows) run again"
             console.print(marked("same", "green", f": {counts}, largest total variation {again.tv_max:.2g}"))
 

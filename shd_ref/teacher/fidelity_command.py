@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.commands import app, console, messages, reported_errors, show_progress
+from shd_ref.teacher.commands import app, console, messages, print_remark, reported_errors, show_progress
 from shd_ref.teacher.lists import ListCommand
 from shd_ref.teacher.options import (
     BatchSize,
@@ -148,6 +148,7 @@ def fidelity(
             )
             for heads, result in report.best().items()
         }
+        print_remark(source)
         if json_file is not None:
             _write_json(json_file, teacher, report, commands)
     for skipped in report.skipped:

@@ -187,9 +187,23 @@ class ModelInputs:
         if missing:
             raise self._source.refuse(
                 f"must hold {', '.join(self.names)}; missing {', '.join(missing)}, "
-                f"found {', '.join(sorted(self._source.columns)) or 'nothing'}"
+                f"found {', '.join(sorted(self._source.columns)) or 'nothing'}{self._text_remedy(missing)}"
             )
         return [name for name in self.names if name in self._source.columns]
+
+    def _text_remedy(self, missing: Iterable[str]) -> str:
+        """Where the data hold text in place of tokens, and what makes tokens of it."""
+        specs = [self._specs[name] for name in missing if len(self._specs[name].shape) == 2]
+        tokens = any(np.dtype(spec.dtype).kind == "i" for spec in specs)
+        for column in self._source.columns if tokens else ():
+            try:
+                value = next(iter(self._source.rows([column])), {}).get(column)
+            except ShdError:  # a column of another kind, which is not asked for
+                continue
+            if isinstance(value, str):
+                named = "" if column == "text" else f" with --text-column {column}"
+                return f". Column {column} holds text: give the teacher's tokenizer (--tokenizer FOLDER){named}"
+        return ""
 
     def _trim(self, row: Row, index: int) -> Sample:
         sample = {name: self._check_input(row[name], name, index) for name in self._columns}
@@ -229,7 +243,9 @@ class ModelInputs:
     def _check_input(self, value: Any, name: str, index: int) -> NDArray[Any]:
         spec = self._specs[name]
         if isinstance(value, str):
-            raise self._source.refuse(f"{name} must be {spec.dtype}; got text: give a tokenizer", index)
+            raise self._source.refuse(
+                f"{name} must be {spec.dtype}; got text: give a tokenizer (--tokenizer FOLDER)", index
+            )
         array = _as_dtype(value, np.dtype(spec.dtype))
         if array is None:
             raise self._source.refuse(f"{name} must be {spec.dtype}; got {value.dtype}: convert it", index)

@@ -112,7 +112,11 @@ InputsPath = Annotated[
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(help="Where the inputs are text: tokenizer.json, or the folder that holds it.")
+    Path | None,
+    typer.Option(
+        help="Where the inputs are text: tokenizer.json, or the folder that holds it; of a folder also the "
+        "model_max_length of tokenizer_config.json counts."
+    ),
 ]
 TextOption = Annotated[
     str | None, typer.Option(help="Column of the text; default: text. Only with --tokenizer.", show_default=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shd_ref.teacher.commands import app, print_forecast, reported_errors
+from shd_ref.teacher.commands import app, print_forecast, print_remark, reported_errors
 from shd_ref.teacher.options import (
     AlphaPer,
     AlphaPerOption,
@@ -78,6 +78,7 @@ def plan_cache(
         )
         source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
         forecast = forecast_cache(teacher, source, options, run, num_samples=samples, bandwidth=1e6 * read_bandwidth)
+        print_remark(source)
     if as_json:
         print(json.dumps(asdict(forecast)))
     else:

@@ -71,11 +71,19 @@ def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
         yield from _walk_from(node, opset)
         for inner in _nodes_inside(node):
             for walk in _walk_from(inner, opset):
-                yield Walk(
-                    walk.node,
-                    f"it lies inside the body of {node.op_type}, which decides whether its map exists: re-export the "
-                    "model without control flow (one forward pass, use_cache off; not a merged decoder)",
-                )
+                yield Walk(walk.node, _inside_reason(node, graph))
+
+
+def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
+    inside = f"it lies inside the body of {node.op_type}, which decides whether its map exists"
+    chosen_by = node.inputs[0] if node.inputs else None
+    if node.op_type == "If" and chosen_by is not None and chosen_by in graph.inputs:
+        return (
+            f"{inside}: this is a merged decoder, whose input {name_of(chosen_by)!r} chooses one of two bodies; "
+            "take the file with one body beside it (decoder_model.onnx, or model.onnx of a newer export), or export "
+            "it again unmerged (optimum-cli export onnx --no-post-process)"
+        )
+    return f"{inside}: re-export the model without control flow (one forward pass, use_cache off)"
 
 
 def _nodes_inside(node: ir.Node) -> Iterator[ir.Node]:

@@ -95,6 +95,29 @@ def test_options_of_text_are_refused_without_a_tokenizer(
     assert not any(tmp_path.iterdir())
 
 
+def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 3}')
+    lines = ["the cat", "the cat sat there", "cat the cat the cat"]
+    (tmp_path / "d.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    onnx.save(token_teacher(), tmp_path / "t.onnx")
+    text = ("--inputs", tmp_path / "d.jsonl", "--tokenizer", tmp_path)
+    said = f"2 of 3 texts were cut to 3 tokens, as {tmp_path} says (--max-length sets another number)"
+    heads, out = ("--student-heads", "2"), tmp_path / "c"
+    assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, "--out", out)
+    assert said in shd("verify", out, "--teacher", tmp_path / "t.onnx", *text)
+    assert said in shd("plan", tmp_path / "t.onnx", *text, *heads)
+    assert said in shd("fidelity", tmp_path / "t.onnx", *text, *heads)
+    assert said in shd("report", out, "--teacher", tmp_path / "t.onnx", *text, "--out", tmp_path / "r.html")
+    assert "were cut" not in shd("plan", tmp_path / "t.onnx", *text, *heads, "--max-length", "9")
+    # Without its folder the tokenizer's file alone counts.
+    alone = ("--inputs", tmp_path / "d.jsonl", "--tokenizer", tmp_path / "tokenizer.json")
+    assert "were cut" not in shd("plan", tmp_path / "t.onnx", *alone, *heads)
+
+
 @pytest.mark.parametrize(
     ("command", "place", "code"),
     [

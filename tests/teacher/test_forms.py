@@ -275,9 +275,22 @@ def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def test_attention_inside_control_flow_is_refused() -> None:
-    sites = find_sites(in_branch(attention_on_inputs()))
+    model = in_branch(attention_on_inputs())
+    flag = helper.make_node("Not", ["cached"], ["first"])
+    model.graph.node[0].input[0] = "first"
+    model.graph.node.insert(0, flag)
+    sites = find_sites(model)
     assert [site.supported for site in sites] == [False, False]
     assert all("inside the body of If" in str(site.reason) and "control flow" in str(site.reason) for site in sites)
+
+
+def test_merged_decoders_are_refused_with_the_file_to_take() -> None:
+    sites = find_sites(in_branch(attention_on_inputs()))
+    assert [site.supported for site in sites] == [False, False]
+    for site in sites:
+        assert "merged decoder" in str(site.reason)
+        assert "'cached'" in str(site.reason)
+        assert "take the file with one body beside it (decoder_model.onnx" in str(site.reason)
 
 
 def turned(build: GraphBuilder, probs: str) -> str:

@@ -180,6 +180,113 @@ def test_text_becomes_what_the_tokenizer_makes_of_it(tmp_path: Path) -> None:
         ModelInputs(open_source(tmp_path / "text.jsonl"), SPECS)
 
 
+def save_tokenizer(folder: Path, *, own: int | None = None, model: Any = None) -> Path:
+    tokenizers = pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    words = {word: number for number, word in enumerate(["[UNK]", "the", "cat", "[CLS]", "[SEP]"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    marks = [("[CLS]", 3), ("[SEP]", 4)]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=marks)
+    if own is not None:
+        tokenizer.enable_truncation(own, direction="left")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if model is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": model}))
+    return folder
+
+
+TOKEN_SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("input_ids", "attention_mask"))
+
+
+@pytest.mark.parametrize(
+    ("own", "model", "given", "limit"),
+    [
+        (None, 4, None, 4),
+        (5, 4, None, 4),
+        (4, 5, None, 4),
+        (None, 4, 6, 6),
+        (None, 1e30, None, None),
+        (None, None, None, None),
+        (4, int(1e30), None, 4),
+        (4, None, 5, 5),
+    ],
+)
+def test_texts_are_cut_to_what_the_model_takes(
+    tmp_path: Path, own: int | None, model: Any, given: int | None, limit: int | None
+) -> None:
+    folder = save_tokenizer(tmp_path, own=own, model=model)
+    texts = ["cat" + " the" * 7, "the", "cat the cat the", "the cat"]
+    save_json_lines([{"text": text} for text in texts], tmp_path / "data.jsonl")
+    source = open_source(tmp_path / "data.jsonl", tokenizer=folder, max_length=given)
+    inputs = ModelInputs(source, TOKEN_SPECS)
+    full = [10, 3, 6, 4]
+    assert inputs.lengths.tolist() == [min(length, limit or length) for length in full]
+    cut = sum(length > (limit or length) for length in full)
+    assert (source.remark is None) == (cut == 0)
+    if cut:
+        assert str(source.remark).startswith(f"{cut} of 4 texts were cut to {limit} tokens, as ")
+        assert ("max_length says" in str(source.remark)) == (given is not None)
+        # The side is that of the tokenizer's file.
+        assert (2 in inputs.sample(0)["input_ids"]) == (own is None)
+    elif limit is None:
+        assert ModelInputs(open_source(tmp_path / "data.jsonl", tokenizer=folder / "tokenizer.json"), TOKEN_SPECS)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"model_max_length": -4}', "must be an integer from 1; got -4"),
+        ('{"model_max_length": true}', "must be an integer from 1; got True"),
+        ('{"model_max_length": "512"}', "must be an integer from 1; got 512"),
+        ('{"model_max_length": 3.5}', "must be an integer from 1; got 3.5"),
+        ('{"model_max_length": 2}', "max_length must be at least 3"),
+        ("[]", "must hold a JSON object"),
+        ("{", "must hold a JSON object"),
+        ("[" * 100_000, "must hold a JSON object"),
+    ],
+)
+def test_settings_of_a_tokenizer_that_say_nothing_usable_are_refused(
+    tmp_path: Path, config: str, message: str
+) -> None:
+    folder = save_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text(config)
+    save_json_lines([{"text": "the cat"}], tmp_path / "data.jsonl")
+    with pytest.raises(ShdError, match=message):
+        open_source(tmp_path / "data.jsonl", tokenizer=folder)
+
+
+def test_a_length_that_special_tokens_fill_is_refused(tmp_path: Path) -> None:
+    save_json_lines([{"text": "the cat"}], tmp_path / "data.jsonl")
+    with pytest.raises(ShdError, match="must be at least 3, since this tokenizer adds 2 special tokens") as caught:
+        open_source(tmp_path / "data.jsonl", tokenizer=save_tokenizer(tmp_path), max_length=1)
+    assert caught.value.code == "argument-value"
+
+
+def test_text_that_is_none_is_refused_by_its_row(tmp_path: Path) -> None:
+    save_json_lines([{"text": "the"}, {"text": "\ud800"}], tmp_path / "data.jsonl")
+    source = open_source(tmp_path / "data.jsonl", tokenizer=save_tokenizer(tmp_path))
+    with pytest.raises(ShdError, match="row 1: text must be text") as caught:
+        ModelInputs(source, TOKEN_SPECS)
+    assert caught.value.code == "inputs-invalid"
+
+
+@pytest.mark.parametrize("save", [save_json_lines, save_parquet], ids=["jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_a_tokenizer_is_suggested_where_text_meets_tokens(
+    tmp_path: Path, save: Callable[[list[dict[str, Any]], Path], Path], column: str
+) -> None:
+    path = save(
+        [{"label": 1, column: "the cat"}], tmp_path / ("data.jsonl" if save is save_json_lines else "d.parquet")
+    )
+    remedy = rf"Column {column} holds text: give the teacher's tokenizer \(--tokenizer FOLDER\)"
+    with pytest.raises(ShdError, match=remedy + (" with --text-column body" if column == "body" else "$")):
+        ModelInputs(open_source(path), TOKEN_SPECS)
+    images = (InputSpec("pixels", "float32", ("batch", 3, 4, 4)),)
+    with pytest.raises(ShdError, match="missing pixels") as caught:
+        ModelInputs(open_source(path), images)
+    assert "holds text" not in str(caught.value)
+
+
 def test_masks_are_made_only_where_nothing_is_padded(tmp_path: Path) -> None:
     arrays = padded_arrays(ragged_rows())
     del arrays["attention_mask"]

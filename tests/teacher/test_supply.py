@@ -1,4 +1,4 @@
-"""What decoders with past are fed beside the data: an empty past, positions, the flag of a second body (CACHE-120)."""
+"""What decoders with past are fed beside the data (CACHE-120): an empty past, positions, the flag of a body."""
 
 from __future__ import annotations
 

@@ -33,6 +33,11 @@ class Source(ABC):
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """All rows in order, with these columns."""
 
+    @property
+    def remark(self) -> str | None:
+        """What a user should know about the last pass over the rows, if anything."""
+        return None
+
     def refuse(self, problem: str, index: int | None = None) -> ShdError:
         """The error ``inputs-invalid`` that names this source, and the row."""
         return ShdError("inputs-invalid", f"inputs {self.name}{'' if index is None else f', row {index}'}: {problem}")
