@@ -10,7 +10,22 @@ from shd_ref.conformance import OUTPUTS, cases
 from shd_ref.conformance.laws import LAWS
 
 # Operations whose pairs are all checked.
-COMPLETE: tuple[str, ...] = ()
+COMPLETE = (
+    "compose_mixing",
+    "diagnose",
+    "gram_tensor",
+    "matched_plan",
+    "merge_gram",
+    "merge_plan",
+    "mix_heads",
+    "plan_groups",
+    "soften",
+    "softmax",
+    "solve_alpha",
+    "solve_alpha_from_gram",
+    "squeeze_heads",
+    "value_outputs",
+)
 
 
 @pytest.fixture(autouse=True)

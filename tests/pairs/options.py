@@ -394,7 +394,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
         size("attn_probs"),
         NUMBERS,
     ),
-    "value_outputs": (_VALUE_GROUPS, batch("values"), _WIDTHS, size("values", "output_projection"), NUMBERS),
+    "value_outputs": (_VALUE_GROUPS, batch("values"), _WIDTHS, size("values"), NUMBERS),
     "merge_plan": (plan_kind("kind"), rounds(), left()),
     "plan_groups": (ORDER, rounds(), left()),
     "solve_alpha": (

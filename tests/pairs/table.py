@@ -58,6 +58,11 @@ _POOLS = [
     for operation in ("solve_alpha_from_gram", "merge_gram")
     for order in ("p < q", "p > q")
 ]
+_TOO_MANY = "of 17 heads there are too many sets of pairs to compare; four rounds are checked down to one head"
+_DEEP = [
+    ("matched_plan", ("rounds", "4 or more"), ("heads left", left), _TOO_MANY)
+    for left in ("several, evenly", "several, unevenly")
+]
 NEVER: dict[tuple[str, Pair], str] = {
     (operation, frozenset((one, other))): reason
     for operation, one, other, reason in (
@@ -65,10 +70,11 @@ NEVER: dict[tuple[str, Pair], str] = {
         *_ORDERLESS,
         *_RANKS,
         *_POOLS,
+        *_DEEP,
         ("layer_map", ("pairs", "not given"), ("layers", "deeper student"), "refused (LAYER-2)"),
     )
 }
-"""Pairs that no call can have, and why."""
+"""Pairs that no call can have or that no item is to check, and why."""
 
 
 def all_pairs(operation: str) -> list[Pair]:
@@ -144,7 +150,7 @@ def render() -> str:
         if missing:
             lines += ["", "Not checked:", "", *_lists(operation, missing)]
         if never:
-            lines += ["", "No call has these:", ""]
+            lines += ["", "Left out:", ""]
             reasons = dict.fromkeys(NEVER[operation, pair] for pair in never)
             for reason in reasons:
                 of_reason = [pair for pair in never if NEVER[operation, pair] == reason]

@@ -1,9 +1,9 @@
 """Laws: facts about an implementation's own answers, on seeded inputs."""
 
-from shd_ref.conformance.laws import alphas, learning, maps, merging, plans
+from shd_ref.conformance.laws import alphas, learning, maps, merging, pairs, plans
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
-LAWS: tuple[Law, ...] = (*maps.LAWS, *plans.LAWS, *alphas.LAWS, *merging.LAWS, *learning.LAWS)
+LAWS: tuple[Law, ...] = (*maps.LAWS, *plans.LAWS, *alphas.LAWS, *merging.LAWS, *learning.LAWS, *pairs.LAWS)
 """Every law, by chapter."""
 
 __all__ = ["LAWS", "Law", "LawBrokenError", "Trial"]

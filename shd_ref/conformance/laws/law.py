@@ -91,6 +91,27 @@ class Trial:
             make_array(shape, {"kind": "numbers", "seed": seed, "low": low, "high": high, "shift": shift})
         )
 
+    def shares(self, seed: int, *shape: int, zero_rows: Sequence[int] = ()) -> Array:
+        """Attention maps of numbers that need all bits of the dtype; rows sum to one but for rounding."""
+        weights = make_array(shape, {"kind": "numbers", "seed": seed, "low": 1, "high": 997, "shift": 0}) ** 2
+        maps = weights / weights.sum(-1, keepdims=True)
+        maps[..., list(zero_rows), :] = 0.0
+        return self.rounded(maps)
+
+    def quotients(self, seed: int, *shape: int) -> Array:
+        """Numbers between -3.1 and 3.1 that need all bits of the dtype."""
+        return self.rounded(
+            make_array(shape, {"kind": "numbers", "seed": seed, "low": -307, "high": 307, "shift": 0}) / 99.0
+        )
+
+    def with_small_mass(self, maps: Array) -> Array:
+        """The maps with all but 2^-10 of the first key's mass moved to the last key, where the row has any."""
+        moved = maps.astype(np.float64)
+        small = np.minimum(moved[..., 0], 2.0**-10)
+        moved[..., -1] += moved[..., 0] - small
+        moved[..., 0] = small
+        return self.rounded(moved)
+
     def rounded(self, array: ArrayLike) -> Array:
         """The array in the dtype under judgement."""
         return round_to(np.asarray(array), self.subject.dtype)

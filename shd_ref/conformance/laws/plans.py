@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -114,21 +116,20 @@ def _matched(trial: Trial) -> None:
                 answer = trial.call(
                     "matched_plan", calibration=calibration, num_student_heads=2, by=by, alpha_per=per
                 )
-                _check_matched(trial, as_plain(answer["plan"]), calibration, by, per)
+                check_matched(trial, as_plain(answer["plan"]), calibration, 2, by, per)
 
 
-def _check_matched(trial: Trial, plan: Any, calibration: list[Any], by: str, per: str) -> None:
+def check_matched(trial: Trial, plan: Any, calibration: Sequence[Any], students: int, by: str, per: str) -> None:
     """Each round is as good as the best of all sets of pairs, on the pool that the earlier rounds made."""
     what = f"the matched plan by {by}, alpha per {per},"
-    _check_rounds(plan, 5, 2)
+    heads = calibration[0][0].shape[1]
+    _check_rounds(plan, heads, students)
     pools = [
-        ([item[0][:, t].astype(np.float64) for t in range(5)], [item[1][:, t].astype(np.float64) for t in range(5)])
-        for item in calibration
+        tuple([array[:, t].astype(np.float64) for t in range(heads)] for array in item[:2]) for item in calibration
     ]
     masks = [item[2] if len(item) == 3 else None for item in calibration]
-    heads = 5
     for number, one_round in enumerate(plan):
-        count = min(heads // 2, heads - 2)
+        count = min(heads // 2, heads - students)
         exactly(len(one_round), count, f"{what} the pairs of round {number}")
         exactly(one_round, sorted(sorted(pair) for pair in one_round), f"{what} the order of round {number}")
         scores: dict[tuple[int, int], float] = {}
@@ -144,10 +145,7 @@ def _check_matched(trial: Trial, plan: Any, calibration: list[Any], by: str, per
                 merges[p, q].append(
                     (a[:, :, None] * maps[p] + (1 - a[:, :, None]) * maps[q], outputs[p] + outputs[q])
                 )
-        sets = [
-            chosen for chosen in combinations(scores, count) if len({h for pair in chosen for h in pair}) == 2 * count
-        ]
-        best = max(sum(scores[pair] for pair in chosen) for chosen in sets)
+        best = _largest_sum(scores, heads, count)
         reached = sum(scores[p, q] for p, q in one_round)
         missed = np.array([(best - reached) / max(abs(best), 1.0)])
         trial.at_most(missed, np.zeros(1), "residual", f"{what} the share of the score missed in round {number}")
@@ -157,6 +155,21 @@ def _check_matched(trial: Trial, plan: Any, calibration: list[Any], by: str, per
                 merged = [merges[p, q][item][part] for p, q in one_round]
                 heads_of[:] = merged + [head for position, head in enumerate(heads_of) if position not in used]
         heads -= count
+
+
+def _largest_sum(scores: dict[tuple[int, int], float], heads: int, count: int) -> float:
+    """The largest sum of exactly ``count`` pairs that share no head: the first head left stays alone or is paired."""
+
+    @cache
+    def best(left: frozenset[int], alone: int) -> float:
+        if not left:
+            return 0.0
+        first = min(left)
+        rest = left - {first}
+        found = [best(rest, alone - 1)] if alone else []
+        return max([*found, *(scores[first, other] + best(rest - {other}, alone) for other in rest)], default=-np.inf)
+
+    return best(frozenset(range(heads)), heads - 2 * count)
 
 
 LAWS = (
