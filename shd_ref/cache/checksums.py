@@ -40,16 +40,16 @@ def xxh3_128(data: Any) -> str:
 
 
 class RunningHash:
-    """XXH3-128 of a file that is read or written piece by piece."""
+    """XXH3-128 (or XXH3-64) of something that is read or written piece by piece."""
 
-    def __init__(self) -> None:
-        self._state = _xxhash().xxh3_128()
+    def __init__(self, bits: int = 128) -> None:
+        self._state = _xxhash().xxh3_128() if bits == 128 else _xxhash().xxh3_64()
 
     def update(self, data: Any) -> None:
         """Add the next bytes."""
         self._state.update(data)
 
     def hexdigest(self) -> str:
-        """32 hex digits over everything so far."""
+        """Hex digits, one for every four bits, over everything so far."""
         digest: str = self._state.hexdigest()
         return digest

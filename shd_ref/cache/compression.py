@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 
 COMPRESSIONS: Final = ("none", "zstd")
+_MOST_EXPANSION: Final = 2**15
+"""A frame of n bytes cannot hold more than n times as many: a block takes four, and holds at most 2^17."""
+
 _LEVEL: Final = 1  # codes hold little that a slower search would find
 
 
@@ -54,9 +57,16 @@ def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np
     library = _zstandard()
     data = stored.tobytes()
     try:
-        # The frame's own claim is compared before anything is allocated for it.
+        # The frame's own claim is compared before anything is allocated for it. Where the record's length was forged
+        # as well, both agree, on more than these bytes can hold.
         claimed = library.get_frame_parameters(data).content_size
-        blob = library.ZstdDecompressor().decompress(data, allow_extra_data=False) if claimed == size else b""
+        possible = claimed == size <= _MOST_EXPANSION * len(data)
+        blob = library.ZstdDecompressor().decompress(data, allow_extra_data=False) if possible else b""
+    except MemoryError as error:
+        message = (
+            f"{source}: must fit the memory; it expands {len(data)} bytes to {size}: read it where there is more"
+        )
+        raise ShdError("cache-corrupt", message, "CACHE-56") from error
     except library.ZstdError as error:
         raise ShdError("cache-corrupt", f"{source}: must be a Zstandard frame: {error}", "CACHE-56") from error
     if len(blob) != size:

@@ -60,7 +60,7 @@ class RemoteStorage(Storage):
 
     def locate(self, name: str) -> str:
         """The file's address."""
-        return f"{self.root}/{name}"
+        return f"{self.root}/{name}" if name else self.root
 
     def size(self, name: str) -> int:
         """Size of an object; a store has neither links nor devices."""
@@ -79,7 +79,7 @@ class RemoteStorage(Storage):
         filesystem, prefix = self._connect()
         place = f"{prefix}/{folder}" if folder else prefix
         try:
-            with self._reads(place):
+            with self._reads(folder):
                 found = filesystem.find(place, withdirs=False)
         except FileNotFoundError:
             return []

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.checksums import RunningHash
 from shd_ref.cache.documents import checksum_of
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import (
@@ -152,16 +155,22 @@ class _Verification:
         header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.shapes(manifest))))
         whole = RunningHash()
         file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)
-        found = file.read(next((blob.start for blob in receipt.stored_order()), receipt.size))
-        whole.update(found)
-        if bytes(found) != header:
+        start = next((blob.start for blob in receipt.stored_order()), receipt.size)
+        found = RunningHash()
+        for piece in file.pieces(start):
+            whole.update(piece)
+            found.update(piece)
+        expected = RunningHash()
+        expected.update(header)
+        if len(header) != start or found.hexdigest() != expected.hexdigest():
             self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
         for (index, what), blob in zip(_blob_names(receipt, manifest), receipt.stored_order(), strict=True):
-            data = file.read(blob.end - blob.start)
-            whole.update(data)
-            digest = hex_64(xxh3_64(data))
-            if digest != blob.xxh3_64:
-                message = f"record {index} {what}: XXH3-64 must be {blob.xxh3_64}; got {digest}"
+            part = RunningHash(64)
+            for piece in file.pieces(blob.end - blob.start):
+                whole.update(piece)
+                part.update(piece)
+            if part.hexdigest() != blob.xxh3_64:
+                message = f"record {index} {what}: XXH3-64 must be {blob.xxh3_64}; got {part.hexdigest()}"
                 self._note("cache-corrupt", path, message, index)
         if whole.hexdigest() != receipt.xxh3_128:
             message = f"XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
@@ -206,21 +215,23 @@ class _Verification:
 
 
 class _ReadAhead:
-    """A shard file from its beginning to its end, in large pieces."""
+    """A shard file from its beginning to its end, in large pieces: however large a blob is, memory is bounded."""
 
     def __init__(self, file: ShardFile, size: int) -> None:
         self._file, self._size = file, size
         self._position = 0  # of the first byte that was not asked for
-        self._piece = memoryview(b"")
+        self._piece: NDArray[np.uint8] = np.empty(0, np.uint8)
 
-    def read(self, count: int) -> memoryview:
+    def pieces(self, count: int) -> Iterator[NDArray[np.uint8]]:
         """The next bytes."""
-        if count > len(self._piece):
-            end = min(self._size, self._position + max(count - len(self._piece), READ_BYTES))
-            self._piece = memoryview(bytes(self._piece) + self._file.read(self._position, end).tobytes())
-            self._position = end
-        found, self._piece = self._piece[:count], self._piece[count:]
-        return found
+        while count:
+            if not len(self._piece):
+                end = max(self._position + 1, min(self._size, self._position + READ_BYTES))
+                self._piece = self._file.read(self._position, end)
+                self._position = end
+            found, self._piece = self._piece[:count], self._piece[count:]
+            count -= len(found)
+            yield found
 
 
 def _blob_names(receipt: Receipt, manifest: Manifest) -> Iterator[tuple[int, str]]:
