@@ -159,12 +159,11 @@ def _multiply(
     left, right = min(orders, key=lambda order: (not order[0].is_map, _num_moves(order[0], order[1], output)))
     batch, rows, columns = _split(left, right, output)
     summed = "".join(letter for letter in left.letters if letter in shared)
-    if batch:
-        groups = [*batch, rows, summed], [*batch, summed, columns]
-        result = [*batch, rows, columns]
-    else:  # rows need no axis of their own: MatMul takes any number of them
-        groups = [*rows, summed], [summed, *([columns] if columns else [])]
-        result = [*rows, *([columns] if columns else [])]
+    # The right factor is broadcast along all rows but the last; MatMul does so by itself before a matrix.
+    gaps = [""] * (len(rows) - 1) if batch else []
+    before, after = [*batch, *rows] if rows or not batch else [*batch, ""], [columns] if columns or batch else []
+    groups = [*before, summed], [*batch, *gaps, summed, *after]
+    result = [*before, *after]
     factors = [_arrange(body, operand, group, numbers) for operand, group in zip((left, right), groups, strict=True)]
     product = _spread(body, body.op("MatMul", *factors), result, (left, right), numbers)
     letters = "".join(result)
@@ -203,21 +202,21 @@ def _transpose(body: Body, name: str, letters: str, wanted: str) -> str:
 
 
 def _arrange(body: Body, operand: _Operand, groups: Sequence[str], numbers: Mapping[str, int]) -> str:
-    """The operand with one axis for each group of letters, in this order."""
+    """The operand with one axis for each group of letters, in this order; of size one for no letter."""
     letters = "".join(groups)
     name = _transpose(body, operand.name, operand.letters, letters)
-    if all(len(group) == 1 for group in groups):
-        return name
+    gaps = [place for place, group in enumerate(groups) if not group]
     wanted: list[int | list[int]] = []
-    for place, group in enumerate(groups):
+    for place, group in enumerate(filter(None, groups)):
         if len(group) == 1 and letters.index(group) == place:
             wanted.append(0)  # as it is
         elif all(letter in numbers for letter in group):
             wanted.append(prod(numbers[letter] for letter in group))
         else:
             wanted.append([letters.index(letter) for letter in group])
-    sizes = [(name, one) if isinstance(one, list) else one for one in wanted]
-    return _reshape(body, name, sizes)
+    if len(wanted) < len(letters):
+        name = _reshape(body, name, [(name, one) if isinstance(one, list) else one for one in wanted])
+    return body.op("Unsqueeze", name, body.const(gaps)) if gaps else name
 
 
 def _spread(
@@ -225,7 +224,10 @@ def _spread(
 ) -> str:
     """The opposite: one axis for each letter, as the factors have them."""
     letters = "".join(groups)
-    if list(letters) == list(groups):
+    gaps = [place for place, group in enumerate(groups) if not group]
+    name = body.op("Squeeze", name, body.const(gaps)) if gaps else name
+    groups = [group for group in groups if group]
+    if list(letters) == groups:
         return name
     sizes: list[int | tuple[str, list[int]]] = []
     for place, letter in enumerate(letters):

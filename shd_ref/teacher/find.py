@@ -42,8 +42,10 @@ class AttentionSite:
         num_heads: H.
         num_kv_heads: value heads before they are repeated for grouped queries.
         shared_values: V has a single head, which the product broadcasts to all.
+        joined_values: every head reads the values of all, side by side, since maps are mixed among heads behind the
+            softmax by a constant (talking heads); the constant is part of W_o, and maps are those of the softmax.
         d_k: width of a query head.
-        d_v: width of a value head.
+        d_v: width of a value head, or of all of them where they are joined.
         d_model: D, columns of W_o.
         dtype: of the map, such as ``"float32"``; None where shape inference does not tell.
         cross: True where queries and keys come from different tensors; None where undecided.
@@ -64,6 +66,7 @@ class AttentionSite:
     num_heads: int | None = None
     num_kv_heads: int | None = None
     shared_values: bool = False
+    joined_values: bool = False
     d_k: int | None = None
     d_v: int | None = None
     d_model: int | None = None
@@ -171,6 +174,7 @@ def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_erro
         num_heads=int_attribute(walk.node, "num_heads", "q_num_heads") if measure is None else measure.num_heads,
         num_kv_heads=int_attribute(walk.node, "kv_num_heads") if measure is None else measure.num_kv_heads,
         shared_values=measure is not None and measure.shared_values,
+        joined_values=measure is not None and measure.joined_values,
         d_k=None if measure is None else measure.d_k,
         d_v=None if measure is None else measure.d_v,
         d_model=int(terms[0].weight.shape[-1]) if terms else None,

@@ -40,6 +40,7 @@ class Measure:
     d_k: int | None
     d_v: int
     weight: NDArray[Any] | None  # W_o (H * d_v, D), rows in head order
+    joined_values: bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     shared = values[:-2] == one_head != context[:-2]
     if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
         return None
+    if walk.mixing is not None:
+        if layout != "batch-heads" or len(walk.mixing) != num_heads or weight is None:
+            return None
+        weight, d_v = _unmix(weight, walk.mixing), num_heads * d_v
     return Measure(
         layout=layout,
         num_heads=num_heads,
@@ -82,7 +87,15 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
         d_k=None if query is None else query[-1],
         d_v=d_v,
         weight=weight,
+        joined_values=walk.mixing is not None,
     )
+
+
+def _unmix(weight: NDArray[Any], mixing: NDArray[Any]) -> NDArray[Any]:
+    """W_o for maps before they are mixed: head h gives ``sum_g mixing[h, g] V_g W_g``, of all values side by side."""
+    by_head = weight.reshape(len(mixing), -1, weight.shape[1])
+    unmixed: NDArray[Any] = mixing.astype(weight.dtype)[:, :, None, None] * by_head
+    return unmixed.reshape(-1, weight.shape[1])
 
 
 def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:

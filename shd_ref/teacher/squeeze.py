@@ -183,6 +183,9 @@ def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
     values = batch_heads(body, site.values, site.layout, heads)
     if site.shared_values:
         values = body.op("Expand", values, body.const([1, heads, 1, 1]))
+    if site.joined_values:
+        by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
+        values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
     return batch_heads(body, site.probs, site.layout, heads), values
 
 

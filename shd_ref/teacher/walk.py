@@ -7,8 +7,10 @@ what weights make of it is the output projection W_o. Backward from the softmax,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from numpy.typing import NDArray
 
 from shd_ref.teacher.nodes import (
     constant_of,
@@ -39,6 +41,10 @@ from shd_ref.teacher.tracing import (
 )
 from shd_ref.teacher.weights import product_weight
 
+_AXES: Final = (-4, -3, -2, -1)
+_HEADS: Final = -3
+"""Axes of a map (B, H, L, S), from the end."""
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -55,6 +61,7 @@ class Walk:
     cross: bool | None = None
     sinks: bool = False  # columns of the softmax are cut off
     repeats: tuple[ir.Node, ...] = ()  # operators that repeat V's heads
+    mixing: NDArray[Any] | None = None  # (H, H): what value head g reads is sum_h mixing[h, g] map_h
 
     def tensors(self) -> Iterator[str]:
         """Names of all tensors whose shapes decide the sizes."""
@@ -126,20 +133,21 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
     if not over_last_axis:
         yield _refused(softmax, "its softmax is not over the last axis")
         return
-    if met.is_mixed:
+    if met.trail.is_mixed and (met.trail.mixing is None or met.trail.axes != _AXES):
         yield Walk(
             softmax,
-            "its maps are mixed among heads by a weight after the softmax (talking heads), so what multiplies the "
-            "values is no distribution: choose other layers, or export a model without it",
+            "its maps are mixed after the softmax in a way that is no matrix over heads, so what multiplies the "
+            "values is not made of them alone: choose other layers, or export a model without it",
         )
         return
-    if met.axis != -1:
+    if met.trail.axes[-1] != -1:
         yield _refused(softmax, "the map is transposed on its way to the values")
         return
     if met.place != 0 or not _is_plain(product):
         yield _refused(softmax, f"map and values meet in {product.op_type} with the map transposed or scaled")
         return
     raw_map, raw_values = operands(product)
+    raw_map = met.trail.source if met.trail.is_mixed else raw_map
     probs, values = before_rounding(raw_map), before_rounding(raw_values)
     projection = follow_to_projection(product.outputs[0])
     common: dict[str, Any] = {"node": softmax, "probs": probs, "values": values, "context": product.outputs[0]}
@@ -154,6 +162,7 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
         cross=None if scores is None else is_cross(scores),
         sinks=trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, _is_slice) is not None,
         repeats=list_repeats(values),
+        mixing=met.trail.mixing,
         **common,
     )
 
@@ -196,37 +205,72 @@ def _is_slice(node: ir.Node) -> bool:
 
 
 @dataclass(frozen=True)
+class _Trail:
+    """A tensor that a map leads to.
+
+    Attributes:
+        value: the tensor.
+        source: the last tensor before heads were mixed that had its axes in their order.
+        axes: which of the map's axes each of its last four is; both from the end.
+        is_mixed: whether it was multiplied by a constant over another axis than the keys'.
+        mixing: that constant where the axis is the heads', and nothing but moves came after it.
+    """
+
+    value: ir.Value
+    source: ir.Value
+    axes: tuple[int, ...] = _AXES
+    is_mixed: bool = False
+    mixing: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
 class _Meeting:
     """Where a map meets values."""
 
     product: ir.Node
     place: int  # of the map among the product's inputs
-    axis: int  # of the keys, from the end
-    is_mixed: bool  # by a constant matrix over another axis than the keys'
+    trail: _Trail
 
 
 def _meet_values(probs: ir.Value) -> _Meeting | None:
-    """Breadth first to the nearest product with a computed tensor, with the keys' axis in view."""
-    queue = [(probs, -1, False)]
-    for value, axis, is_mixed in queue:
-        for node, place in value.uses():
+    """Breadth first to the nearest product with a computed tensor, with the map's axes in view."""
+    queue = [_Trail(probs, probs)]
+    for trail in queue:
+        for node, place in trail.value.uses():
             if is_value_product(node):
-                return _Meeting(node, place, axis, is_mixed)
-            step: tuple[int, bool] | None = None
-            if node.op_type == "Transpose" and "perm" in node.attributes:
-                order = node.attributes["perm"].as_ints()
-                step = order.index(axis % len(order)) - len(order), is_mixed
-            elif node.op_type in MAP_CARRIERS and place in _data_places(node):
-                step = None if node.op_type == "Reshape" and axis != -1 else (axis, is_mixed)
-            elif is_mixed and node.op_type in ("Add", "BatchNormalization"):
-                step = axis, True
-            elif (weight := product_weight(node, place)) is not None:
-                # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
-                mixes = weight.axis != axis and weight.matrix.ndim == 2 and len(set(weight.matrix.shape)) == 1
-                step = (axis, True) if mixes else None
-            if step is not None and all(node.outputs[0] is not seen for seen, *_ in queue):
-                queue.append((node.outputs[0], *step))
+                return _Meeting(node, place, trail)
+            step = _step(trail, node, place)
+            if step is not None and all(step.value is not seen.value for seen in queue):
+                queue.append(step)
     return None
+
+
+def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
+    """Through one operator; None where what comes out is no map any more."""
+    output = node.outputs[0]
+    in_order = trail.axes == _AXES
+    if node.op_type == "Transpose" and "perm" in node.attributes:
+        order = node.attributes["perm"].as_ints()
+        if len(order) > len(_AXES):
+            return None
+        turned = tuple(trail.axes[place - len(order)] for place in order)
+        return replace(trail, value=output, axes=trail.axes[: -len(order)] + turned)
+    if node.op_type in MAP_CARRIERS and place in _data_places(node):
+        if node.op_type == "Reshape" and trail.axes[-1] != -1:
+            return None
+        keeps = node.op_type in ("Cast", "Dropout", "Identity")
+        source = output if in_order and not trail.is_mixed else trail.source
+        return replace(trail, value=output, source=source, mixing=trail.mixing if keeps else None)
+    if trail.is_mixed and node.op_type in ("Add", "BatchNormalization"):
+        is_bias = node.op_type == "Add" and any(is_constant(value) for value in node.inputs)
+        return replace(trail, value=output, mixing=trail.mixing if is_bias else None)
+    weight = product_weight(node, place)
+    # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
+    if weight is None or weight.matrix.ndim != 2 or len(set(weight.matrix.shape)) != 1 or weight.axis < -len(_AXES):
+        return None
+    axis = trail.axes[weight.axis]
+    mixing = weight.matrix if axis == _HEADS and not trail.is_mixed else None
+    return None if axis == -1 else replace(trail, value=output, is_mixed=True, mixing=mixing)
 
 
 def _is_plain(product: ir.Node) -> bool:

@@ -406,18 +406,22 @@ class Sinks(Kind):
 
 
 class TalkingHeads(Kind):
-    """Heads are mixed before and after the softmax."""
+    """Heads are mixed before and after the softmax: map h takes part in what all value heads give."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.Linear(HEADS, HEADS, bias=False)
         self.after = nn.Linear(HEADS, HEADS, bias=False)
 
-    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x)
         logits = self.before(self.logits(query, key).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        probs = torch.softmax(logits, -1)
-        mixed: Tensor = self.after(probs.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return mixed
+        maps = torch.softmax(logits, -1)
+        if not torch.compiler.is_exporting():
+            apart = value @ self.output.weight.T.unflatten(0, (HEADS, -1))
+            self.maps, self.value_outputs = maps, torch.einsum("gh,bgsm->bhsm", self.after.weight, apart)
+        mixed = self.after(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return x + self.join(mixed @ value)
 
 
 class WideValues(Kind):
@@ -449,15 +453,19 @@ class Case:
 
 CASES: dict[str, Case] = {
     "encoder": Case(lambda: Encoder(batch_first=True)),
-    "encoder, sequence first": Case(lambda: Encoder(batch_first=False), sequence_first=True),
+    "encoder, sequence first": Case(
+        lambda: Encoder(batch_first=False), reason="its maps run between samples", sequence_first=True
+    ),
     "module without weights": Case(lambda: Module(need_weights=False)),
     "module with weights": Case(lambda: Module(need_weights=True)),
     "module with padding": Case(PaddedModule, padded=True),
     "fused qkv by permute": Case(FusedByPermute),
     "fused qkv by chunk": Case(FusedByChunk),
     "T5 bias": Case(T5Bias),
-    "Swin": Case(lambda: Swin(shift=0), fixed_length=True),
-    "Swin, shifted": Case(lambda: Swin(shift=2), fixed_length=True),
+    "Swin": Case(lambda: Swin(shift=0), reason="2 maps a sample, such as those of windows", fixed_length=True),
+    "Swin, shifted": Case(
+        lambda: Swin(shift=2), reason="2 maps a sample, such as those of windows", fixed_length=True
+    ),
     "Perceiver": Case(Perceiver),
     "MLA": Case(Latent),
     "DiT": Case(Modulated),
@@ -473,7 +481,7 @@ CASES: dict[str, Case] = {
     "sub-norm": Case(SubNormed, reason="a norm stands between"),
     "LoRA": Case(LowRank),
     "sinks": Case(Sinks, row_sums="at_most_one"),
-    "talking heads": Case(TalkingHeads, reason="mixed among heads by a weight after the softmax (talking heads)"),
+    "talking heads": Case(TalkingHeads),
     "d_v other than d_k": Case(WideValues),
 }
 

@@ -23,8 +23,10 @@ from teacher.attention_graphs import (
 from shd_ref.errors import ShdError
 from shd_ref.teacher.compare import Comparison, compare_with_reference
 from shd_ref.teacher.factors import find_factors
-from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.replace import replace_attention
+from shd_ref.teacher.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.session import open_session, run_session
 from shd_ref.teacher.squeeze import squeeze_graph
 
@@ -363,6 +365,78 @@ def test_both_products_by_equation(scores: str, context: str, tmp_path: Path) ->
     assert factors.supported or "pass through Transpose" in str(factors.reason)
 
 
+MIXING = np.float32([[0.5, -1.0], [2.0, 0.25]])
+
+
+def mixed_by_product(build: GraphBuilder, probs: str) -> str:
+    behind = build.op("Transpose", probs, perm=[0, 2, 3, 1])
+    return build.op("Transpose", build.op("MatMul", behind, build.const(MIXING)), perm=[0, 3, 1, 2])
+
+
+def mixed_by_convolution(build: GraphBuilder, probs: str) -> str:
+    return build.op("Conv", probs, build.const(MIXING.T.reshape(2, 2, 1, 1).copy()))
+
+
+def mixed_by_equation(build: GraphBuilder, probs: str) -> str:
+    return build.op("Einsum", probs, build.const(MIXING), equation="bhls,hg->bgls")
+
+
+def mixed_with_bias(build: GraphBuilder, probs: str) -> str:
+    return build.op("Add", mixed_by_product(build, probs), build.const(np.float32([[[1]], [[-1]]])))
+
+
+@pytest.mark.parametrize("change", [mixed_by_product, mixed_by_convolution, mixed_by_equation, mixed_with_bias])
+def test_maps_that_are_mixed_among_heads_give_joined_values(change: Change, tmp_path: Path) -> None:
+    """The map is the softmax's; what it gives is all that the heads which it is mixed into make of it."""
+    onnx.save(attention_on_inputs(change_probs=change), tmp_path / "teacher.onnx")
+    model = load_teacher(tmp_path / "teacher.onnx")
+    feeds = inputs_of(rows=3, keys=5)
+    squeeze_and_compare(model, feeds)
+    site = only_site(model)
+    assert (site.num_heads, site.joined_values, site.row_sums) == (2, True, "one")
+    graph = squeeze_graph(model, ((0, site),), num_student_heads=2, check_outputs=True, codec="float32")
+    outputs = run_session(open_session(graph.model, num_threads=1), feeds)
+    probs, values = (outputs[name] for name in (graph.layers[0].probs, graph.layers[0].values))
+    np.testing.assert_allclose(probs.sum(axis=-1), 1.0, atol=1e-5)
+    given = (probs @ values @ projection_of(site).reshape(2, site.d_v, -1)).sum(axis=1)
+    (own,) = open_session(model, num_threads=1).run(None, feeds)
+    if change is mixed_with_bias:  # which depends on no map
+        weight = random_projection(6, 5).reshape(2, 3, 5)
+        given += (feeds["k"].sum(axis=2)[:, :, None] @ weight * np.float32([[[1]], [[-1]]])).sum(axis=1)
+    np.testing.assert_allclose(given, own, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+def test_a_teacher_runs_on_mixed_maps_that_are_replaced(heads: int, tmp_path: Path) -> None:
+    onnx.save(attention_on_inputs(change_probs=mixed_by_product), tmp_path / "teacher.onnx")
+    model = load_teacher(tmp_path / "teacher.onnx")
+    site, feeds, output = only_site(model), inputs_of(rows=3, keys=5), model.graph.output[0].name
+    options = SqueezeOptions(heads, "progressive", "shd", "least_squares", "map", 1.0, "float32")
+    rules = [make_rule(options, 2, site.d_v or 0)]
+    replaced = replace_attention(model, [site], rules, output=output)
+    names = [output, replaced.sites[0].context, replaced.sites[0].unmerged]
+    result, context, unmerged = open_session(replaced.model, num_threads=1).run(names, feeds)
+    by_head = projection_of(site).reshape(2, site.d_v, -1)
+    np.testing.assert_allclose(result, (context @ by_head).sum(axis=1), atol=1e-5)
+    (own,) = open_session(model, num_threads=1).run(None, feeds)
+    np.testing.assert_allclose((unmerged @ by_head).sum(axis=1), own, atol=1e-5)
+    assert np.allclose(result, own, atol=1e-5) is (heads == 2)
+
+
+def mixed_and_masked(build: GraphBuilder, probs: str) -> str:
+    return build.op("Mul", mixed_by_product(build, probs), causal(build))
+
+
+def mixed_twice(build: GraphBuilder, probs: str) -> str:
+    return mixed_by_product(build, mixed_by_product(build, probs))
+
+
+def mixed_over_rows(build: GraphBuilder, probs: str) -> str:
+    weight = build.const(random_projection(4, 4))
+    turned = build.op("Transpose", probs, perm=[0, 1, 3, 2])
+    return build.op("Transpose", build.op("MatMul", turned, weight), perm=[0, 1, 3, 2])
+
+
 def over_another_axis() -> onnx.ModelProto:
     model = attention_on_inputs()
     (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
@@ -387,6 +461,9 @@ def normalised_before_projection() -> onnx.ModelProto:
     [
         (attention_on_inputs(change_probs=turned), "the map is transposed on its way"),
         (by_einsum(), "meet in Einsum"),
+        (attention_on_inputs(change_probs=mixed_and_masked), "no matrix over heads"),
+        (attention_on_inputs(change_probs=mixed_twice), "no matrix over heads"),
+        (attention_on_inputs(change_probs=mixed_over_rows), "no matrix over heads"),
         (over_another_axis(), "not over the last axis"),
         (normalised_before_projection(), "they go to LayerNormalization"),
     ],
