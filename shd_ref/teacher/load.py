@@ -42,7 +42,7 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     file = Path(path)
     try:
         model = onnx.load(file, load_external_data=False)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for a name with NUL
         raise ShdError("graph-invalid", f"teacher graph {file} must be a readable file: {error}") from error
     except DecodeError as error:
         raise ShdError(

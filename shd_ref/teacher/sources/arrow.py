@@ -36,7 +36,7 @@ class ArrowSource(IndexedSource):
         try:
             # Mapped tables own no memory but their batches' descriptions.
             batches = [batch for path in paths for batch in _map_table(pa, path).to_batches()]
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:  # a name that is no text is a ValueError
             raise self.refuse(f"must be readable Arrow files: {error}") from error
         self._batches = [batch for batch in batches if batch.num_rows]
         if not self._batches:
@@ -125,7 +125,7 @@ def _listed_files(state: Path) -> list[str]:
     """The file names in ``state.json``, which comes from elsewhere and must not lead out of its folder."""
     try:
         names = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ShdError("inputs-invalid", f"inputs {state} must list the files of a data set: {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
@@ -144,7 +144,7 @@ def _map_table(pa: Any, path: Path) -> Any:
 def _row_of(source: Source, batch: Any, place: int, index: int, columns: Sequence[str]) -> Row:
     try:
         return {name: _value_of(batch.column(name)[place]) for name in columns}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:  # the last of types that numpy lacks
         raise source.refuse(f"columns must hold numbers, lists of numbers or text: {error}", index) from error
 
 
@@ -153,18 +153,22 @@ def _value_of(scalar: Any) -> str | NDArray[Any]:
         scalar = scalar.value
     if not scalar.is_valid:
         raise ValueError("a value is missing (null)")
-    if hasattr(scalar.type, "value_type"):
+    kind = scalar.type
+    if hasattr(kind, "index_type") or hasattr(kind, "run_end_type"):  # categories and runs hold plain values
+        kind = kind.value_type
+    elif hasattr(kind, "value_type"):
         return _array_of(scalar.values)
     value = scalar.as_py()
     if isinstance(value, str):
         return value
-    array = np.asarray(value, dtype=scalar.type.to_pandas_dtype())
-    return _checked(array, scalar.type)
+    return _checked(np.asarray(value, dtype=kind.to_pandas_dtype()), kind)
 
 
 def _array_of(items: Any) -> NDArray[Any]:
     if items.null_count:
         raise ValueError("a value in a list is missing (null)")
+    if hasattr(items.type, "index_type"):
+        return _array_of(items.dictionary_decode())
     if hasattr(items.type, "value_type"):
         return np.stack([_array_of(item.values) for item in items])
     return _checked(items.to_numpy(zero_copy_only=False), items.type)

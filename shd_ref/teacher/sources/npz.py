@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,9 @@ def open_npz(path: Path) -> Source:
             members = {
                 info.filename.removesuffix(_SUFFIX): _read_member(archive, info) for info in archive.infolist()
             }
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            if len(members) < len(archive.infolist()):
+                raise ValueError("two of its arrays have one name")
+    except Exception as error:  # zipfile, zlib and numpy's parser of headers raise what they meet
         raise ShdError(
             "inputs-invalid", f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}"
         ) from error
@@ -72,23 +75,30 @@ class _CompressedNpz(Source):
         with zipfile.ZipFile(self._path) as archive:
             streams = {name: archive.open(self._members[name].info) for name in columns}
             for name, stream in streams.items():
-                _read_header(stream, name)
-            for _ in range(len(self)):
-                yield {name: self._next_row(stream, self._members[name]) for name, stream in streams.items()}
+                stream.read(self._members[name].offset)
+            for index in range(len(self)):
+                yield {name: self._next_row(stream, self._members[name], index) for name, stream in streams.items()}
 
-    def _next_row(self, stream: IO[bytes], member: _Member) -> NDArray[Any]:
+    def _next_row(self, stream: IO[bytes], member: _Member, index: int) -> NDArray[Any]:
         shape = member.shape[1:]
-        data = stream.read(int(np.prod(shape, dtype=np.int64)) * member.dtype.itemsize)
         try:
+            data = stream.read(math.prod(shape) * member.dtype.itemsize)
             return np.frombuffer(data, dtype=member.dtype).reshape(shape)
-        except ValueError as error:
-            raise self.refuse(f"{member.info.filename} ends too early: {error}") from error
+        except Exception as error:  # a damaged stream; zlib.error is no OSError
+            raise self.refuse(f"{member.info.filename} must be what its header says: {error}", index) from error
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
     with archive.open(info) as stream:
         shape, fortran_order, dtype = _read_header(stream, info.filename)
         header_size = stream.tell()
+    count = math.prod(shape) * dtype.itemsize
+    # Checked before anything is allocated by it; a member's size is the archive's own word.
+    if not all(type(size) is int and size >= 0 for size in shape) or header_size + count != info.file_size:
+        raise ValueError(
+            f"{info.filename} must hold the numbers of its shape {str(shape)[:80]}, {count} bytes; "
+            f"got {info.file_size - header_size}"
+        )
     return _Member(info, shape, fortran_order, dtype, header_size)
 
 

@@ -47,9 +47,13 @@ def open_source(
     file = Path(path)
     if tokenizer is None:
         _refuse_text_options(text_column=text_column, max_length=max_length)
-    if file.is_dir():
+    try:
+        is_folder, exists = file.is_dir(), file.exists()
+    except (OSError, ValueError) as error:  # a name too long, or one with NUL
+        raise ShdError("inputs-invalid", f"inputs must be a path; got {str(path)[:80]!r}: {error}") from error
+    if is_folder:
         source = open_folder(file)
-    elif file.suffix not in KINDS or not file.exists():
+    elif file.suffix not in KINDS or not exists:
         rule = "must exist" if file.suffix in KINDS else f"must be a folder or end in one of {', '.join(KINDS)}"
         raise ShdError("inputs-invalid", f"inputs {rule}; got {path}")
     else:

@@ -106,14 +106,14 @@ class TokenizedSource(Source):
 def _load_tokenizer(path: Path, max_length: int | None) -> tuple[Any, int | None]:
     """The tokenizer, and how many tokens it keeps of a text; None for all."""
     library = import_package("tokenizers")
-    file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        tokenizer = library.Tokenizer.from_file(str(file))
+        is_folder = path.is_dir()
+        tokenizer = library.Tokenizer.from_file(str(path / "tokenizer.json" if is_folder else path))
     except Exception as error:  # the library raises Exception itself
-        raise ShdError("inputs-invalid", f"tokenizer {file} must be a readable tokenizer.json: {error}") from error
+        raise ShdError("inputs-invalid", f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
     tokenizer.no_padding()
     own = tokenizer.truncation and tokenizer.truncation["max_length"]
-    limits = [own, _model_max_length(path / CONFIG_NAME) if path.is_dir() else None]
+    limits = [own, _model_max_length(path / CONFIG_NAME) if is_folder else None]
     limit = min((each for each in limits if each), default=None) if max_length is None else max_length
     if limit is None:
         return tokenizer, None

@@ -1,0 +1,240 @@
+"""Data files that nobody vouches for: whatever their headers, types and names say, one error of ours."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph_inputs import InputSpec
+from shd_ref.teacher.inputs import ModelInputs
+from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.sources import open_source
+
+SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("input_ids", "attention_mask"))
+
+
+def refused(path: Path | str, code: str = "inputs-invalid") -> str:
+    with pytest.raises(ShdError) as caught:
+        ModelInputs(open_source(path), SPECS)
+    assert caught.value.code == code
+    return str(caught.value)
+
+
+def npy(shape: Any = (2, 2), *, descr: Any = "<i8", header: Any = None, data: bytes = bytes(32)) -> bytes:
+    """An array file with this header, honest or not."""
+    header = repr({"descr": descr, "fortran_order": False, "shape": shape}) if header is None else header
+    text = header if isinstance(header, bytes) else header.encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+def npz(path: Path, method: int, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(f"{name}.npy", data)
+    return path
+
+
+HEADERS = {
+    "negative": npy((2, -2)),
+    "negative first": npy((-2, 2)),
+    "twice negative": npy((2, -1, -2)),
+    "larger than the file": npy((2, 3)),
+    "smaller than the file": npy((2, 1)),
+    "terabytes": npy((2, 2**40)),
+    "beyond int64": npy((2, 2**62)),
+    "beyond int64 on two axes": npy((2, 2**32, 2**32)),
+    "beyond any integer": npy((2, 2**70)),
+    "more digits than Python reads": npy(header=f"{{'descr':'<i8','fortran_order':False,'shape':(2,{'9' * 5000})}}"),
+    "no integers": npy((2.0, 2)),
+    "truth values": npy((True, 2), data=bytes(16)),
+    "no sample": npy((0, 2), data=b""),
+    "no axis": npy((), data=bytes(8)),
+    "objects": npy((2, 2), descr="|O"),
+    "fields": npy((2,), descr=[("a", "<i8"), ("b", "<i8")]),
+    "fields of objects": npy((2,), descr=[("a", "|O"), ("b", "<i8")]),
+    "times": npy((2, 2), descr="<M8[s]"),
+    "text": npy((2, 2), descr="<U2"),
+    "complex": npy((2, 1), descr="<c16"),
+    "bytes": npy((2, 2), descr="|V8"),
+    "no type": npy((2, 2), descr="zz"),
+    "a number for a type": npy((2, 2), descr=5),
+    "half a header": npy(header="{'descr'"),
+    "a list": npy(header="[]"),
+    "nesting": npy(header="(" * 5000),
+    "zeros": npy(header=bytes(40)),
+    "no magic": b"plain",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "compressed"])
+@pytest.mark.parametrize("kind", HEADERS)
+def test_headers_of_npz_members(tmp_path: Path, kind: str, method: int) -> None:
+    honest = npy(data=np.ones((2, 2), "<i8").tobytes())
+    ModelInputs(open_source(npz(tmp_path / "good.npz", method, input_ids=honest, attention_mask=honest)), SPECS)
+    path = npz(tmp_path / "data.npz", method, input_ids=HEADERS[kind], attention_mask=honest)
+    assert str(path) in refused(path)
+
+
+def damaged_archives(folder: Path) -> Iterator[Path]:
+    honest = npy(data=np.ones((2, 2), "<i8").tobytes())
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        good = npz(folder / "good.npz", method, input_ids=honest, attention_mask=honest).read_bytes()
+        entry, local = good.index(b"PK\x01\x02"), good.index(b"PK\x03\x04")
+        for name, place, value in (
+            ("encrypted", entry + 8, 1),
+            ("method", entry + 10, 99),
+            ("name", entry + 46, 0xFF),
+            ("local", local, 0),
+        ):
+            path = folder / f"{name}-{method}.npz"
+            path.write_bytes(good[:place] + bytes([value]) + good[place + 1 :])
+            yield path
+    stream = bytearray((folder / "good.npz").read_bytes())
+    stream[stream.index(b"PK\x03\x04") + 50 : stream.index(b"PK\x03\x04") + 70] = bytes(20)
+    (folder / "stream.npz").write_bytes(stream)
+    yield folder / "stream.npz"
+    with zipfile.ZipFile(folder / "twice.npz", "w") as archive:
+        for name in ("input_ids.npy", "input_ids", "attention_mask.npy"):
+            archive.writestr(name, honest)
+    yield folder / "twice.npz"
+
+
+def test_damaged_archives(tmp_path: Path) -> None:
+    for path in damaged_archives(tmp_path):
+        assert str(path) in refused(path), path.name
+
+
+def odd_columns() -> dict[str, Callable[[Any], Any]]:
+    return {
+        "struct": lambda pa: pa.array([{"a": 1}, {"a": 2}]),
+        "list of structs": lambda pa: pa.array([[{"a": 1}], [{"a": 2}]]),
+        "missing struct": lambda pa: pa.array([None, {"a": 2}]),
+        "map": lambda pa: pa.array([[("a", 1)], [("b", 2)]], type=pa.map_(pa.string(), pa.int64())),
+        "categories": lambda pa: pa.array(["x", "y"]).dictionary_encode(),
+        "lists of text": lambda pa: pa.array([["a"], ["b"]]),
+        "decimal": lambda pa: pa.array([decimal.Decimal("1.5"), decimal.Decimal("2.5")]),
+        "time": lambda pa: pa.array([datetime.datetime(2020, 1, 1)] * 2),
+        "date": lambda pa: pa.array([datetime.date(2020, 1, 1)] * 2),
+        "duration": lambda pa: pa.array([datetime.timedelta(1)] * 2),
+        "binary": lambda pa: pa.array([b"x", b"y"]),
+        "null": lambda pa: pa.array([None, None]),
+        "list of null": lambda pa: pa.array([[None], [None]]),
+        "scalar": lambda pa: pa.array([1, 2]),
+        "beyond int64": lambda pa: pa.array([[2**63 + 1], [2**64 - 1]], type=pa.list_(pa.uint64())),
+        "ragged": lambda pa: pa.array([[[1, 2], [3]], [[1], [2]]]),
+        "nested": lambda pa: pa.array([[[[[[[1]]]]]]] * 2),
+        "union": lambda pa: pa.UnionArray.from_sparse(
+            pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])]
+        ),
+        "interval": lambda pa: pa.array([pa.MonthDayNano([1, 2, 3])] * 2),
+        "runs": lambda pa: pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array([1])),
+    }
+
+
+@pytest.mark.parametrize("kind", odd_columns())
+def test_columns_of_other_types(tmp_path: Path, kind: str) -> None:
+    pa = pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
+    parquet, ipc = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow.ipc")
+    table = pa.table({"input_ids": odd_columns()[kind](pa), "attention_mask": pa.array([[1, 1], [1]])})
+    with ipc.new_file(tmp_path / "data.arrow", table.schema) as file:
+        file.write_table(table)
+    assert "row 0" in refused(tmp_path / "data.arrow")
+    try:
+        parquet.write_table(table, tmp_path / "data.parquet")
+    except pa.ArrowException:  # a type that Parquet lacks
+        return
+    refused(tmp_path / "data.parquet")
+
+
+def test_unread_columns_of_other_types_are_no_problem(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    ids = pa.array([[1, 2], [3]])
+    categories = pa.array(["x", "y"]).dictionary_encode()
+    table = pa.table({"input_ids": ids, "attention_mask": ids, "meta": pa.array([{"a": 1}, {"a": 2}])})
+    table = table.set_column(1, "attention_mask", pa.array([[1, 1], [1]]).cast(pa.list_(pa.int8())))
+    parquet.write_table(table.append_column("kind", categories), tmp_path / "data.parquet")
+    source = open_source(tmp_path / "data.parquet")
+    assert ModelInputs(source, SPECS).lengths.tolist() == [2, 1]
+    assert [row["kind"] for row in source.rows(["kind"])] == ["x", "y"], "categories are read as what they stand for"
+
+
+LONG = "x" * 300
+NAMES = ["a\0b", LONG, "/".join(["d" * 200] * 30), "\ud800"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["nul", "long", "deep", "no text"])
+@pytest.mark.parametrize("suffix", ["", ".npz", ".jsonl", ".parquet", ".arrow", ".safetensors"])
+def test_paths_that_no_file_has(name: str, suffix: str) -> None:
+    refused(name + suffix)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["nul", "long", "deep", "no text"])
+def test_teachers_and_tokenizers_that_no_file_is(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    with pytest.raises(ShdError) as caught:
+        load_teacher(name)
+    assert caught.value.code == "graph-invalid"
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ShdError, match="must be a readable tokenizer") as caught:
+        open_source(tmp_path / "d.jsonl", tokenizer=name)
+    assert caught.value.code == "inputs-invalid"
+
+
+@pytest.mark.parametrize(
+    ("listed", "code"),
+    [
+        ("a\0.arrow", "inputs-invalid"),
+        (f"{LONG}.arrow", "inputs-invalid"),
+        ("\ud800.arrow", "inputs-invalid"),
+        ("../a.arrow", "path-unsafe"),
+        (None, "path-unsafe"),
+        (["a"], "path-unsafe"),
+    ],
+    ids=["nul", "long", "no text", "outside", "null", "list"],
+)
+def test_file_names_in_a_data_set(tmp_path: Path, listed: Any, code: str) -> None:
+    pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": listed}]}))
+    refused(tmp_path, code)
+
+
+@pytest.mark.parametrize("state", [b"[]", b'{"_data_files": 5}', b'{"_data_files": [5]}', b"[" * 100_000, b"\xff"])
+def test_lists_of_files_that_are_none(tmp_path: Path, state: bytes) -> None:
+    (tmp_path / "state.json").write_bytes(state)
+    assert "must list the files of a data set" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"input_ids": [1e400], "attention_mask": [1]}',
+        '{"input_ids": [99999999999999999999999], "attention_mask": [1]}',
+        '{"input_ids": [18446744073709551615], "attention_mask": [1]}',
+        '{"input_ids": [' + "9" * 5000 + '], "attention_mask": [1]}',
+        '{"input_ids": ' + "[" * 900 + "1" + "]" * 900 + ', "attention_mask": [1]}',
+        '{"input_ids": ' + "[" * 70 + "1" + "]" * 70 + ', "attention_mask": [1]}',
+        '{"input_ids": {"a": 1}, "attention_mask": [1]}',
+        '{"input_ids": "\\ud800", "attention_mask": [1]}',
+        '{"input_ids": [1, "a"], "attention_mask": [1]}',
+        '{"input_ids": null, "attention_mask": [1]}',
+        '{"input_ids": [[]], "attention_mask": [1]}',
+        '{"' + LONG + '": 1}',
+        '{"": 1}',
+    ],
+    ids=lambda line: line[:20],
+)
+def test_lines_of_numbers_that_are_none(tmp_path: Path, line: str) -> None:
+    (tmp_path / "data.jsonl").write_text(line + "\n")
+    refused(tmp_path / "data.jsonl")
