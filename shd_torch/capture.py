@@ -27,6 +27,7 @@ from shd_ref.plans import as_index
 from shd_torch.attention import softmax
 from shd_torch.attention_call import AttentionCall, LogitsCall, check_heads
 from shd_torch.hf_attention import read_hf_call
+from shd_torch.layer_coverage import find_unseen
 from shd_torch.taps import RawCall, add_call, is_recording, record
 from shd_torch.taught_layers import TaughtLayers
 
@@ -42,8 +43,9 @@ _REMEDY = (
 class Captured:
     """The attention of a student's last forward pass, as ``capture_attention`` recorded it."""
 
-    def __init__(self, layers: tuple[int, ...] | None) -> None:
+    def __init__(self, layers: tuple[int, ...] | None, ignored_arguments: frozenset[str] = frozenset()) -> None:
         self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
+        self._ignored_arguments = ignored_arguments
         self._kept: dict[int, Call] = {}
         self.num_calls = 0
 
@@ -120,7 +122,7 @@ class Captured:
                     "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False}); for a frozen layer, "
                     "leave its number out of layers",
                 )
-            self._kept[index] = _read_call(raw, opened)
+            self._kept[index] = _read_call(raw, opened, self._ignored_arguments)
 
 
 class AttentionCapture:
@@ -130,22 +132,36 @@ class AttentionCapture:
         student: as for ``capture_attention``.
         layers: likewise.
         keep_values: likewise.
+        ignored_arguments: likewise.
 
     Raises:
-        ShdError: ``argument-value`` for a bad ``layers``.
+        ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``.
     """
 
     def __init__(
-        self, student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
+        self,
+        student: nn.Module,
+        layers: int | Sequence[int] | None = None,
+        *,
+        keep_values: bool = False,
+        ignored_arguments: Sequence[str] = (),
     ) -> None:
         self._expected, kept = _read_layers(layers)
         self._kept = kept
         self._taught = layers if isinstance(layers, TaughtLayers) else None
         self._first_count = 0
+        self._checked_count = 0  # of calls that are known to be those of every layer
+        self._is_count_given = self._expected is not None or (
+            self._taught is not None and self._taught.num_student_layers is not None
+        )
         self._student = student
         self._keep_values = keep_values
         self._undo: Callable[[], None] | None = None
-        self.captured = Captured(kept)
+        if isinstance(ignored_arguments, str) or not all(isinstance(name, str) for name in ignored_arguments):
+            raise ShdError(
+                "argument-value", f"ignored_arguments must be a list of argument names; got {ignored_arguments!r}"
+            )
+        self.captured = Captured(kept, frozenset(ignored_arguments))
 
     def start(self) -> Captured:
         """Record every forward pass from now on; the result fills itself.
@@ -201,6 +217,10 @@ class AttentionCapture:
         if self._kept is not None:
             self._first_count = self._first_count or num_calls
             check_same_count(num_calls, self._first_count, name)
+        if not self._is_count_given and num_calls != self._checked_count:
+            encoder_ran = kwargs.get("encoder_outputs") is None
+            torch.compiler.disable(check_every_layer)(self._student, recording.calls, encoder_ran)  # type: ignore[no-untyped-call]
+            self._checked_count = num_calls
         try:
             torch.compiler.disable(self.captured.take)(recording.calls, grad_enabled)  # type: ignore[no-untyped-call]
         except BaseException:
@@ -232,7 +252,11 @@ def _get_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_attention(
-    student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
+    student: nn.Module,
+    layers: int | Sequence[int] | None = None,
+    *,
+    keep_values: bool = False,
+    ignored_arguments: Sequence[str] = (),
 ) -> AttentionCapture:
     """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
@@ -253,19 +277,23 @@ def capture_attention(
             student's side of ``layer_map``); default all, whatever their number. The ``layers`` of a batch's
             supervision also say how many calls there must be.
         keep_values: also keep each call's values and output, as a teacher's are needed.
+        ignored_arguments: names of tensors that the student's attention function is given and that change no logit
+            and no map. Tensors of other names than transformers' own (such as attention sinks) are refused.
 
     Returns:
         The capture: a context manager that yields the ``Captured`` attention, readable inside and after the block;
         or an object with ``start``, which returns it, and ``stop``.
 
     Raises:
-        ShdError: ``argument-value`` for a bad ``layers``; from the student's forward pass, ``capture-failed`` where
-            nothing was recorded, a layer is missing, or reentrant activation checkpointing hides its graph, and
-            ``cache-mismatch`` where the supervision was made for another number of layers.
+        ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``; from the student's forward pass,
+            ``capture-failed`` where nothing was recorded, a layer is missing, layers attend by code that cannot be
+            seen (unless the number of calls is given), a tensor of unknown meaning takes part, or reentrant
+            activation checkpointing hides its graph, and ``cache-mismatch`` where the supervision was made for
+            another number of layers.
 
     Source: the student's side of Eq. 10.
     """
-    return AttentionCapture(student, layers, keep_values=keep_values)
+    return AttentionCapture(student, layers, keep_values=keep_values, ignored_arguments=ignored_arguments)
 
 
 def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
@@ -292,7 +320,7 @@ def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
                 "capture-failed",
                 f"attn_logits of {type(module).__name__} must be (B, H, L, S); got {tuple(attn_logits.shape)}",
             )
-        add_call(RawCall("logits", None, None, logits=attn_logits))
+        add_call(RawCall("logits", None, None, logits=attn_logits, module=module))
     return attn_logits
 
 
@@ -379,11 +407,11 @@ def _with_query_key(call: Call, number: int) -> AttentionCall:
     return call
 
 
-def _read_call(raw: RawCall, opened: dict[int, Tensor]) -> Call:
+def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str]) -> Call:
     if raw.logits is not None:
         return LogitsCall(raw.logits)
     if raw.kind == "hugging-face":
-        return read_hf_call(raw, opened)
+        return read_hf_call(raw, opened, ignored_arguments)
     assert raw.query is not None
     assert raw.key is not None
     check_heads(raw.query, raw.key, type(raw.module).__name__ if raw.module is not None else "a fused call")
@@ -418,6 +446,20 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
             f"layers must be a count of at least 1 or distinct zero-based layer numbers; got {layers!r}",
         )
     return (numbers[0], None) if isinstance(layers, int) else (None, numbers)
+
+
+def check_every_layer(student: nn.Module, calls: Sequence[RawCall], encoder_ran: bool) -> None:
+    """Layers that attend by code which is not watched make no call, and shift the numbers of those that do."""
+    unseen = find_unseen(student, calls, encoder_ran=encoder_ran)
+    if unseen:
+        names = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {type(student).__name__} must show the attention of every layer; got {len(calls)} "
+            f"calls for more layers, of which these are among the unseen or cannot be told: {names}. The numbers of "
+            f"calls would mean other layers: where that is meant, give their count (layers={len(calls)}) or capture "
+            f"the part of the model that is seen (such as its decoder); else {_REMEDY}",
+        )
 
 
 def check_same_count(calls: int, first: int, name: str) -> None:

@@ -19,16 +19,23 @@ from shd_torch.attention_call import AttentionCall, check_heads
 from shd_torch.masks import is_allowed
 from shd_torch.taps import RawCall
 
+_KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
+"""Tensors beside queries, keys, values and mask that attention functions are given, and whose meaning is known."""
 
-def read_hf_call(raw: RawCall, opened: dict[int, Tensor]) -> AttentionCall:
+
+def read_hf_call(
+    raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str] = frozenset()
+) -> AttentionCall:
     """The call that a Hugging Face attention function made.
 
     Args:
         raw: as the tap saw it.
         opened: the masks of the same pass that were opened before, by the identity of their ``BlockMask``.
+        ignored_arguments: names of further tensors that change no map.
 
     Raises:
-        ShdError: ``capture-failed`` for attention sinks, packed sequences and shapes that fit nothing.
+        ShdError: ``capture-failed`` for attention sinks, tensors of unknown meaning, packed sequences and shapes that
+            fit nothing.
     """
     name = type(raw.module).__name__
     query, key, keywords = raw.query, raw.key, raw.keywords or {}
@@ -37,6 +44,14 @@ def read_hf_call(raw: RawCall, opened: dict[int, Tensor]) -> AttentionCall:
     check_heads(query, key, name)
     if keywords.get("s_aux") is not None:
         raise _unsupported(name, "be a softmax over its keys", "attention sinks")
+    for argument, value in keywords.items():
+        if _holds_tensor(value) and argument not in _KNOWN_TENSORS | ignored_arguments:
+            raise ShdError(
+                "capture-failed",
+                f"attention of {name} must be called with tensors whose part in its maps is known; got {argument!r}, "
+                "which may be a bias or attention sinks: leave its layer out, call shd_torch.record_query_key in its "
+                f"attention, or, if it changes no map, capture with ignored_arguments=[{argument!r}]",
+            )
     common: dict[str, Any] = {
         "query": query,
         "scale": keywords.get("scaling"),
@@ -61,6 +76,13 @@ def read_hf_call(raw: RawCall, opened: dict[int, Tensor]) -> AttentionCall:
     if raw.implementation == "flex_attention":
         return AttentionCall(**common, attn_mask=bias)
     return _read_flash(raw, common, name)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(each) for each in value)
+    # One number in a tensor may be a count or a switch, and cannot be a vector of sinks.
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _read_fused(inner: RawCall, key: Tensor, common: dict[str, Any]) -> AttentionCall:

@@ -1,0 +1,205 @@
+"""What a capture cannot see it says: layers of unwatched code, and tensors of unknown meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shd_ref import ShdError
+from shd_torch import capture_attention
+
+transformers = pytest.importorskip("transformers", reason="these are Hugging Face architectures")
+
+_SEQ2SEQ: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+_T5: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+SEEN: dict[str, dict[str, Any]] = {
+    "Bart": _SEQ2SEQ,
+    "MBart": _SEQ2SEQ,
+    "Marian": _SEQ2SEQ,
+    "Pegasus": _SEQ2SEQ,
+    "Blenderbot": _SEQ2SEQ,
+    "M2M100": _SEQ2SEQ,
+    "PLBart": _SEQ2SEQ,
+    "T5": _T5,
+    "UMT5": _T5,
+}
+UNSEEN: dict[str, dict[str, Any]] = {
+    "BigBirdPegasus": {**_SEQ2SEQ, "block_size": 4, "num_random_blocks": 1},
+    "PegasusX": {**_SEQ2SEQ, "block_size": 4, "num_global_tokens": 2},
+}
+
+
+def make_seq2seq(name: str, arguments: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**arguments)
+    return getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager").eval()
+
+
+def make_ids() -> dict[str, Tensor]:
+    ids = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+
+
+@pytest.mark.parametrize("layers", [None, (2, 4, 6)])
+@pytest.mark.parametrize("name", SEEN)
+def test_encoder_decoders_are_numbered_from_their_encoder(name: str, layers: tuple[int, ...] | None) -> None:
+    model = make_seq2seq(name, SEEN[name])
+    with capture_attention(model, layers) as captured:
+        output = model(**make_ids(), output_attentions=True)
+    decoder = [maps for pair in zip(output.decoder_attentions, output.cross_attentions, strict=True) for maps in pair]
+    every = [*output.encoder_attentions, *decoder]
+    for probs, own in zip(captured.probs, every if layers is None else [every[i] for i in layers], strict=True):
+        torch.testing.assert_close(probs, own, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [None, (0, 2)])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_an_encoder_that_cannot_be_seen_is_said_so(name: str, layers: tuple[int, ...] | None) -> None:
+    model, inputs = make_seq2seq(name, UNSEEN[name]), make_ids()
+    with pytest.raises(ShdError, match=r"encoder\.layers\.0.*layers=6") as error, capture_attention(model, layers):
+        model(**inputs)
+    assert error.value.code == "capture-failed"
+    # Ways out: the count of calls, the decoder alone, and the encoder's outputs.
+    with capture_attention(model, 6) as captured:
+        output = model(**inputs, output_attentions=True)
+    torch.testing.assert_close(captured.probs[1], output.cross_attentions[0], atol=1e-6, rtol=1e-5)
+    with capture_attention(model.get_decoder(), layers) as captured:
+        model(**inputs)
+    assert len(captured.calls) == 6 if layers is None else 2
+    encoded = model.get_encoder()(inputs["input_ids"])
+    with capture_attention(model, layers) as captured:
+        model(encoder_outputs=encoded, decoder_input_ids=inputs["decoder_input_ids"])
+    assert captured.num_calls == 6
+
+
+class OwnAttention(nn.Module):
+    """Named after what it does."""
+
+
+class Layer(nn.Module):
+    """Attention through PyTorch's fused call, or by hand."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.attention = OwnAttention()
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return x + F.scaled_dot_product_attention(x, x, x)
+        return x + (x @ x.mT).softmax(-1) @ x
+
+
+class Stack(nn.Module):
+    def __init__(self, *fused: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(fused=each) for each in fused])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_layer_that_attends_by_hand_is_said_so() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    student = Stack(True, True)
+    with capture_attention(student) as captured:
+        student(x)
+    assert len(captured.calls) == 2
+    student = Stack(False, True)
+    with pytest.raises(ShdError, match="attention of every layer; got 1 calls"), capture_attention(student, (0,)):
+        student(x)
+    with capture_attention(student, 1) as captured:
+        student(x)
+    torch.testing.assert_close(captured.calls[0].query, student.layers[0](x))
+
+
+@contextmanager
+def attention_function(function: Callable[..., Any]) -> Iterator[str]:
+    """A function in transformers' table, with the masks of the eager one."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register("with_sinks", function)
+    AttentionMaskInterface.register("with_sinks", eager_mask)
+    try:
+        yield "with_sinks"
+    finally:
+        del AttentionInterface._global_mapping["with_sinks"]
+        del AttentionMaskInterface._global_mapping["with_sinks"]
+
+
+def attend_with_sinks(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    logits = query @ key.mT * kwargs["scaling"] + (0.0 if attention_mask is None else attention_mask)
+    (sinks,) = [each for name, each in kwargs.items() if "sink" in name] or [None]
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    probs = logits.softmax(-1)[..., : key.shape[2]]
+    return (probs @ value).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("implementation", ["own", "sdpa", "eager"])
+@pytest.mark.parametrize("argument", ["sinks", "attention_sinks", "learnable_sink"])
+def test_tensors_of_unknown_meaning_are_refused(argument: str, implementation: str) -> None:
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_attention_heads=4, intermediate_size=48, num_hidden_layers=2
+    )
+    with attention_function(attend_with_sinks) as own:
+        model = transformers.BertModel._from_config(
+            config, attn_implementation=own if implementation == "own" else implementation
+        ).eval()
+        ids, sinks = torch.arange(3, 12)[None], torch.ones(4)
+        with capture_attention(model) as captured:
+            model(ids)
+        assert len(captured.calls) == 2
+        for given in (sinks, [sinks]) if implementation != "own" else (sinks,):
+            refused = pytest.raises(ShdError, match=f"got '{argument}'.*ignored_arguments")
+            with refused as error, capture_attention(model):
+                model(ids, **{argument: given})
+            assert error.value.code == "capture-failed"
+        if implementation != "own":  # which ignore them in truth
+            with capture_attention(model, ignored_arguments=[argument]) as captured:
+                plain = model(ids, output_attentions=True, **{argument: sinks})
+            if implementation == "eager":
+                torch.testing.assert_close(captured.probs[0], plain.attentions[0])
+            assert len(captured.calls) == 2
+
+
+@pytest.mark.parametrize("wrong", ["sinks", [1], (None,)])
+def test_ignored_arguments_are_names(wrong: Any) -> None:
+    with pytest.raises(ShdError, match="ignored_arguments must be a list") as error:
+        capture_attention(nn.Identity(), ignored_arguments=wrong)
+    assert error.value.code == "argument-value"
