@@ -59,6 +59,11 @@ _OTHER_AXIS: Final = (
 
 
 _NOT_TOLD: Final = "its maps are the same for all samples that were tried, so whose they are cannot be told"
+_FROZEN: Final = (
+    "the exporter left the length {length} of its example in the constants, although the axes of the graph's inputs are "
+    "dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., dynamo=True, "
+    "dynamic_shapes=...)"
+)
 _SHARED_SCALES: Final = (
     "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "
     "batch: use the float or the statically quantised form of the model, or --batch-size 1"
@@ -233,7 +238,11 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
     try:
         probe = Probe(model, sorted(maps))
         trial = _open_trial(probe, Allowed.of(model))
-        return {name: trial.judge(name, *kind) for name, kind in maps.items()}
+        found = {name: trial.judge(name, *kind) for name, kind in maps.items()}
+        if probe.is_frozen_inside():
+            frozen = Finding(note=_FROZEN.format(length=probe.frozen_length))
+            found = {name: frozen if finding == Finding() else finding for name, finding in found.items()}
+        return found
     except ShdError as error:
         problem = str(error)
     except Exception as error:  # onnxruntime raises its own types, which share no base class

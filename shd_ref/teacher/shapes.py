@@ -165,8 +165,15 @@ class Probe:
             raise ShdError(
                 "graph-unsupported",
                 f"the graph does not run on a probe of batch {self.sizes.batch} and length {self.sizes.length} "
-                f"({failure}): re-export it with dynamic batch and sequence axes, or with its shapes inferred",
+                f"({failure}): {_remedy(self.specs)}",
             )
+
+    def is_frozen_inside(self) -> bool:
+        """Whether the constants fix the length while the inputs leave it open: a longer sample does not run."""
+        sequences = [spec for spec in self.specs if spec.part != "past" and len(spec.shape) > 1]
+        if self.frozen_length is None or all(isinstance(spec.shape[1], int) for spec in sequences):
+            return False
+        return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The tensors by name, on inputs such as ``probe_feeds`` makes."""
@@ -192,6 +199,17 @@ class Probe:
         for length in _frozen_lengths(model):
             for batch in dict.fromkeys((self.sizes.batch, 1)):
                 yield InputSizes(batch, length).fitted(self.specs)
+
+
+def _remedy(specs: Sequence[InputSpec]) -> str:
+    """What to do about a graph that does not run, by what its inputs say."""
+    if all(isinstance(axis, int) for spec in specs for axis in spec.shape):
+        return "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
+    return (
+        "its axes are dynamic, so either the exporter left the sizes of its example in the constants, as PyTorch's "
+        "older one does (export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)), or the graph itself is "
+        "at fault: see whether onnxruntime runs it at all"
+    )
 
 
 def _frozen_lengths(model: onnx.ModelProto) -> list[int]:

@@ -302,3 +302,41 @@ def test_dynamic_quantisation_keeps_samples_apart_but_for_its_scales(tmp_path: P
     assert SEQUENCE_FIRST in str(wrong.reason)
     several = only_site(quantised(attention(window=4), tmp_path))
     assert WINDOWS in str(several.reason)
+
+
+def test_a_length_that_the_exporter_froze_is_named(tmp_path: Path) -> None:
+    def placed(build: GraphBuilder, source: str) -> str:
+        return build.op("Add", source, build.const(random_projection(8, WIDTH)[None]))
+
+    model = attention(placed, length="length")
+    site = only_site(model)
+    assert site.supported, site.reason
+    assert "left the length 8 of its example in the constants" in str(site.note)
+    assert "dynamic_shapes" in str(site.note)
+    assert len(records(model, tmp_path)) == 7
+
+
+def test_a_length_that_only_has_to_be_reached_is_not_called_frozen() -> None:
+    def compared(build: GraphBuilder, source: str) -> str:
+        total = build.op("ReduceSum", build.const(np.ones((1, 8, 1), np.float32)))
+        eighth = build.op("Gather", source, build.const(np.array([7])), axis=1)
+        return build.op("Add", source, build.op("Add", eighth, total))
+
+    site = only_site(attention(compared, length="length"))
+    assert (site.supported, site.note) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ({"length": "length"}, "its axes are dynamic, so .*dynamic_shapes"),
+        ({"batch": 2, "length": 8}, "these are the sizes that its inputs fix, so the graph itself is at fault"),
+    ],
+)
+def test_a_graph_that_runs_on_nothing_says_what_may_be_wrong(sizes: dict[str, Any], remedy: str) -> None:
+    def beyond(build: GraphBuilder, source: str) -> str:
+        number = build.op("Add", build.op("Size", source), build.const(np.array(0)))
+        return build.op("Add", source, build.op("Gather", source, build.op("Unsqueeze", number, build.const([0])), axis=1))
+
+    with pytest.raises(AssertionError, match=remedy):
+        raise AssertionError(only_site(attention(beyond, **sizes)).note)
