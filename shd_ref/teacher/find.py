@@ -17,7 +17,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.external import read_graph
 from shd_ref.teacher.independence import Finding, probe_samples
 from shd_ref.teacher.load import old_opset_reason
-from shd_ref.teacher.measure import Layout, Measure, measure_site
+from shd_ref.teacher.measure import Layout, Measure, describe_contradiction, measure_site
 from shd_ref.teacher.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.shapes import Shapes, probe_shapes, static_shapes
@@ -132,7 +132,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     return _judge_samples(
         model,
         [
-            _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error)
+            _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error, shapes)
             for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True))
         ],
     )
@@ -150,12 +150,18 @@ def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tu
     return tuple(judged)
 
 
-def _site(layer: int, walk: Walk, measure: Measure | None, name: str, probe_error: str | None) -> AttentionSite:
+def _site(
+    layer: int, walk: Walk, measure: Measure | None, name: str, probe_error: str | None, shapes: Shapes
+) -> AttentionSite:
     weight = None if measure is None else measure.weight
     terms = walk.projection.terms
     reason = walk.reason
     if reason is None and measure is None:
-        reason = f"the number of heads cannot be determined: {probe_error or 'the shapes contradict each other'}"
+        reason = (
+            describe_contradiction(walk, shapes)
+            if probe_error is None
+            else f"the number of heads cannot be determined: {probe_error}"
+        )
     if reason is None and measure is not None and measure.layout is None:
         reason = (
             "the output projection reads only a part of the heads' outputs: re-export with eager attention, so that "

@@ -60,9 +60,9 @@ _OTHER_AXIS: Final = (
 
 _NOT_TOLD: Final = "its maps are the same for all samples that were tried, so whose they are cannot be told"
 _FROZEN: Final = (
-    "the exporter left the length {length} of its example in the constants, although the axes of the graph's inputs are "
-    "dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., dynamo=True, "
-    "dynamic_shapes=...)"
+    "the exporter left the length {length} of its example in the constants, although the axes of the graph's inputs "
+    "are dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., "
+    "dynamo=True, dynamic_shapes=...)"
 )
 _SHARED_SCALES: Final = (
     "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "

@@ -98,6 +98,32 @@ def _unmix(weight: NDArray[Any], mixing: NDArray[Any]) -> NDArray[Any]:
     return unmixed.reshape(-1, weight.shape[1])
 
 
+def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
+    """Why a site with known sizes has no measure, and what to do about it."""
+    sizes = {
+        name: list(shapes.get(name_of(value), ()))
+        for name, value in (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
+        if value is not None
+    }
+    probs, context = sizes.get("map", []), sizes.get("outputs", [])
+    if len(context) > 4:
+        return (
+            f"its map has {len(probs)} axes {probs}, as those of windows of an image or of frames of a video have, "
+            "and only (B, H, L, S) and (B * H, L, S) are understood: select other sites (--sites), or take a teacher "
+            "whose attention spans the whole sample"
+        )
+    if probs[:-2] != context[:-2]:
+        return (
+            f"its map {probs} is one for several samples or heads, whose outputs are {context}: select other sites "
+            "(--sites), as such a map is no attention of a sample"
+        )
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return (
+        f"the number of heads cannot be determined from its sizes ({listed}): re-export with eager attention, so "
+        "that the output projection reads the heads side by side, or select other sites (--sites)"
+    )
+
+
 def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
     """How often value heads are repeated: elements out over elements in, whatever the axis."""
     factor = 1

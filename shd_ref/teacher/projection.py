@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.nodes import constant_of, float_attribute, is_constant
-from shd_ref.teacher.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, SCALING_OPS
+from shd_ref.teacher.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS
 from shd_ref.teacher.packages import ir
 from shd_ref.teacher.weights import Weight, product_weight
 
@@ -300,7 +300,29 @@ def _describe_bends(bends: list[ir.Node]) -> str:
             f"{between}, so the attention output is not the sum of what the heads give: choose other layers, or "
             "export a model without it"
         )
+    fed = next((name for node in bends if (name := _fed_weight(node)) is not None), None)
+    if fed is not None:
+        return (
+            f"the weight of its output projection is an input of the graph ({fed}), so there is no output projection "
+            "in it: export the model with its weights inside"
+        )
+    if not met:
+        return (
+            "the heads' outputs are results of the graph and reach no weight, so there is no output projection: "
+            "export the model up to and including the attention block's output projection"
+        )
     return (
-        f"the heads' outputs reach no product with a constant weight{between}, so there is no output projection: "
-        "export the model with its weights inside, up to and including the attention block"
+        f"the heads' outputs reach no product with a constant weight before other operators change them{between}, so "
+        "there is no output projection: choose other layers (--sites), or a model that projects its heads first"
     )
+
+
+def _fed_weight(node: ir.Node) -> str | None:
+    """Name of the graph's input that a product multiplies by, behind what only moves its numbers."""
+    for value in node.inputs if node.op_type in (*PRODUCTS, "Gemm") else ():
+        source = value
+        while source is not None and (producer := source.producer()) is not None and producer.op_type in LAYOUT_OPS:
+            source = producer.inputs[0]
+        if source is not None and source.is_graph_input():
+            return source.name
+    return None

@@ -108,7 +108,9 @@ def open_session(
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         if name != PROVIDERS["cpu"]:
             raise ShdError("provider-unavailable", f"{_remedy(name, [])} ({error})") from error
-        raise ShdError("graph-invalid", f"onnxruntime rejects the teacher graph: {error}") from error
+        raise ShdError(
+            "graph-invalid", f"onnxruntime rejects the teacher graph: {error}: copy or export it again"
+        ) from error
     if session.get_providers()[0] != name:
         raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
     return session

@@ -207,8 +207,8 @@ def _remedy(specs: Sequence[InputSpec]) -> str:
         return "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
     return (
         "its axes are dynamic, so either the exporter left the sizes of its example in the constants, as PyTorch's "
-        "older one does (export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)), or the graph itself is "
-        "at fault: see whether onnxruntime runs it at all"
+        "older one does (export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)), or the graph itself "
+        "is at fault: see whether onnxruntime runs it at all"
     )
 
 

@@ -336,7 +336,71 @@ def test_a_length_that_only_has_to_be_reached_is_not_called_frozen() -> None:
 def test_a_graph_that_runs_on_nothing_says_what_may_be_wrong(sizes: dict[str, Any], remedy: str) -> None:
     def beyond(build: GraphBuilder, source: str) -> str:
         number = build.op("Add", build.op("Size", source), build.const(np.array(0)))
-        return build.op("Add", source, build.op("Gather", source, build.op("Unsqueeze", number, build.const([0])), axis=1))
+        return build.op(
+            "Add", source, build.op("Gather", source, build.op("Unsqueeze", number, build.const([0])), axis=1)
+        )
 
     with pytest.raises(AssertionError, match=remedy):
         raise AssertionError(only_site(attention(beyond, **sizes)).note)
+
+
+def attention_block(after: Change, *, map_axes: Sequence[int | str] = ("batch", HEADS, 8, 8)) -> onnx.ModelProto:
+    """A softmax and its values, which are inputs, and what ``after`` makes of the heads' outputs ``(B, L, H d)``."""
+    build = GraphBuilder()
+    values = ["batch", *(HEADS if axis == 1 else axis for axis in map_axes[1:-2]), 8, 3]
+    context = build.op("MatMul", build.op("Softmax", "logits", axis=-1), "values")
+    if len(values) == 4:
+        context = build.op("Transpose", context, perm=[0, 2, 1, 3])
+    output = after(build, build.op("Reshape", context, build.const(np.array([0, -1, 6]))))
+    inputs = {
+        "logits": (TensorProto.FLOAT, list(map_axes)),
+        "values": (TensorProto.FLOAT, values),
+        "weight": (TensorProto.FLOAT, [6, 5]),
+    }
+    return build.model(inputs, [output])
+
+
+def projected(build: GraphBuilder, heads: str) -> str:
+    return build.op("MatMul", heads, build.const(random_projection(6, 5)))
+
+
+NO_MEASURE_OR_PROJECTION = {
+    "the weight is an input": (
+        attention_block(lambda build, heads: build.op("MatMul", heads, "weight")),
+        r"an input of the graph \(weight\).*weights inside",
+    ),
+    "the weight is an input, transposed": (
+        attention_block(
+            lambda build, heads: build.op(
+                "MatMul", heads, build.op("Transpose", build.op("Transpose", "weight", perm=[1, 0]), perm=[1, 0])
+            )
+        ),
+        r"an input of the graph \(weight\).*weights inside",
+    ),
+    "nothing follows": (
+        attention_block(lambda build, heads: heads),
+        "results of the graph and reach no weight.*up to and including",
+    ),
+    "the weights are inside, behind something else": (
+        attention_block(lambda build, heads: projected(build, build.op("Tanh", heads))),
+        r"before other operators change them \(they go to Tanh\).*choose other layers",
+    ),
+    "five axes": (
+        attention_block(projected, map_axes=("batch", 4, HEADS, 8, 8)),
+        "5 axes .*windows of an image.*select other sites",
+    ),
+    "a map for all samples": (
+        attention(logits_of=lambda build, _: build.const(np.zeros((1, HEADS, 8, 8), np.float32))),
+        "one for several samples or heads.*select other sites",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", NO_MEASURE_OR_PROJECTION)
+def test_each_cause_has_its_own_reason_and_remedy(form: str) -> None:
+    model, reason = NO_MEASURE_OR_PROJECTION[form]
+    site = only_site(model)
+    assert not site.supported
+    assert ("weights inside" in str(site.reason)) == ("input" in form)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(site.reason)
