@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import tomllib
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["lint", "types", "numpy_only", "tests"]
@@ -12,6 +15,14 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
 CONSTRAINTS = "constraints.txt"
+TORCHLESS_TESTS = (
+    "tests/specs",
+    "tests/cache",
+    "tests/packaging",
+    "tests/conformance",
+    "tests/teacher",
+    "tests/report",
+)
 
 
 def install(session: nox.Session, *packages: str) -> None:
@@ -71,6 +82,62 @@ def tests(session: nox.Session) -> None:
     # One process a core, of one thread each; files stay whole, since their fixtures are shared.
     parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile")
     session.run("pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+TORCHLESS = ("teacher", "inputs", "oracles", "report", "zstd")
+"""Extras that have wheels for every Python and no accelerator to choose."""
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The lower bounds of pyproject.toml, each taken at its word; PyTorch is left out, whose old builds are large."""
+    bounds = Path(session.create_tmp()).resolve() / "lowest.txt"
+    bounds.write_text("\n".join(lower_bounds()) + "\n", encoding="utf-8")
+    session.install("-c", str(bounds), f".[{','.join(TORCHLESS)}]", "pytest", "jsonschema")
+    # Old packages warn of what new ones took out.
+    session.run("pytest", "-W", "default", *TORCHLESS_TESTS, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(python=["3.13"])
+def newest(session: nox.Session) -> None:
+    """The newest Python, with the newest versions of everything but PyTorch."""
+    session.install(f".[{','.join(TORCHLESS)}]", "pytest", "jsonschema")
+    session.run("pytest", "-W", "default", *TORCHLESS_TESTS, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build, check the metadata, install the wheel into a clean environment and try it there."""
+    session.install("build", "twine")
+    out = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(out, ignore_errors=True)  # what an earlier version left
+    session.run("python", "-m", "build", "--outdir", str(out))
+    files = sorted(map(str, out.iterdir()))
+    session.run("twine", "check", "--strict", *files)
+    clean = out.parent / "clean"
+    session.run("python", "-m", "venv", "--clear", str(clean))
+    python = str(clean / "bin" / "python")
+    (wheel,) = [name for name in files if name.endswith(".whl")]
+    session.run(python, "-m", "pip", "install", "-c", CONSTRAINTS, f"{wheel}[teacher]", external=True)
+    with session.chdir(out):
+        session.run(python, "-m", "shd_ref.conformance", "--impl", "shd_ref", external=True)
+        session.run(str(clean / "bin" / "shd"), "--version", external=True)
+    session.log(f"ready to upload: {', '.join(files)}")
+
+
+def lower_bounds() -> list[str]:
+    """``name==version`` for the lower bound of every dependency of the extras without PyTorch."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(text for name in ("cache", *TORCHLESS) for text in project["optional-dependencies"][name]),
+    ]
+    found = {}
+    for requirement in map(Requirement, wanted):
+        for bound in requirement.specifier:
+            if bound.operator == ">=" and (requirement.marker is None or requirement.marker.evaluate()):
+                found[requirement.name] = f"{requirement.name}=={bound.version}"
+    return sorted(found.values())
 
 
 @nox.session

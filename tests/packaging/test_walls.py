@@ -152,3 +152,10 @@ def test_error_codes_of_the_meaning_are_the_specifications() -> None:
     assert codes == list(ERROR_CODES)[: len(codes)]
     for code in codes:
         assert ERROR_CODES[code] in listed
+
+
+def test_citation_names_the_version() -> None:
+    (line,) = [
+        line for line in (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines() if "version: " in line[:9]
+    ]
+    assert line == f"version: {shd_ref.__version__}"
