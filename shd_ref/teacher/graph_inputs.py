@@ -127,6 +127,19 @@ class InputSizes:
         return self.length if place or _LENGTH.search(name) else self.batch
 
 
+def past_problem(specs: Sequence[InputSpec]) -> str | None:
+    """Why a graph cannot run on whole samples, whose past is empty, and what to do about it; None where it can."""
+    shapes = InputSizes(1, 1).shapes(specs)
+    for spec in specs:
+        if spec.part == "past" and 0 not in shapes[spec.name]:
+            return (
+                f"the graph cannot take {spec.name} empty, as its shape is {list(spec.shape)}; take the graph for "
+                "whole samples (decoder_model.onnx beside decoder_with_past_model.onnx), or re-export with an open "
+                "past_sequence_length or with use_cache off"
+            )
+    return None
+
+
 def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None) -> tuple[InputSpec, ...]:
     """The inputs with their open axes of samples and of positions fixed; None leaves them as they are."""
     sizes = InputSizes(2, 3)

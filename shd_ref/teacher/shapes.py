@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, batch_axes, input_specs, with_fixed
+from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.session import open_session
 
@@ -203,6 +203,9 @@ class Probe:
 
 def _remedy(specs: Sequence[InputSpec]) -> str:
     """What to do about a graph that does not run, by what its inputs say."""
+    problem = past_problem(specs)
+    if problem is not None:
+        return problem
     if all(isinstance(axis, int) for spec in specs for axis in spec.shape):
         return "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
     return (

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, Part
+from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, Part, past_problem
 
 SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "branch"})
 """Parts that are supplied where the data lack them."""
@@ -70,14 +70,9 @@ class Supply:
 
 
 def _check_past(spec: InputSpec) -> None:
-    shape = InputSizes(1, 1).shapes([spec])[spec.name]
-    if 0 not in shape:
-        raise ShdError(
-            "inputs-invalid",
-            f"inputs must hold {spec.name}, since the graph cannot take it empty: its shape is {list(spec.shape)}; "
-            "take the graph for whole samples (decoder_model.onnx beside decoder_with_past_model.onnx), or re-export "
-            "with an open past_sequence_length or with use_cache off",
-        )
+    problem = past_problem([spec])
+    if problem is not None:
+        raise ShdError("inputs-invalid", f"inputs must hold {spec.name}: {problem}")
     open_axes = [axis for axis in spec.shape[1:] if not isinstance(axis, int)]
     if len(open_axes) > 1:
         raise ShdError(

@@ -122,3 +122,14 @@ def test_a_graph_that_runs_at_no_size_is_refused() -> None:
     model.graph.initializer[0].CopyFrom(shape)
     with pytest.raises(ShdError, match="does not run on a probe"):
         Probe(model, [model.graph.node[-1].output[0]])
+
+
+def test_a_past_that_cannot_be_empty_is_named_with_the_file_to_take() -> None:
+    build = GraphBuilder()
+    joined = build.op("Concat", "past_key_values.0.key", "x", axis=2)
+    output = build.op("Reshape", joined, build.const(np.array([-1, 11, 13])))
+    axes = ["batch", 2, "sequence", 3]
+    shapes = {"past_key_values.0.key": (TensorProto.FLOAT, ["batch", 2, 16, 3]), "x": (TensorProto.FLOAT, axes)}
+    with pytest.raises(ShdError, match=r"cannot take past_key_values.0.key empty.*decoder_model\.onnx") as caught:
+        Probe(build.model(shapes, [output]), [output])
+    assert caught.value.code == "graph-unsupported"
