@@ -26,6 +26,7 @@ from shd_ref.errors import ShdError
 from shd_ref.plans import as_index
 from shd_torch.attention import softmax
 from shd_torch.attention_call import AttentionCall, LogitsCall, check_heads
+from shd_torch.call_kinds import find_call_kinds
 from shd_torch.hf_attention import read_hf_call
 from shd_torch.layer_coverage import find_unseen
 from shd_torch.taps import RawCall, add_call, is_recording, record
@@ -210,9 +211,11 @@ class AttentionCapture:
         grad_enabled = torch.is_grad_enabled()
         with record(values=self._keep_values) as recording:
             result = original(*args, **kwargs)
-        name, num_calls = type(self._student).__name__, len(recording.calls)
-        if self._taught is not None and num_calls:
-            self._taught.check_calls(num_calls, name)
+        name, calls = type(self._student).__name__, recording.calls
+        if self._taught is not None and calls:
+            self._taught.check_calls(len(calls), name)
+            calls = self._order_by_kind(self._taught, calls, name)
+        num_calls = len(calls)
         check_calls(num_calls, self._expected, self._kept, name)
         if self._kept is not None:
             self._first_count = self._first_count or num_calls
@@ -222,11 +225,17 @@ class AttentionCapture:
             torch.compiler.disable(check_every_layer)(self._student, recording.calls, encoder_ran)  # type: ignore[no-untyped-call]
             self._checked_count = num_calls
         try:
-            torch.compiler.disable(self.captured.take)(recording.calls, grad_enabled)  # type: ignore[no-untyped-call]
+            torch.compiler.disable(self.captured.take)(calls, grad_enabled)  # type: ignore[no-untyped-call]
         except BaseException:
             self.captured.clear()  # half a pass is no pass
             raise
         return result
+
+    def _order_by_kind(self, taught: TaughtLayers, calls: list[RawCall], name: str) -> list[RawCall]:
+        if not taught.kinds:
+            return calls
+        kinds = find_call_kinds(calls, self._student, [kind for kind, _ in taught.kinds])
+        return taught.order_calls(calls, kinds, name)
 
 
 class _WatchedForward:
@@ -264,7 +273,8 @@ def capture_attention(
     numbered in the order they run; calls whose tensors do not have the four axes ``(B, H, L, d)`` are not counted.
     Where every layer attends once, that is layer order. An encoder-decoder makes the calls of its encoder's layers
     first, then self- and cross-attention of each decoder layer in turn: with n encoder layers, decoder layer i is
-    calls ``n + 2 i`` and ``n + 2 i + 1``. A student may be compiled, before or after, and wrapped in any way: capture
+    calls ``n + 2 i`` and ``n + 2 i + 1``; the ``layers`` of a supervision that tells kinds of attention apart number
+    the calls of each kind by themselves. A student may be compiled, before or after, and wrapped in any way: capture
     the module that is called, or one inside it. A deep copy of it (such as an average of its weights) is its own.
 
     What is kept is by reference, except for FlexAttention: its ``BlockMask`` is opened to booleans, one byte an entry

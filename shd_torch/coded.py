@@ -21,11 +21,12 @@ _LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "sqrt8-abs": (2, 
 
 
 class _Part(NamedTuple):
-    """Neighbouring samples of one length."""
+    """Neighbouring samples whose maps have one shape."""
 
     samples: slice
     codes: Tensor  # (samples, H_s, entries), or with two codes a byte (samples, bytes)
     length: int
+    num_keys: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +40,10 @@ class Coded(Supervision):
         num_student_heads: H_s.
         codec: of the cache (CACHE-26).
         support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
-        length: L = S, to which shorter samples are padded; there rows are 0 and do not count.
+        length: L, to which shorter samples are padded; there rows are 0 and do not count.
         temperature: T_a of the cache; with None whatever the loss is called with.
+        key_lengths: keys of each sample, where queries and keys are of two sequences; by default ``lengths``.
+        num_keys: S, to which shorter samples are padded; by default L.
 
     Raises:
         ShdError: ``argument-shape`` where a sample is longer than ``length``.
@@ -56,23 +59,30 @@ class Coded(Supervision):
     support: str
     length: int
     temperature: float | None = None
+    key_lengths: tuple[int, ...] | None = None
+    num_keys: int | None = None
     row_sums: str = "one"
     _parts: tuple[_Part, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.length < max(self.lengths):
-            raise ShdError(
-                "argument-shape",
-                f"length must be at least the longest sample's {max(self.lengths)}; got {self.length}: teacher and "
-                "student must see the same positions",
-            )
+        for name, given, longest in (
+            ("length", self.length, max(self.lengths)),
+            ("num_keys", self.shape[3], max(self.lengths if self.key_lengths is None else self.key_lengths)),
+        ):
+            if given < longest:
+                raise ShdError(
+                    "argument-shape",
+                    f"{name} must be at least the longest sample's {longest}; got {given}: teacher and student must "
+                    "see the same positions",
+                )
         # Views of the buffer, found once: a lazy property would take a lock, which no compiler follows.
         object.__setattr__(self, "_parts", tuple(self._find_parts()))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(B, H_s, L, L)``."""
-        return len(self.lengths), self.num_student_heads, self.length, self.length
+        """``(B, H_s, L, S)``."""
+        num_keys = self.length if self.num_keys is None else self.num_keys
+        return len(self.lengths), self.num_student_heads, self.length, num_keys
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +108,7 @@ class Coded(Supervision):
         result = torch.zeros(self.shape[:3], device=self.device)
         for part in self._parts:
             together = part.samples.stop - part.samples.start
-            height = max(1, tile_entries(self.device) // (together * self.num_student_heads * part.length))
+            height = max(1, tile_entries(self.device) // (together * self.num_student_heads * part.num_keys))
             for top in range(0, part.length, height):
                 bottom = min(top + height, part.length)
                 result[part.samples, :, top:bottom] = self._sum_rows(part, top, bottom)
@@ -108,7 +118,7 @@ class Coded(Supervision):
         """What some rows of a part sum to, ``(samples, H_s, R)``."""
         codes = self._read_rows(part, top, bottom)
         if self.support == "full":
-            square = codes.view(*codes.shape[:2], bottom - top, part.length)
+            square = codes.view(*codes.shape[:2], bottom - top, part.num_keys)
             # Codes of float32 are stored as they were, not made to sum to one.
             return square.sum(-1) if self.codec == "float32" else (square != 0).any(-1).float()
         first = _triangle(top)
@@ -120,7 +130,10 @@ class Coded(Supervision):
 
     def samples(self, start: int, stop: int) -> Self:
         """The codes of samples ``start .. stop - 1``."""
-        return replace(self, starts=self.starts[start:stop], lengths=self.lengths[start:stop])
+        key_lengths = None if self.key_lengths is None else self.key_lengths[start:stop]
+        return replace(
+            self, starts=self.starts[start:stop], lengths=self.lengths[start:stop], key_lengths=key_lengths
+        )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same on another device, with all that its buffer holds."""
@@ -136,7 +149,7 @@ class Coded(Supervision):
 
     def key_range(self, rows: slice) -> slice:
         """All keys, or those up to the last row; see ``Supervision``."""
-        last = self.length if self.support == "full" else rows.indices(self.length)[1]
+        last = self.shape[3] if self.support == "full" else rows.indices(self.length)[1]
         return slice(0, last)
 
     def check_temperature(self, temperature: float) -> None:
@@ -152,11 +165,13 @@ class Coded(Supervision):
     def _find_parts(self) -> Iterator[_Part]:
         """The codes as tensors; views of the buffer wherever a code fills whole bytes."""
         first = 0
+        key_lengths = self.lengths if self.key_lengths is None else self.key_lengths
         while first < len(self.lengths):
-            length = self.lengths[first]
-            size = packed_size(self.codec, self.support, self.num_student_heads, length)
-            expected = [(self.starts[first] + number * size, length) for number in range(len(self.lengths) - first)]
-            held = zip(self.starts[first:], self.lengths[first:], strict=True)
+            length, keys = self.lengths[first], key_lengths[first]
+            size = packed_size(self.codec, self.support, self.num_student_heads, length, keys)
+            numbers = range(len(self.lengths) - first)
+            expected = [(self.starts[first] + number * size, length, keys) for number in numbers]
+            held = zip(self.starts[first:], self.lengths[first:], key_lengths[first:], strict=True)
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, expected, strict=True)))
             codes = self.buffer[self.starts[first] : self.starts[first] + count * size]
             if self.codec in _WIDE_CODES:
@@ -164,16 +179,16 @@ class Coded(Supervision):
             codes = codes.view(count, -1)
             if code_bits(self.codec) != 4:
                 codes = codes.view(count, self.num_student_heads, -1)
-            yield _Part(slice(first, first + count), codes, length)
+            yield _Part(slice(first, first + count), codes, length, keys)
             first += count
 
     def _read_rows(self, part: _Part, top: int, bottom: int) -> Tensor:
         """The stored codes of some rows of a part, ``(samples, H_s, entries)``; a view unless two are in a byte."""
         full, codes = self.support == "full", part.codes
-        first, last = (top * part.length, bottom * part.length) if full else (_triangle(top), _triangle(bottom))
+        first, last = (top * part.num_keys, bottom * part.num_keys) if full else (_triangle(top), _triangle(bottom))
         if codes.ndim == 3:
             return codes[..., first:last]
-        entries = part.length * part.length if full else _triangle(part.length)
+        entries = part.length * part.num_keys if full else _triangle(part.length)
         heads = []
         for head in range(self.num_student_heads):
             start, end = head * entries + first, head * entries + last
@@ -186,13 +201,14 @@ class Coded(Supervision):
     def _tile(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
         """Codes as numbers ``(B, H_s, R, K)``, 0 where nothing is stored."""
         top, bottom, _ = rows.indices(self.length)
-        left, right, _ = keys.indices(self.length)
-        whole = len(self._parts) == 1 and max(bottom, right) <= self._parts[0].length and self.support == "full"
+        left, right, _ = keys.indices(self.shape[3])
+        part = self._parts[0]
+        whole = len(self._parts) == 1 and bottom <= part.length and right <= part.num_keys and self.support == "full"
         shape = (*self.shape[:2], bottom - top, right - left)
         # Zeros are written only where nothing else will be.
         tile = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=self.device)
         for part in self._parts:
-            length, end = part.length, min(bottom, part.length)
+            length, end = part.num_keys, min(bottom, part.length)
             if top >= end:
                 continue
             codes = self._read_rows(part, top, end)

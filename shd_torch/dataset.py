@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, sample_key, trim_sample
+from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, sample_key, trim_inputs
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 from shd_torch.coded import Coded
 from shd_torch.factored_codes import FactoredCodes, pack_factored
-from shd_torch.taught_layers import TaughtLayers
+from shd_torch.taught_layers import taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
@@ -47,7 +47,7 @@ class CacheJoin:
             raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
-        self.layers = TaughtLayers(manifest.student_layers if layers is None else layers, manifest.num_student_layers)
+        self.layers = taught_layers(manifest, manifest.student_layers if layers is None else layers)
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -81,7 +81,7 @@ class CacheJoin:
                 "CACHE-50",
             )
         arrays = {name: np.asarray(given[name]) for name in inputs.names}
-        return sample_key(trim_sample(arrays, inputs.mask)[0] if inputs.mask else arrays)
+        return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
 
     def _is_dropped(self, key: str) -> bool:
         return self._drops and key in self.cache.skipped
@@ -223,6 +223,8 @@ class CodedSupervision:
         codec: of the cache.
         support: ``"full"`` or ``"causal"``.
         temperature: T_a of the cache, where it is known.
+        shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
+            else empty.
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
@@ -237,6 +239,7 @@ class CodedSupervision:
     codec: str
     support: str
     temperature: float | None = None
+    shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
         """The same on another device."""
@@ -246,15 +249,18 @@ class CodedSupervision:
         """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
         return replace(self, buffer=self.buffer.pin_memory())
 
-    def supervise(self, length: int | None = None) -> list[Coded]:
+    def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:
         """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
 
         Args:
-            length: L to pad to, the student's sequence length; default: of the longest sample.
+            length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer; default: of
+                the longest sample.
 
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
+        if self.shapes or not (length is None or isinstance(length, int)):
+            return self._supervise_shapes(length)
         sizes = [packed_size(self.codec, self.support, self.num_student_heads, n) for n in self.lengths]
         starts = list(accumulate(sizes * len(self.layers), initial=0))
         count = len(sizes)
@@ -272,8 +278,36 @@ class CodedSupervision:
             for place in range(len(self.layers))
         ]
 
-    def decode(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, on the buffer's device.
+    def _supervise_shapes(self, length: int | Sequence[tuple[int, int]] | None) -> list[Coded]:
+        shapes = self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)
+        result, start = [], 0
+        for place, of_samples in enumerate(shapes):
+            sizes = [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in of_samples]
+            starts = list(accumulate(sizes, initial=start))
+            start = starts.pop()
+            rows, keys = (tuple(part) for part in zip(*of_samples, strict=True))
+            padded = (max(rows), max(keys)) if length is None else length
+            num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, place)
+            result.append(
+                Coded(
+                    self.buffer,
+                    tuple(starts),
+                    rows,
+                    self.num_student_heads,
+                    self.codec,
+                    self.support,
+                    num_rows,
+                    self.temperature,
+                    key_lengths=None if rows == keys and num_rows == num_keys else keys,
+                    num_keys=num_keys,
+                )
+            )
+        return result
+
+    def decode(
+        self, length: int | Sequence[tuple[int, int]] | None = None, dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device.
 
         Args:
             length: as for ``supervise``. Padding is zero, which ``shd_loss`` does not count.
@@ -295,15 +329,23 @@ def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers
     """Put the records of a batch into one buffer, layer by layer, so that it crosses processes and devices once."""
     blobs = [record.blobs[layer] for layer in layers for record in records]
     buffer = _find_buffer(blobs)
+    columns = [manifest.student_layers.index(layer) for layer in layers] if manifest.shapes == "own" else []
     return CodedSupervision(
         buffer=torch.from_numpy(np.concatenate(blobs)) if buffer is None else buffer,
         lengths=tuple(record.length for record in records),
-        layers=TaughtLayers(layers, manifest.num_student_layers),
+        layers=taught_layers(manifest, layers),
         num_student_heads=manifest.num_student_heads,
         codec=manifest.codec,
         support=manifest.support,
         temperature=manifest.temperature,
+        shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
     )
+
+
+def _shape_of(padded: Sequence[Any], place: int) -> tuple[int, int]:
+    """Rows and keys of a layer, from those of all layers; or from its own."""
+    rows, keys = padded if isinstance(padded[0], int) else padded[place]
+    return rows, keys
 
 
 def _allocate(size: int) -> NDArray[np.uint8]:

@@ -76,7 +76,8 @@ def export_teacher(
         path: where to write the graph; weights of a large model go to ``<path>.data`` beside it.
         dynamic: names of the axes that may vary, by input and axis, such as
             ``{"input_ids": {0: "batch", 1: "sequence"}}``; axes of one name share one size. Default: the first
-            axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``.
+            axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``, or
+            ``decoder_sequence`` where the input's name begins with ``decoder_``.
         opset: ONNX opset, from 18 to 22.
 
     Returns:
@@ -169,20 +170,30 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
         model: from ``load_hf_model``.
 
     Returns:
-        ``input_ids`` and ``attention_mask`` ``(2, 8)``, or ``pixel_values`` ``(2, channels, height, width)``.
+        ``input_ids`` and ``attention_mask`` ``(2, 8)``, ``pixel_values`` ``(2, channels, height, width)``, or
+        ``input_features`` ``(2, bins, frames)``; of an encoder-decoder also ``decoder_input_ids`` and
+        ``decoder_attention_mask`` ``(2, 6)``, so that both run in one forward pass.
 
     Raises:
         ShdError: ``export-failed`` for another kind of model.
     """
     config: Any = getattr(model, "config", None)
     main_input = getattr(model, "main_input_name", None)
+    second: dict[str, Tensor] = {}
+    if getattr(config, "is_encoder_decoder", False) is True:
+        decoder_ids = torch.ones(2, 6, dtype=torch.int64)
+        second = {"decoder_input_ids": decoder_ids, "decoder_attention_mask": torch.ones_like(decoder_ids)}
     if main_input == "input_ids":
         ids = torch.ones(2, 8, dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | second
+    bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if main_input == "input_features" and second and bins and frames:
+        # Whisper halves the frames before its encoder, and takes no fewer than it has positions for.
+        return {"input_features": torch.zeros(2, bins, 2 * frames)} | second
     size = getattr(config, "image_size", None)
     if main_input == "pixel_values" and size is not None:
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), height, width)}
+        return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), height, width)} | second
     raise ShdError(
         "export-failed",
         f"model must be a Hugging Face text or image model; got {type(model).__name__} with main input "
@@ -238,7 +249,7 @@ def _read_axes(
     """The dynamic axes of every input, by their names."""
     if dynamic is None:
         return {
-            name: {0: "batch", 1: "sequence"} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}
+            name: {0: "batch", 1: _sequence_of(name)} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}
             for name, t in inputs.items()
         }
     for name, named_axes in dynamic.items():
@@ -247,6 +258,11 @@ def _read_axes(
                 "argument-value", f"dynamic must name axes of {_shapes(inputs)}; got {name!r}: {dict(named_axes)}"
             )
     return {name: dict(dynamic.get(name, {})) for name in inputs}
+
+
+def _sequence_of(name: str) -> str:
+    """The name of an input's sequence axis: an encoder-decoder's two sequences need not be of one length."""
+    return "decoder_sequence" if name.startswith("decoder_") else "sequence"
 
 
 def _shapes(inputs: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from shd_ref.cache import LayerFactors, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_ref.plans import plan_groups
 from shd_torch.factored import Factored
-from shd_torch.taught_layers import TaughtLayers
+from shd_torch.taught_layers import taught_layers
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -191,7 +191,7 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
     return FactoredCodes(
         buffer=torch.from_numpy(np.concatenate([*mixing, *steps, *codes])),
         lengths=tuple(record.length for record in records),
-        layers=TaughtLayers(layers, manifest.num_student_layers),
+        layers=taught_layers(manifest, layers),
         factors=factors,
         groups=tuple(None if merges_all else plan_groups(manifest.layer_plans[column], heads) for column in columns),
         num_student_heads=manifest.num_student_heads,

@@ -248,7 +248,7 @@ def layer_kls(
     captured: Captured,
     taught: Teaching | Sequence[Teaching],
     *,
-    loss_mask: Tensor | None = None,
+    loss_mask: Tensor | Mapping[int, Tensor | None] | None = None,
     temperature: float = 1.0,
     beta: float = 1.0,
     reduction: str = "sum",
@@ -259,7 +259,8 @@ def layer_kls(
     Args:
         captured: the student's attention on the same batch; it must hold every layer that is taught.
         taught: by one teacher or several, live or cached, which may differ in everything but the positions they see.
-        loss_mask: boolean ``(B, L)``, True = the row counts.
+        loss_mask: boolean ``(B, L)``, True = the row counts; or that of each student layer, where rows are not of one
+            sequence.
         temperature: T_a of both maps.
         beta: weight of the term.
         reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
@@ -282,13 +283,15 @@ def layer_kls(
     for teacher in teachers:
         calls = [captured.layer(layer) for layer in teacher.layers]
         num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
-        supervisions = teacher.supervise(max(call.query.shape[2] for call in calls))
+        sizes = [(call.query.shape[2], call.key.shape[2]) for call in calls]
+        has_shapes = bool(getattr(teacher, "shapes", ()))
+        supervisions = teacher.supervise(sizes if has_shapes else max(rows for rows, _ in sizes))  # type: ignore[arg-type]
         for layer, call, supervision in zip(teacher.layers, calls, supervisions, strict=True):
             term = attention_kl(
                 call.query,
                 call.key,
                 supervision,
-                loss_mask=loss_mask,
+                loss_mask=loss_mask.get(layer) if isinstance(loss_mask, Mapping) else loss_mask,
                 temperature=temperature,
                 beta=beta,
                 **call.mask_keywords,

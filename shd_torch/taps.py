@@ -60,6 +60,7 @@ class RawCall:
         self.inner = inner  # the fused call inside of a Hugging Face one
         self.projection = projection  # (D, H * d_v), of a function that attends and projects in one
         self.grad_enabled = torch.is_grad_enabled()
+        self.is_cross: bool | None = None  # whether keys are of another sequence, where a tap can tell
         self.before: RawCall | None = None
 
 
@@ -280,6 +281,8 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         elif _threads.recorder.last is not None and _threads.recorder.last is not before:
             _threads.recorder.last.projection = projection
+        if _threads.recorder.last is not None and _threads.recorder.last is not before:
+            _threads.recorder.last.is_cross = key is not query
         return result
 
     return attend

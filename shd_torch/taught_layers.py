@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Self, TypeAlias, TypeVar
 
+from shd_ref.cache import Manifest
 from shd_ref.errors import ShdError
+
+Kinds: TypeAlias = tuple[tuple[str, int], ...]
+Call = TypeVar("Call")
 
 
 class TaughtLayers(tuple[int, ...]):
@@ -17,21 +21,55 @@ class TaughtLayers(tuple[int, ...]):
     Args:
         numbers: zero-based, in any order.
         num_student_layers: L_s; None where explicit pairs say which layers are taught, whatever others there are.
+        kinds: of an encoder-decoder: how many calls of each kind of attention (``encoder``, ``decoder``, ``cross``)
+            it was meant to make, in the order in which they are numbered; calls of other kinds are not taught.
 
     Source: section 3 (t = s * L_t / L_s). Specification: CACHE-114.
     """
 
     num_student_layers: int | None
+    kinds: Kinds
 
-    def __new__(cls, numbers: Iterable[int], num_student_layers: int | None = None) -> Self:
+    def __new__(cls, numbers: Iterable[int], num_student_layers: int | None = None, kinds: Kinds = ()) -> Self:
         """A tuple takes its content when it is made."""
         self = super().__new__(cls, numbers)
         self.num_student_layers = num_student_layers
+        self.kinds = kinds
         return self
 
-    def __getnewargs__(self) -> tuple[tuple[int, ...], int | None]:
+    def __getnewargs__(self) -> tuple[tuple[int, ...], int | None, Kinds]:
         """What a copy in another process is made of."""
-        return tuple(self), self.num_student_layers
+        return tuple(self), self.num_student_layers, self.kinds
+
+    def kind(self, number: int) -> str | None:
+        """The kind of a student layer; None where there is one kind alone."""
+        for kind, count in self.kinds:
+            if number < count:
+                return kind
+            number -= count
+        return None
+
+    def order_calls(self, calls: Sequence[Call], kinds: Sequence[str], name: str) -> list[Call]:
+        """The calls that are numbered, kind after kind, where there are kinds.
+
+        Args:
+            calls: of a forward pass, in the order they ran.
+            kinds: of each.
+            name: of the student.
+
+        Raises:
+            ShdError: ``cache-mismatch`` where there are more or fewer of a kind than was meant.
+        """
+        found = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
+        if any(found[kind] != count for kind, count in self.kinds):
+            meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, found.items()))
+            raise ShdError(
+                "cache-mismatch",
+                f"a forward pass of {name} must make as many attention calls of each kind as its teaching was made "
+                f"for, {meant}; got {got}: precompute with --student-layers of this student's numbers",
+                "CACHE-115",
+            )
+        return [call for wanted, _ in self.kinds for call, kind in zip(calls, kinds, strict=True) if kind == wanted]
 
     def check_calls(self, num_calls: int, name: str) -> None:
         """Refuse a student of another depth than was meant.
@@ -43,7 +81,7 @@ class TaughtLayers(tuple[int, ...]):
         Raises:
             ShdError: ``cache-mismatch``.
         """
-        meant = self.num_student_layers
+        meant = None if self.kinds else self.num_student_layers
         if meant is not None and num_calls != meant:
             raise ShdError(
                 "cache-mismatch",
@@ -69,4 +107,18 @@ def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
             "live teacher, for this student",
             "CACHE-114",
         )
-    return TaughtLayers(sorted({layer for layers in taught for layer in layers}), meant.pop() if meant else None)
+    kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
+    if len(kinds) > 1:
+        raise ShdError(
+            "cache-mismatch",
+            f"all teachers must number one set of attention kinds; got {' and '.join(map(str, sorted(kinds)))}",
+            "CACHE-115",
+        )
+    numbers = sorted({layer for layers in taught for layer in layers})
+    return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())
+
+
+def taught_layers(manifest: Manifest, numbers: Iterable[int]) -> TaughtLayers:
+    """Some layers of a cache, with the student that its manifest was made for."""
+    kinds = tuple((each.kind, each.num_student_layers) for each in manifest.kinds)
+    return TaughtLayers(numbers, manifest.num_student_layers, kinds)

@@ -109,7 +109,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         check_cache(
             cache,
             num_student_heads=getattr(config, "num_attention_heads", None),
-            num_student_layers=getattr(config, "num_hidden_layers", None),
+            # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
+            num_student_layers=None if cache.manifest.kinds else getattr(config, "num_hidden_layers", None),
             # Queries and keys are good at any temperature.
             temperature=self.temperature if cache.manifest.factors is None else None,
         )
@@ -179,14 +180,14 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         seen = {name: value for name, value in given.items() if not name.startswith("labels")}
         online = [teacher(**seen) for teacher in self.teachers]
         taught += online
-        with capture_attention(model, unite_layers([each.layers for each in taught])) as captured:
+        layers = unite_layers([each.layers for each in taught])
+        with capture_attention(model, layers) as captured:
             base, outputs = super().compute_loss(model, given, True, num_items_in_batch)
-        mask = given.get("attention_mask")
         keywords = LayerKeywords(**({"check": self.state.global_step == 0} | self.kl))
         terms = layer_kls(
             captured,
             taught,
-            loss_mask=mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
+            loss_mask={layer: _mask_of_rows(given, layers.kind(layer)) for layer in layers},
             temperature=self.temperature,
             **keywords,
         )
@@ -263,6 +264,12 @@ class SupervisedCollator:
         alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
         joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
         return joined
+
+
+def _mask_of_rows(given: Mapping[str, Any], kind: str | None) -> Tensor | None:
+    """``(B, L)``, True = the row of an attention of this kind counts; None: those that the cache has mass for."""
+    mask = given.get("decoder_attention_mask" if kind in ("decoder", "cross") else "attention_mask")
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 class _Samples(Dataset[Any]):

@@ -33,8 +33,8 @@ from shd_ref.cache.factored import (
     unpack_factors,
 )
 from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
-from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
-from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_sample
+from shd_ref.cache.job import Dataset, KindLayers, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
 from shd_ref.cache.listing import CacheListing, list_cache
 from shd_ref.cache.merge import MergeSummary, merge_caches
 from shd_ref.cache.packing import SUPPORTS, pack, packed_size, unpack
@@ -62,6 +62,7 @@ __all__ = [
     "CodedFactors",
     "Dataset",
     "ExportSummary",
+    "KindLayers",
     "LayerFactors",
     "LayerPair",
     "Manifest",
@@ -102,6 +103,7 @@ __all__ = [
     "row_bounds",
     "sample_key",
     "sqrt8_table",
+    "trim_inputs",
     "trim_sample",
     "u4_table",
     "unpack",

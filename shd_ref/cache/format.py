@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -13,7 +14,18 @@ from shd_ref.cache.codecs import CODECS
 from shd_ref.cache.compression import COMPRESSIONS
 from shd_ref.cache.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.factored import LayerFactors, check_layers, factored_size
-from shd_ref.cache.job import Dataset, LayerPair, Matching, SampleInputs, ShardPlan, Teacher, require, sample_order
+from shd_ref.cache.job import (
+    KINDS,
+    Dataset,
+    KindLayers,
+    LayerPair,
+    Matching,
+    SampleInputs,
+    ShardPlan,
+    Teacher,
+    require,
+    sample_order,
+)
 from shd_ref.cache.layout import MANIFEST_NAME, MAX_LAYERS
 from shd_ref.cache.packing import SUPPORTS, packed_size
 from shd_ref.cache.storage import Folder, open_storage
@@ -30,6 +42,7 @@ _CODECS_OF_VERSION_1: Final = ("float32", "bf16", "sqrt8-row")
 ON_ERROR: Final = ("stop", "skip")
 ALPHA_PER: Final = ("map", "row")
 PADDING: Final = ("behind", "around")
+SHAPES: Final = ("length", "own")
 
 Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -57,6 +70,10 @@ class Manifest:
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
         num_student_layers: L_s, how many attention calls the student was meant to make; None where explicit pairs
             name the layers that are taught, whatever others there are (CACHE-114).
+        kinds: where attention of several kinds is told apart: which, and how many calls of each the student was meant
+            to make. Student layers are numbered kind after kind (CACHE-115).
+        shapes: ``"own"`` where records say how many rows and keys the maps of each layer have, else ``"length"``: n
+            and n (CACHE-116).
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -85,6 +102,8 @@ class Manifest:
     factors: tuple[LayerFactors, ...] | None = optional(None)
     padding: str = optional("behind")
     num_student_layers: int | None = optional(None)
+    kinds: tuple[KindLayers, ...] = optional(())
+    shapes: str = optional("length")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
@@ -94,6 +113,10 @@ class Manifest:
         if self.num_student_layers is not None:
             meant, last = self.num_student_layers, students[-1]
             require(last < meant <= MAX_LAYERS, f"num_student_layers must be {last + 1} to {MAX_LAYERS}", meant)
+        self._check_kinds()
+        require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes)
+        own = self.shapes == "own" and (self.factors is not None or self.support == "causal")
+        require(not own, "shapes must be length for causal support and where factors are given", self.shapes)
         heads = {layer.num_teacher_heads for layer in self.layers}
         require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
         limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
@@ -130,7 +153,7 @@ class Manifest:
     @property
     def format_version(self) -> str:
         """The lowest version that has all that this cache uses (CACHE-26)."""
-        if self.num_student_layers is not None:
+        if self.num_student_layers is not None or self.inputs.decoder or self.shapes == "own":
             return "5"
         if self.factors is not None:
             windows = any(layer.window is not None for layer in self.factors)
@@ -159,15 +182,23 @@ class Manifest:
         """The plan of every layer, in the order of ``layers`` (CACHE-17)."""
         return (self.plan,) * len(self.layers) if self.plans is None else self.plans
 
-    def blob_sizes(self, length: int, first: int = 0) -> tuple[int, ...]:
+    def map_shapes(self, length: int, shapes: Sequence[tuple[int, int]] = ()) -> tuple[tuple[int, int], ...]:
+        """Rows and keys of each layer's maps in a record: n and n, or as the record says (CACHE-116)."""
+        return tuple(shapes) if self.shapes == "own" else ((length, length),) * len(self.layers)
+
+    def blob_sizes(self, length: int, first: int = 0, shapes: Sequence[tuple[int, int]] = ()) -> tuple[int, ...]:
         """Bytes of each layer's blob of a record, before compression (CACHE-40, CACHE-107).
 
         Args:
             length: n.
             first: positions of padding in front, of which factored records hold nothing.
+            shapes: rows and keys of each layer, where they are not n and n.
         """
         if self.factors is None:
-            return (packed_size(self.codec, self.support, self.num_student_heads, length),) * len(self.layers)
+            return tuple(
+                packed_size(self.codec, self.support, self.num_student_heads, rows, keys)
+                for rows, keys in self.map_shapes(length, shapes)
+            )
         return tuple(
             factored_size(self.codec, self.num_teacher_heads, layer, length - first) for layer in self.factors
         )
@@ -224,6 +255,16 @@ class Manifest:
             for name in sorted(mine.keys() | theirs.keys())
             if mine.get(name) != theirs.get(name)
         ]
+
+    def _check_kinds(self) -> None:
+        names = [each.kind for each in self.kinds]
+        require(
+            names == [kind for kind in KINDS if kind in names], f"kinds must be some of {KINDS} in this order", names
+        )
+        if self.kinds:
+            count = sum(each.num_student_layers for each in self.kinds)
+            meant = self.num_student_layers
+            require(meant == count, f"num_student_layers must be {count}, the sum of all kinds", meant)
 
     def _check_factors(self, factors: tuple[LayerFactors, ...]) -> None:
         require(len(factors) == len(self.layers), f"factors must be {len(self.layers)}", len(factors))

@@ -63,6 +63,23 @@ class LayerPair:
         require(1 <= heads <= MAX_HEADS, f"num_teacher_heads must be 1 to {MAX_HEADS}", heads)
 
 
+KINDS: Final = ("encoder", "decoder", "cross")
+"""Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-115)."""
+
+
+@dataclass(frozen=True)
+class KindLayers:
+    """How many attention calls of one kind the student was meant to make (CACHE-115)."""
+
+    kind: str
+    num_student_layers: int
+
+    def __post_init__(self) -> None:
+        require(self.kind in KINDS, f"kind must be one of {KINDS}", self.kind)
+        count = self.num_student_layers
+        require(1 <= count <= MAX_LAYERS, f"num_student_layers must be 1 to {MAX_LAYERS}", count)
+
+
 @dataclass(frozen=True)
 class Matching:
     """How the plans were chosen on the data set itself (CACHE-18).
@@ -87,14 +104,23 @@ class SampleInputs:
     """What a sample key is made of: input names in order of the alphabet, and which is the mask, if any.
 
     ``seed`` names the column that holds each sample's augmentation seed, if any; it is no part of the key.
+    ``decoder`` names the inputs of the sequence whose positions are the query rows of decoder and cross attention,
+    and ``decoder_mask`` their mask, if any: they are cut by it, and all others by ``mask`` (CACHE-117).
     """
 
     names: tuple[str, ...]
     mask: str | None
     seed: str | None = optional(None)
+    decoder: tuple[str, ...] = optional(())
+    decoder_mask: str | None = optional(None)
 
     def __post_init__(self) -> None:
-        names = list(self.names)
+        names, decoder = list(self.names), list(self.decoder)
+        valid = decoder == sorted(set(decoder)) and set(decoder) <= set(names) and self.mask not in decoder
+        require(valid, f"inputs.decoder must be some of {names}, sorted, without the mask", decoder)
+        require(
+            self.decoder_mask in (*decoder, None), f"inputs.decoder_mask must be one of {decoder}", self.decoder_mask
+        )
         require(bool(names) and names == sorted(set(names)), "inputs.names must be sorted and distinct", names)
         require(self.mask in (*names, None), f"inputs.mask must be one of {names} or None", self.mask)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -78,6 +78,36 @@ def trim_sample(inputs: Mapping[str, NDArray[Any]], mask_name: str) -> tuple[dic
         for name, array in arrays.items()
     }
     return trimmed, length
+
+
+def trim_inputs(
+    inputs: Mapping[str, NDArray[Any]],
+    mask: str | None,
+    decoder: Collection[str] = (),
+    decoder_mask: str | None = None,
+) -> tuple[dict[str, NDArray[Any]], int | None, int | None]:
+    """Cut trailing padding of a sample with one or two sequences, each by its own mask (CACHE-52, CACHE-117).
+
+    Args:
+        inputs: the arrays of one sample, without a batch axis.
+        mask: name of the attention mask, if there is one.
+        decoder: which inputs belong to the second sequence.
+        decoder_mask: name of their mask, if there is one.
+
+    Returns:
+        The cut inputs, and the lengths that the two masks leave; None without a mask.
+
+    Raises:
+        ShdError: as ``trim_sample``.
+    """
+    second = {name: array for name, array in inputs.items() if name in decoder}
+    first = {name: array for name, array in inputs.items() if name not in decoder}
+    length, decoder_length = None, None
+    if mask is not None:
+        first, length = trim_sample(first, mask)
+    if decoder_mask is not None:
+        second, decoder_length = trim_sample(second, decoder_mask)
+    return first | second, length, decoder_length
 
 
 def dataset_fingerprint(keys: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.packing import unpack
 from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, mixing_shape
+from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, count_rows, mixing_shape
 from shd_ref.cache.records import StoredRecord
 from shd_ref.cache.seal import Seal
 from shd_ref.cache.storage import Folder, open_storage
@@ -155,6 +155,7 @@ class CacheReader:
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
 
+        Where queries and keys are of two sequences, ``(H_s, rows, keys)`` as the record's ``shapes`` say (CACHE-116).
         Where records hold queries and keys, the maps are made from them (CACHE-110).
         """
         manifest = self.manifest
@@ -172,7 +173,9 @@ class CacheReader:
                 first=record.first,
             )
         heads = manifest.num_student_heads
-        codes = unpack(record.blobs[layer], manifest.codec, manifest.support, heads, record.length)
+        shapes = manifest.map_shapes(record.length, record.shapes)
+        num_rows, num_keys = shapes[manifest.student_layers.index(layer)]
+        codes = unpack(record.blobs[layer], manifest.codec, manifest.support, heads, num_rows, num_keys)
         return decode(manifest.codec, codes)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -224,6 +227,7 @@ class CacheReader:
         errors: list[CodecError] = []
         where = [np.empty((0, 4), np.int64)]
         spans = [np.empty((0, 2 + len(self.manifest.layers), 3), np.uint64)]
+        shapes = [np.empty((0, len(self.manifest.layers), 2), np.int64)]
         for receipt in receipts:
             errors.append(receipt.codec_error)
             records = receipt.records
@@ -234,8 +238,10 @@ class CacheReader:
                 places = [(receipt.shard, record.index, record.length, record.first) for record in records]
                 where.append(np.array(places, np.int64))
                 spans.append(np.array([_spans(record) for record in records], np.uint64))
+                if self.manifest.shapes == "own":
+                    shapes.append(np.array([record.shapes for record in records], np.int64))
         self.codec_error = merge_codec_errors(errors)
-        self._where, self._spans = np.concatenate(where), np.concatenate(spans)
+        self._where, self._spans, self._shapes = np.concatenate(where), np.concatenate(spans), np.concatenate(shapes)
         for position, key in enumerate(self._keys):
             first = self._positions.setdefault(key, position)
             if self._where[position, 1] < self._where[first, 1]:
@@ -266,7 +272,11 @@ class CacheReader:
         names = [*("alphas", "mixing")[: len(rows)], *(f"layer {layer}" for layer in stored)]
         chosen = [spans[row] for row in (*rows, *(2 + column for column in columns))]
         self._read_blobs(place, names, chosen, [*floats, *stored.values()])
-        sizes = self.manifest.blob_sizes(place.length, place.first)
+        shapes = self._shapes_of(place)
+        sizes, num_rows = (
+            self.manifest.blob_sizes(place.length, place.first, shapes),
+            count_rows(place.length, shapes),
+        )
         num_alphas = self.manifest.num_alphas if len(floats[0]) else 0
         return StoredRecord(
             index=place.index,
@@ -276,11 +286,17 @@ class CacheReader:
                 layer: expand_blob(blob, sizes[column], f"{self.folder}: record {place.index} layer {layer}")
                 for column, (layer, blob) in zip(columns, stored.items(), strict=True)
             },
-            alphas=_floats(floats[0], alphas_shape(self.manifest, place.length, num_alphas)),
-            mixing=_floats(floats[1], mixing_shape(self.manifest, place.length)) if len(floats) > 1 else None,
+            alphas=_floats(floats[0], alphas_shape(self.manifest, num_rows, num_alphas)),
+            mixing=_floats(floats[1], mixing_shape(self.manifest, num_rows)) if len(floats) > 1 else None,
             seed=self._seeds.get(place.index),
             first=place.first,
+            shapes=shapes,
         )
+
+    def _shapes_of(self, place: _Place) -> tuple[tuple[int, int], ...]:
+        if self.manifest.shapes != "own":
+            return ()
+        return tuple((rows, keys) for rows, keys in self._shapes[place.position].tolist())
 
     def _read_blobs(
         self, place: _Place, names: list[str], spans: list[list[int]], parts: list[NDArray[np.uint8]]

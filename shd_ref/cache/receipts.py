@@ -21,10 +21,13 @@ _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What decides the header entries of one record; ``num_alphas`` is 0 where the strategy has none."""
+    """What decides the header entries of one record; ``num_alphas`` is 0 where the strategy has none.
+
+    ``num_rows`` is that of the layer with most rows.
+    """
 
     index: int
-    length: int
+    num_rows: int
     num_alphas: int
     has_mixing: bool
     layer_sizes: tuple[int, ...]
@@ -51,6 +54,7 @@ class Record:
         mixing: float32 mixing matrices, or None.
         seed: of the sample's augmentation, or None.
         first: positions of padding in front (CACHE-113).
+        shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-116).
     """
 
     index: int
@@ -61,6 +65,12 @@ class Record:
     mixing: Blob | None
     seed: int | None = optional(None)
     first: int = optional(0)
+    shapes: tuple[tuple[int, int], ...] = optional(())
+
+    @property
+    def num_rows(self) -> int:
+        """Of the layer that has most: the last axis of weights by row."""
+        return count_rows(self.length, self.shapes)
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Receipt:
         return [
             RecordShape(
                 record.index,
-                record.length,
+                record.num_rows,
                 manifest.num_alphas if record.alphas.end > record.alphas.start else 0,
                 record.mixing is not None,
                 tuple(blob.end - blob.start for blob in record.layers),
@@ -192,6 +202,11 @@ class Receipt:
             yield f"the last blob must end at the shard's size {self.size}; got {position}"
 
 
+def count_rows(length: int, shapes: Sequence[tuple[int, int]]) -> int:
+    """Rows of the layer that has most."""
+    return max((rows for rows, _ in shapes), default=length)
+
+
 def alphas_shape(manifest: Manifest, length: int, num_alphas: int) -> tuple[int, ...]:
     """``(num_layers, n)``, or ``(num_layers, n, length)`` where every row has its own (CACHE-47)."""
     rows = (length,) if manifest.alpha_per == "row" else ()
@@ -214,16 +229,22 @@ def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
         return
     if len(record.layers) != len(manifest.layers):
         yield f"layers must be {len(manifest.layers)}; got {len(record.layers)}"
-    full = 4 * math.prod(alphas_shape(manifest, record.length, manifest.num_alphas))
+    wanted = len(manifest.layers) if manifest.shapes == "own" else 0
+    if len(record.shapes) != wanted or not all(1 <= size < 2**31 for shape in record.shapes for size in shape):
+        yield f"shapes must be rows and keys, at least 1, of {wanted} layers; got {str(record.shapes)[:80]}"
+        return
+    full = 4 * math.prod(alphas_shape(manifest, record.num_rows, manifest.num_alphas))
     allowed: list[tuple[Blob, Sequence[int]]] = [
         (blob, (size,) if manifest.compression == "none" else range(1, size + 1))
-        for blob, size in zip(record.layers, manifest.blob_sizes(record.length, record.first), strict=False)
+        for blob, size in zip(
+            record.layers, manifest.blob_sizes(record.length, record.first, record.shapes), strict=False
+        )
     ]
     allowed.append((record.alphas, (0, full)))
     if record.mixing is None and manifest.factors is not None:
         yield "mixing must be there where the manifest has factors"
     if record.mixing is not None:
-        allowed.append((record.mixing, (4 * math.prod(mixing_shape(manifest, record.length)),)))
+        allowed.append((record.mixing, (4 * math.prod(mixing_shape(manifest, record.num_rows)),)))
     for blob, sizes in allowed:
         if blob.end - blob.start not in sizes:
             yield f"a blob must hold {max(sizes)} bytes; got {blob.end - blob.start}"

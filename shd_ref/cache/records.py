@@ -16,7 +16,7 @@ from shd_ref.cache.factored import CodedFactors, check_coded_factors, pack_facto
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.keys import check_key
 from shd_ref.cache.packing import pack
-from shd_ref.cache.receipts import alphas_shape, mixing_shape
+from shd_ref.cache.receipts import alphas_shape, count_rows, mixing_shape
 from shd_ref.errors import ShdError
 
 
@@ -35,6 +35,7 @@ class NewRecord:
         seed: of the sample's augmentation, where the manifest names a column of seeds.
         factors: per layer, where the manifest has factors: queries and keys of positions ``first`` to n - 1.
         first: positions of padding in front, where the manifest has factors and padding around.
+        shapes: rows and keys of each layer's maps, where the manifest has shapes ``own`` (CACHE-116).
     """
 
     index: int
@@ -46,6 +47,7 @@ class NewRecord:
     seed: int | None = None
     factors: Sequence[CodedFactors] = ()
     first: int = 0
+    shapes: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,7 @@ class StoredRecord:
         mixing: float32 ``(num_layers, H_s, H_t)`` or ``(num_layers, H_s, H_t, n)``, or None if not stored.
         seed: of the sample's augmentation, or None.
         first: positions of padding in front, which factored blobs leave out.
+        shapes: rows and keys of each layer of the manifest, where that has shapes ``own``; else empty.
     """
 
     index: int
@@ -71,6 +74,7 @@ class StoredRecord:
     mixing: NDArray[np.float32] | None
     seed: int | None = None
     first: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
 
 
 def check_record(record: NewRecord, manifest: Manifest) -> int:
@@ -80,13 +84,16 @@ def check_record(record: NewRecord, manifest: Manifest) -> int:
         ShdError: ``argument-value``, ``argument-shape`` or ``argument-dtype``, naming the record.
     """
     check_key(record.key)
-    length = record.length
+    length, num_rows = record.length, count_rows(record.length, record.shapes)
     given = record.codes if manifest.factors is None else record.factors
     if length < 1 or len(given) != len(manifest.layers) or len(record.codes) + len(record.factors) != len(given):
         held = f"{len(record.codes)} codes and {len(record.factors)} factors"
         raise _misfit(record, f"length must be at least 1 and codes or factors {len(manifest.layers)} layers", held)
     if not 0 <= record.first < length or (record.first and manifest.padding == "behind"):
         raise _misfit(record, f"first must be 0, or below {length} where padding is around", record.first)
+    wanted = len(manifest.layers) if manifest.shapes == "own" else 0
+    if len(record.shapes) != wanted:
+        raise _misfit(record, f"shapes must be rows and keys of {wanted} layers", record.shapes)
     if manifest.factors is None:
         _check_maps(record, manifest)
     else:
@@ -94,9 +101,9 @@ def check_record(record: NewRecord, manifest: Manifest) -> int:
     num_alphas = record.alphas.shape[1] if record.alphas.ndim > 1 else -1
     if num_alphas not in (0, manifest.num_alphas):
         raise _misfit(record, f"alphas must hold {manifest.num_alphas} pairs, or none", record.alphas.shape)
-    _check_floats(record, "alphas", record.alphas, alphas_shape(manifest, length, num_alphas))
+    _check_floats(record, "alphas", record.alphas, alphas_shape(manifest, num_rows, num_alphas))
     if record.mixing is not None:
-        _check_floats(record, "mixing", record.mixing, mixing_shape(manifest, length))
+        _check_floats(record, "mixing", record.mixing, mixing_shape(manifest, num_rows))
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
         raise ShdError(
             "argument-value",
@@ -111,7 +118,7 @@ def float_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.ui
     """Alphas and mixing as little-endian bytes, padding cut off."""
     for values in (record.alphas, record.mixing):
         if values is not None:
-            cut = values[..., : record.length] if manifest.alpha_per == "row" else values
+            cut = values[..., : count_rows(record.length, record.shapes)] if manifest.alpha_per == "row" else values
             yield np.ascontiguousarray(cut, dtype="<f4").reshape(-1).view(np.uint8)
 
 
@@ -121,25 +128,35 @@ def layer_blobs(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.ui
     Raises:
         ShdError: as ``check_codes`` and ``pack``; ``support-mismatch`` when a counted row has mass on padding.
     """
-    length = record.length
     for coded in record.factors:
         check_coded_factors(coded)
         yield compress_blob(pack_factors(coded), manifest.compression)
-    for layer, codes in zip(manifest.student_layers if record.codes else (), record.codes, strict=True):
-        rows = codes[:, :length]
-        if rows[:, :, length:].any():
-            message = f"record {record.index} layer {layer}: keys from {length} on must have no probability"
+    shapes = manifest.map_shapes(record.length, record.shapes)
+    for layer, codes, (num_rows, num_keys) in zip(
+        manifest.student_layers if record.codes else (), record.codes, shapes if record.codes else (), strict=True
+    ):
+        rows = codes[:, :num_rows]
+        if rows[:, :, num_keys:].any():
+            message = f"record {record.index} layer {layer}: keys from {num_keys} on must have no probability"
             raise ShdError("support-mismatch", message + ": the teacher attends to padding", "CACHE-42")
-        square = rows[:, :, :length]
-        check_codes(manifest.codec, square)
-        yield compress_blob(pack(square, manifest.support, manifest.codec), manifest.compression)
+        counted = rows[:, :, :num_keys]
+        check_codes(manifest.codec, counted)
+        yield compress_blob(pack(counted, manifest.support, manifest.codec), manifest.compression)
 
 
 def _check_maps(record: NewRecord, manifest: Manifest) -> None:
-    length, heads = record.length, manifest.num_student_heads
-    for layer, codes in zip(manifest.student_layers, record.codes, strict=True):
-        if codes.ndim != 3 or codes.shape != (heads, codes.shape[1], codes.shape[1]) or codes.shape[1] < length:
-            raise _misfit(record, f"codes of layer {layer} must be ({heads}, L, L) with L >= {length}", codes.shape)
+    heads, shapes = manifest.num_student_heads, manifest.map_shapes(record.length, record.shapes)
+    for layer, codes, (rows, keys) in zip(manifest.student_layers, record.codes, shapes, strict=True):
+        square = bool(record.shapes) or codes.shape[1:] == codes.shape[1:2] * 2
+        fits = (
+            codes.ndim == 3
+            and codes.shape[0] == heads
+            and codes.shape[1] >= rows >= 1
+            and codes.shape[2] >= keys >= 1
+        )
+        if not fits or not square:
+            sizes = f"L, L) with L >= {rows}" if rows == keys else f"L, S) with L >= {rows}, S >= {keys}"
+            raise _misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", codes.shape)
 
 
 def _check_factors(record: NewRecord, manifest: Manifest) -> None:

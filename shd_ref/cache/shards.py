@@ -18,7 +18,7 @@ from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.distortion import CodecError
 from shd_ref.cache.format import Manifest
 from shd_ref.cache.layout import alphas_blob, layer_blob, mixing_blob
-from shd_ref.cache.receipts import Blob, Receipt, Record, RecordShape, Skipped, alphas_shape, mixing_shape
+from shd_ref.cache.receipts import Blob, Receipt, Record, RecordShape, Skipped, alphas_shape, count_rows, mixing_shape
 from shd_ref.cache.records import NewRecord, check_record, float_blobs, layer_blobs
 from shd_ref.cache.storage import PendingFile
 
@@ -41,10 +41,10 @@ def shard_tensors(manifest: Manifest, records: Sequence[RecordShape]) -> Iterato
     safetensors files map them in place.
     """
     for record in records:
-        shape = alphas_shape(manifest, record.length, record.num_alphas)
+        shape = alphas_shape(manifest, record.num_rows, record.num_alphas)
         yield _float_tensor(alphas_blob(record.index), shape)
         if record.has_mixing:
-            yield _float_tensor(mixing_blob(record.index), mixing_shape(manifest, record.length))
+            yield _float_tensor(mixing_blob(record.index), mixing_shape(manifest, record.num_rows))
     for record in records:
         for student_layer, size in zip(manifest.student_layers, record.layer_sizes, strict=True):
             yield Tensor(layer_blob(record.index, student_layer), "U8", (size,), size)
@@ -98,12 +98,12 @@ def write_blobs(
     num_alphas = [check_record(record, manifest) for record in records]
     if manifest.compression == "none":
         blobs: list[Iterable[NDArray[np.uint8]]] = [layer_blobs(record, manifest) for record in records]
-        sizes = [manifest.blob_sizes(record.length, record.first) for record in records]
+        sizes = [manifest.blob_sizes(record.length, record.first, record.shapes) for record in records]
     else:
         compressed = [list(layer_blobs(record, manifest)) for record in records]
         blobs, sizes = [*compressed], [tuple(map(len, layers)) for layers in compressed]
     shapes = [
-        RecordShape(record.index, record.length, count, record.mixing is not None, size)
+        RecordShape(record.index, count_rows(record.length, record.shapes), count, record.mixing is not None, size)
         for record, count, size in zip(records, num_alphas, sizes, strict=True)
     ]
     tensors = list(shard_tensors(manifest, shapes))
@@ -127,6 +127,7 @@ def write_blobs(
                 mixing=values[1] if record.mixing is not None else None,
                 seed=record.seed,
                 first=record.first,
+                shapes=tuple((rows, keys) for rows, keys in record.shapes),
             )
             for record, values, codes in zip(records, floats, layers, strict=True)
         ),

@@ -93,8 +93,7 @@ def read_evidence(
         # One sample a batch: without padding, so that the example's maps are its own.
         for key in keys:
             (batch,) = work.inputs.batches([index_of[key]], 1)
-            length = reader.read(key, layers=()).length
-            mask = work.query_mask(batch)
+            mask = work.query_mask(batch, work.layers[number][1])
             maps, outputs, _ = attention.read(number, batch)
             kinds = {"cached": (manifest.strategy, manifest.alpha_per)} | STRATEGIES
             for name, (strategy, alpha_per) in kinds.items():
@@ -110,7 +109,9 @@ def read_evidence(
                 )
                 residuals[name].append(float(result.residual.mean()))
             if key == example:
-                example_maps = maps[0, :, :length, :length]
+                record = reader.read(key, layers=())
+                rows, columns = manifest.map_shapes(record.length, record.shapes)[number]
+                example_maps = maps[0, :, :rows, :columns]
         means = {name: float(np.mean(values)) for name, values in residuals.items()}
         layers.append(LayerEvidence(student_layer, means, means.pop("cached"), example_maps))
     return Evidence(example, len(keys), tuple(layers))

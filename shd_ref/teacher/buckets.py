@@ -21,7 +21,7 @@ def group_samples(
     batch_size: int,
     *,
     batch_tokens: int | None = None,
-    equal: bool = False,
+    equal: NDArray[np.int64] | None = None,
 ) -> Iterator[tuple[int, ...]]:
     """Batches of samples by descending length, equal lengths by index.
 
@@ -32,17 +32,19 @@ def group_samples(
         lengths: of all samples, by index.
         batch_size: samples in a batch, at most.
         batch_tokens: in place of ``batch_size``: samples times the longest of them, at most (but for a single one).
-        equal: only samples of one length run together, because nothing may be padded.
+        equal: ``(N, k)``: only samples for which these are the same run together, because nothing may be padded.
     """
     chosen = np.fromiter(indices, dtype=np.int64)
-    ordered = chosen[np.lexsort((chosen, -lengths[chosen]))]
+    columns = [] if equal is None else [-equal[chosen, column] for column in reversed(range(equal.shape[1]))]
+    ordered = chosen[np.lexsort((chosen, *columns, -lengths[chosen]))]
     start = 0
     while start < len(ordered):
         longest = max(int(lengths[ordered[start]]), 1)
         size = batch_size if batch_tokens is None else max(1, batch_tokens // longest)
         batch = ordered[start : start + size]
-        if equal:
-            batch = batch[lengths[batch] == lengths[batch[0]]]
+        if equal is not None:
+            same = (equal[batch] == equal[batch[0]]).all(axis=1)
+            batch = batch[: len(batch) if same.all() else int(same.argmin())]
         yield tuple(batch.tolist())
         start += len(batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from shd_ref.cache.job import sample_order
 from shd_ref.matching import matched_plan
 from shd_ref.plans import MergePlan
+from shd_ref.teacher.find import AttentionSite
 from shd_ref.teacher.inputs import ModelInputs
 from shd_ref.teacher.reading import AttentionReader
 
@@ -27,6 +29,7 @@ def calibrate_plans(
     seed: int = 0,
     batch_size: int = 16,
     on_error: str = "stop",
+    mask_of_rows: Callable[[AttentionSite], str | None] | None = None,
 ) -> tuple[MergePlan, ...]:
     """The matched plan of every site of the reader; the same call gives the same plans.
 
@@ -40,6 +43,7 @@ def calibrate_plans(
         seed: of the choice, which is that of CACHE-25.
         batch_size: samples a teacher call.
         on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
+        mask_of_rows: from a site to the input that says which of its rows count; by default the inputs' mask.
 
     Raises:
         ShdError: ``dependency-missing`` (networkx), and whatever ``matched_plan`` finds wrong with the maps.
@@ -50,7 +54,8 @@ def calibrate_plans(
         calibration = []
         for batch in inputs.batches(chosen, batch_size):
             probs, outputs, places = reader.read(number, batch, on_error=on_error)
-            mask = None if inputs.mask is None else batch.arrays[inputs.mask][places].astype(np.bool_)
+            name = inputs.mask if mask_of_rows is None else mask_of_rows(reader.sites[number])
+            mask = None if name is None else batch.arrays[name][places].astype(np.bool_)
             if len(places):
                 calibration.append((probs, outputs, mask))
         plans.append(

@@ -35,6 +35,7 @@ from shd_ref.teacher.options import (
     CalibrationSamples,
     Codec,
     Compression,
+    DecoderMaskOption,
     Engine,
     FactoredCodec,
     Form,
@@ -63,6 +64,7 @@ from shd_ref.teacher.options import (
     parse_heads,
     parse_layer_pairs,
     parse_shards,
+    parse_student_layers,
     refuse_nothing,
     words_of_inputs,
 )
@@ -158,6 +160,7 @@ def precompute(
     text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     mask: MaskOption = None,
+    decoder_mask: DecoderMaskOption = None,
     seed_column: Annotated[
         str | None,
         typer.Option(help="Column of augmentation seeds, stored beside the maps and replayed in training."),
@@ -204,7 +207,7 @@ def precompute(
             raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
         options = PrecomputeOptions(
             num_student_heads=heads[0],
-            num_student_layers=student_layers,
+            num_student_layers=parse_student_layers(student_layers),
             layer_pairs=parse_layer_pairs(layers),
             sites=sites,
             plan=plan.value,
@@ -222,6 +225,7 @@ def precompute(
         )
         run = RunOptions(
             mask=mask,
+            decoder_mask=decoder_mask,
             batch_size=batch_size,
             batch_tokens=batch_tokens,
             samples_per_shard=samples_per_shard,

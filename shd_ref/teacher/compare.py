@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from shd_ref.teacher.find import projection_of
 from shd_ref.teacher.rule import SqueezeOptions
 from shd_ref.teacher.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.tolerances import load_tolerances
+
+QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,14 @@ class Comparison:
 
 
 def compare_with_reference(
-    squeezed: SqueezedGraph, outputs: Mapping[str, NDArray[Any]], *, query_mask: NDArray[np.bool_] | None = None
+    squeezed: SqueezedGraph, outputs: Mapping[str, NDArray[Any]], *, query_mask: QueryMask = None
 ) -> Comparison:
     """Judge a run of a graph made with ``check_outputs=True`` by the float64 reference.
 
     Args:
         squeezed: the graph that was run.
         outputs: its outputs by name, from one run.
-        query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``.
+        query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``; or that of each layer, by student layer.
 
     Raises:
         ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``argument-value`` for a
@@ -54,7 +56,12 @@ def compare_with_reference(
     if not squeezed.check_outputs:
         raise ShdError("argument-value", "squeezed must be made with check_outputs=True to be compared")
     # Layer by layer: value outputs in float64 are many times larger than the maps.
-    layers = [_compare_layer(layer, squeezed.options, outputs, query_mask) for layer in squeezed.layers]
+    masks = (
+        query_mask
+        if isinstance(query_mask, Mapping)
+        else dict.fromkeys((each.student_layer for each in squeezed.layers), query_mask)
+    )
+    layers = [_compare_layer(each, squeezed.options, outputs, masks[each.student_layer]) for each in squeezed.layers]
     return Comparison(
         map_difference=max(layer.map_difference for layer in layers),
         code_mismatch=max(layer.code_mismatch for layer in layers),

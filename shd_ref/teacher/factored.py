@@ -46,7 +46,7 @@ def code_factors(
             ``graph-unsupported`` for another mask.
     """
     index = batch.indices[number]
-    first, mask = int(work.inputs.firsts[index]), work.query_mask(batch)
+    first, mask = int(work.inputs.firsts[index]), work.query_mask(batch, work.layers[0][1])
     if mask is not None and not mask[number, first:length].all():
         raise _padding_error(f"sample {index}")
     check_mask(manifest, work.graph.layers, outputs, number, first, length)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.inputs import Batch
 from shd_ref.teacher.run import TeacherRun
+from shd_ref.teacher.squeeze import SqueezedLayer
 
 Outputs = Mapping[str, NDArray[Any]]
 
@@ -59,9 +60,9 @@ def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]
         outputs: what came back, with or without check outputs.
     """
     count = len(batch.indices)
-    rows = _counted_rows(work, batch)
     suspect = np.zeros(count, dtype=np.bool_)
     for layer in work.graph.layers:
+        rows = _counted_rows(work, batch, layer)
         suspect |= ~np.isfinite(outputs[layer.alphas][:count]).reshape(count, -1).all(axis=1)
         if layer.queries is not None and layer.keys is not None:
             for factor in (outputs[layer.queries][:count], outputs[layer.keys][:count]):
@@ -70,18 +71,18 @@ def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]
         suspect |= (_is_doubtful(outputs[layer.codes][:count]) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
     if work.graph.layers[0].probs in outputs:
-        found = [_first_fault(work, batch, outputs, number, rows) for number in numbers]
+        found = [_first_fault(work, batch, outputs, number) for number in numbers]
     else:
         found = []
         for part in work.checked_batches(batch.indices[number] for number in numbers):
-            checked, counted = work.squeeze_checked(part), _counted_rows(work, part)
-            found += [_first_fault(work, part, checked, number, counted) for number in range(len(part.indices))]
+            checked = work.squeeze_checked(part)
+            found += [_first_fault(work, part, checked, number) for number in range(len(part.indices))]
     return [fault for fault in found if fault is not None]
 
 
-def _counted_rows(work: TeacherRun, batch: Batch) -> NDArray[np.bool_]:
+def _counted_rows(work: TeacherRun, batch: Batch, layer: SqueezedLayer) -> NDArray[np.bool_]:
     """``(B, 1, L)``, or a single True."""
-    mask = work.query_mask(batch)
+    mask = work.query_mask(batch, layer.site)
     return np.array(True) if mask is None else mask[: len(batch.indices), None, :]
 
 
@@ -99,14 +100,14 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
     return unsure
 
 
-def _first_fault(
-    work: TeacherRun, batch: Batch, outputs: Outputs, number: int, rows: NDArray[np.bool_]
-) -> Fault | None:
-    counted = np.ones((1, 1), dtype=np.bool_) if rows.ndim == 0 else rows[number]  # (1, L)
+def _first_fault(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> Fault | None:
     for layer in work.graph.layers:
-        finite = np.isfinite(outputs[layer.probs][number]).all(axis=-1) & np.isfinite(
-            outputs[layer.values][number]
-        ).all(axis=-1)
+        rows = _counted_rows(work, batch, layer)
+        counted = np.ones((1, 1), dtype=np.bool_) if rows.ndim == 0 else rows[number]  # (1, L)
+        finite = np.isfinite(outputs[layer.probs][number]).all(axis=-1)
+        sound = np.isfinite(outputs[layer.values][number]).all(axis=-1)
+        # Values are those of the keys, which are the rows where the map is square.
+        finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
         merged_is_finite = (np.isfinite(outputs[layer.merged][number]).all(axis=-1) | ~counted).all()
         if len(heads) or not merged_is_finite or not np.isfinite(outputs[layer.alphas][number]).all():

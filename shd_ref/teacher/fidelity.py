@@ -19,9 +19,10 @@ from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, RowMask, Targets, read_targets
-from shd_ref.teacher.find import find_sites, projection_of
+from shd_ref.teacher.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.independence import check_samples
 from shd_ref.teacher.inputs import Batch, ModelInputs
+from shd_ref.teacher.kinds import find_kinds
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.reading import AttentionReader
@@ -217,7 +218,8 @@ class _FidelityTest:
         self.options, self.run = options, run
         check_run(run)
         self.model = load_teacher(teacher)
-        sites = select_sites(find_sites(self.model), options.sites)
+        found = find_sites(self.model)
+        sites = select_sites(found, options.sites)
         self.sites = tuple(site for site in sites if site.supported)
         self.skipped = tuple(f"{site.name}: {site.reason}" for site in sites if not site.supported)
         if not self.sites:
@@ -229,7 +231,12 @@ class _FidelityTest:
         self.output = _choose_output(self.model, options.output)
         source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
         specs = frozen_specs(self.model, [site.probs for site in self.sites])
-        self.inputs = ModelInputs(source, specs, run.mask)
+        kinds = find_kinds(self.model, found, specs, run.decoder_mask)
+        self.inputs = ModelInputs(
+            source, specs, run.mask, decoder=kinds.decoder_inputs, decoder_mask=kinds.decoder_mask
+        )
+        self._kinds = kinds
+        self._masks = [self._mask_of_rows(site) for site in self.sites]
         chosen = [int(index) for index in sample_order(len(self.inputs), run.seed)[: options.samples]]
         self.targets: Targets | None = None
         if options.targets is not None:
@@ -271,11 +278,14 @@ class _FidelityTest:
         for number, batch in enumerate(self.batches):
             yield _run(squeezed, batch), self._wanted(number), batch
 
-    def row_mask(self, batch: Batch) -> RowMask | None:
-        """``(B, L)``, True = the row counts; None where every row does."""
-        if self.inputs.mask is None:
-            return None
-        return batch.arrays[self.inputs.mask][: len(batch.indices)].astype(np.bool_)
+    def row_mask(self, batch: Batch, number: int | None = None) -> RowMask | None:
+        """``(B, L)``, True = the row of a site counts, or without a number that of the output; None: every row."""
+        last = self.inputs.decoder_mask if self._kinds.kinds else self.inputs.mask  # a decoder's output
+        name = last if number is None else self._masks[number]
+        return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
+
+    def _mask_of_rows(self, site: AttentionSite) -> str | None:
+        return self.inputs.decoder_mask if self._kinds.has_decoder_rows(site) else self.inputs.mask
 
     def _plans_of(self, setting: Setting, alpha_per: str) -> tuple[MergePlan, ...]:
         kind = _KIND_OF.get(setting.plan)
@@ -292,6 +302,7 @@ class _FidelityTest:
                 num_samples=self.options.calibration_samples,
                 seed=self.run.seed,
                 batch_size=self.run.batch_size,
+                mask_of_rows=self._mask_of_rows,
             )
         return self._plans[key]
 
@@ -299,7 +310,7 @@ class _FidelityTest:
         return AttentionReader(self.model, self.sites, provider=self.run.provider, num_threads=self.run.num_threads)
 
     def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
-        graph = replace_attention(self.model, self.sites, rules, output=self.output, row_mask_input=self.inputs.mask)
+        graph = replace_attention(self.model, self.sites, rules, output=self.output, row_mask_input=self._masks)
         session = open_session(graph.model, provider=self.run.provider, num_threads=self.run.num_threads)
         return graph, session
 
@@ -340,8 +351,9 @@ class _Losses:
                 _project(array, projection)
                 for array in (got[f"context_{number}"], got[f"unmerged_{number}"], wanted[f"context_{number}"])
             )
-            self._attention[number].add(merged, teacher, mask)
-            self._merge[number].add(merged, unmerged, mask)
+            rows = test.row_mask(batch, number)
+            self._attention[number].add(merged, teacher, rows)
+            self._merge[number].add(merged, unmerged, rows)
         if test.targets is not None:
             targets = test.targets.of_batch(batch, mask, own)
             self._loss.add(output, targets)

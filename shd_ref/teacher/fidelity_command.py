@@ -19,6 +19,7 @@ from shd_ref.teacher.options import (
     BatchSize,
     BatchTokens,
     CalibrationSamples,
+    DecoderMaskOption,
     InputsPath,
     MaskOption,
     MaxLengthOption,
@@ -93,6 +94,7 @@ def fidelity(
     text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     mask: MaskOption = None,
+    decoder_mask: DecoderMaskOption = None,
     batch_size: BatchSize = 16,
     batch_tokens: BatchTokens = None,
     seed: Annotated[int, typer.Option(help="Seed of the choice of samples.", min=0)] = 0,
@@ -124,6 +126,7 @@ def fidelity(
         )
         run = RunOptions(
             mask=mask,
+            decoder_mask=decoder_mask,
             batch_size=batch_size,
             batch_tokens=batch_tokens,
             seed=seed,

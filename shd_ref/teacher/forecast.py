@@ -168,7 +168,7 @@ def forecast_cache(
     codecs = tuple(
         _forecast_codec(codec, work, merged, support, lengths, len(source), teacher_seconds) for codec in CODECS
     )
-    factored = _forecast_factored(work, batches, lengths, len(source))
+    factored = () if work.site_kinds.kinds else _forecast_factored(work, batches, lengths, len(source))
     recommended = _recommend(codecs, bandwidth)
     return Forecast(
         num_samples=len(source),
@@ -207,12 +207,12 @@ class _SampledSource(Source):
 
 
 def _maps(work: TeacherRun, batch: Batch, outputs: dict[str, Any]) -> Iterator[Any]:
-    """The merged maps of every sample and layer, ``(H_s, n, n)`` float32."""
-    for number, length in enumerate(batch.lengths):
+    """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32."""
+    for number in range(len(batch.indices)):
         for layer in work.graph.layers:
             maps = outputs[layer.merged][number]
-            n = length if work.inputs.mask is not None else maps.shape[-1]
-            yield np.array(maps[:, :n, :n], dtype=np.float32)
+            rows, keys = work.map_shape(batch, number, layer.site, maps.shape[1:])
+            yield np.array(maps[:, :rows, :keys], dtype=np.float32)
 
 
 def _forecast_codec(
@@ -226,6 +226,8 @@ def _forecast_codec(
 ) -> CodecForecast:
     heads, layers = work.options.num_student_heads, len(work.layers)
     sizes = np.array([packed_size(codec, support, heads, int(length)) for length in lengths], dtype=np.float64)
+    if work.site_kinds.kinds:  # of two sequences: as in the samples that were run
+        sizes = np.array([packed_size(codec, support, heads, *maps.shape[1:]) for maps in merged], dtype=np.float64)
     weights = sum(len(one_round) for one_round in work.plans[0])
     if work.options.alpha_per == "map":
         floats = 4.0 * (weights + heads * work.num_teacher_heads)

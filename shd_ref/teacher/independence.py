@@ -272,7 +272,7 @@ def check_samples(
     pending = list(sites)
     for indices in _pairs(inputs):
         batch = inputs.batch(indices)
-        entries = max((site.num_heads or 1) for site in sites.values()) * max(inputs.padded_length(indices), 1) ** 2
+        entries = max((site.num_heads or 1) for site in sites.values()) * max(inputs.longest_axis(indices), 1) ** 2
         at_once = max(1, _HELD_BYTES // (4 * (2 * len(next(iter(batch.arrays.values()))) + 1) * entries))
         told = set()
         for start in range(0, len(pending), at_once):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import sample_key, trim_sample
+from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError
 from shd_ref.teacher.buckets import group_samples
 from shd_ref.teacher.graph_inputs import InputSpec
@@ -26,12 +26,15 @@ MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 class Batch:
     """Samples that run together: their data-set indices and lengths, and arrays with a batch axis.
 
+    ``decoder_lengths`` are those of the second sequence, where there is one with a mask.
+
     Where the graph fixes its batch axis, the arrays hold more rows than there are indices.
     """
 
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
     arrays: dict[str, NDArray[Any]]
+    decoder_lengths: tuple[int, ...] = ()
 
 
 class ModelInputs:
@@ -48,6 +51,8 @@ class ModelInputs:
         seed_column: an integer column that is kept per sample, beside the inputs.
         on_read: called with the number of samples read and of all.
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
+        decoder: inputs of a second sequence, whose padding is not the mask's.
+        decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
 
     Attributes:
         names: inputs that the data give, sorted: these alone make a sample's key.
@@ -56,6 +61,9 @@ class ModelInputs:
         ignored: names of columns that the graph does not take.
         keys: ``(N, 16)`` uint8, the sample keys.
         lengths: ``(N,)`` positions of each sample; without a mask its sequence axis, or 0 where it has none.
+        decoder: inputs of the second sequence that are fed, sorted.
+        decoder_mask: their mask, or None.
+        decoder_lengths: ``(N,)`` positions of the second sequence; 0 where there is none.
         firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
         seeds: ``(N,)``, or None without a seed column.
 
@@ -71,6 +79,8 @@ class ModelInputs:
         seed_column: str | None = None,
         on_read: Callable[[int, int], None] | None = None,
         names: Collection[str] | None = None,
+        decoder: Collection[str] = (),
+        decoder_mask: str | None = None,
     ) -> None:
         self._source = source if isinstance(source, Source) else ArraySource(source)
         given = self._source.columns if names is None else names
@@ -78,12 +88,20 @@ class ModelInputs:
         self.supplied = self._supply.names
         self._specs = {spec.name: spec for spec in specs if spec.name not in self.supplied}
         self.names = tuple(sorted(self._specs))
-        self.mask = _choose_mask(self._specs, mask)
+        self.decoder = tuple(name for name in self.names if name in decoder)
+        self.decoder_mask = decoder_mask if decoder_mask in self.decoder else None
+        first_specs = {name: spec for name, spec in self._specs.items() if name not in self.decoder}
+        self.mask = _choose_mask(first_specs, mask)
         self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
         self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
-        self._padded = set(self._sequences) if self.mask is not None else set()  # as long as the mask, always
+        # Those that are as long as their mask, always.
+        self._padded = set(self._sequences) - set(self.decoder) if self.mask is not None else set()
+        has_mask = self.decoder_mask is not None
+        self._padded_decoder = set(self._sequences) & set(self.decoder) if has_mask else set()
         # Those whose length the graph leaves open, as it does the mask's where there is one.
-        self._free = [name for name in self._sequences if not isinstance(self._specs[name].shape[1], int)]
+        free = [name for name in self._sequences if not isinstance(self._specs[name].shape[1], int)]
+        self._free = [name for name in free if name not in self.decoder]
+        self._free_decoder = [name for name in free if name in self.decoder]
         self._columns = self._choose_columns()
         self.seed_column = seed_column
         if seed_column is not None and seed_column not in self._source.columns:
@@ -96,11 +114,14 @@ class ModelInputs:
         self._spool = None if isinstance(self._source, IndexedSource) else Spool(dtypes)
         self.keys = np.empty((len(self._source), 16), dtype=np.uint8)
         self.lengths = np.empty(len(self._source), dtype=np.int64)
+        self.decoder_lengths = np.zeros(len(self._source), dtype=np.int64)
         self.firsts = np.zeros(len(self._source), dtype=np.int64)
         self.seeds = None if seed_column is None else np.empty(len(self._source), dtype=np.int64)
         self._read_all(on_read)
         fixed = [axis for name in self._padded if isinstance(axis := self._specs[name].shape[1], int)]
         self._fixed_length = max(fixed, default=0)
+        fixed = [axis for name in self._padded_decoder if isinstance(axis := self._specs[name].shape[1], int)]
+        self._fixed_decoder_length = max(fixed, default=0)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -134,7 +155,7 @@ class ModelInputs:
             self.lengths,
             self.fixed_batch or batch_size,
             batch_tokens=None if self.fixed_batch else batch_tokens,
-            equal=self.mask is None,
+            equal=self._equal_lengths,
         )
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -144,8 +165,13 @@ class ModelInputs:
         rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
         lengths = tuple(int(self.lengths[index]) for index in indices)
         longest = self.padded_length(indices)
-        arrays = {name: self._stack(name, rows, longest) for name in self.names}
-        return Batch(tuple(indices), lengths, arrays | self._supplied(arrays, longest))
+        decoder_lengths = tuple(int(self.decoder_lengths[index]) for index in indices)
+        decoder_longest = max(self._fixed_decoder_length, *decoder_lengths, 0)
+        arrays = {
+            name: self._stack(name, rows, decoder_longest if name in self.decoder else longest) for name in self.names
+        }
+        arrays |= self._supplied(arrays, longest)
+        return Batch(tuple(indices), lengths, arrays, decoder_lengths if self.decoder_mask is not None else ())
 
     def unmasked(self, batch: Batch) -> Batch:
         """The same batch with every position counted, padding too."""
@@ -157,6 +183,19 @@ class ModelInputs:
     def _supplied(self, arrays: Mapping[str, NDArray[Any]], length: int) -> dict[str, NDArray[Any]]:
         rows = len(next(iter(arrays.values())))
         return self._supply.arrays(rows, length, None if self.mask is None else arrays[self.mask])
+
+    @property
+    def _equal_lengths(self) -> NDArray[np.int64] | None:
+        """What must be one number in all samples that run together, as nothing may be padded; None: no matter."""
+        parts = [] if self.mask is not None else [self.lengths]
+        if self._free_decoder and self.decoder_mask is None:
+            parts.append(self.decoder_lengths)
+        return np.stack(parts, axis=1) if parts else None
+
+    def longest_axis(self, indices: Sequence[int]) -> int:
+        """Positions of the longer of both sequences, in a batch of these samples."""
+        longest = max((int(self.decoder_lengths[index]) for index in indices), default=0)
+        return max(self.padded_length(indices), self._fixed_decoder_length, longest)
 
     def padded_length(self, indices: Iterable[int]) -> int:
         """Positions of a batch of these samples; 0 where they have no sequence axis."""
@@ -182,8 +221,9 @@ class ModelInputs:
 
     def _choose_columns(self) -> list[str]:
         missing = sorted(set(self.names) - set(self._source.columns))
-        if missing == [self.mask] and self._source.ragged and len(self._free) > 1:
-            missing = []  # no row is padded, so every position is a token
+        if self._source.ragged:  # no row is padded, so every position is a token
+            made = ((self.mask, self._free), (self.decoder_mask, self._free_decoder))
+            missing = [name for name in missing if not any(name == mask and len(free) > 1 for mask, free in made)]
         if missing:
             raise self._source.refuse(
                 f"must hold {', '.join(self.names)}; missing {', '.join(missing)}, "
@@ -207,20 +247,25 @@ class ModelInputs:
 
     def _trim(self, row: Row, index: int) -> Sample:
         sample = {name: self._check_input(row[name], name, index) for name in self._columns}
-        if self.mask is not None and self.mask not in sample:
-            length = max(len(sample[name]) for name in self._free if name in sample)
-            sample[self.mask] = np.ones(length, dtype=self._specs[self.mask].dtype)
-        if self.mask is None:
-            self.lengths[index] = max((len(sample[name]) for name in self._free), default=0)
-            self._check_length(sample, index)
-            return sample
-        self._check_mask(sample[self.mask], index)
-        self._padded -= {name for name in self._padded if len(sample[name]) != len(sample[self.mask])}
+        pairs = ((self.mask, self._free, self._padded), (self.decoder_mask, self._free_decoder, self._padded_decoder))
+        for mask, free, padded in pairs:
+            if mask is None:
+                continue
+            if mask not in sample:
+                length = max(len(sample[name]) for name in free if name in sample)
+                sample[mask] = np.ones(length, dtype=self._specs[mask].dtype)
+            self._check_mask(mask, sample[mask], index)
+            padded -= {name for name in padded if len(sample[name]) != len(sample[mask])}
+        lengths = [max((len(sample[name]) for name in free), default=0) for _, free, _ in pairs]
         try:
-            sample, self.lengths[index] = trim_sample(sample, self.mask)
+            sample, *counted = trim_inputs(sample, self.mask, self.decoder, self.decoder_mask)
         except ShdError as error:
             raise self._source.refuse(str(error), index) from error
-        self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
+        self.lengths[index], self.decoder_lengths[index] = (
+            length if cut is None else cut for length, cut in zip(lengths, counted, strict=True)
+        )
+        if self.mask is not None:
+            self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
         self._check_length(sample, index)
         return sample
 
@@ -228,7 +273,7 @@ class ModelInputs:
         """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
         for name in self._sequences:
             fixed, found = self._specs[name].shape[1], len(sample[name])
-            padded = name in self._padded
+            padded = name in self._padded | self._padded_decoder
             if isinstance(fixed, int) and (found > fixed or (found != fixed and not padded)):
                 tokens = padded or len(self._specs[name].shape) == 2
                 what = (
@@ -253,12 +298,12 @@ class ModelInputs:
             raise self._source.refuse(f"{name} must have {len(spec.shape) - 1} axes; got {array.shape}", index)
         return array
 
-    def _check_mask(self, mask: NDArray[Any], index: int) -> None:
+    def _check_mask(self, name: str, mask: NDArray[Any], index: int) -> None:
         """Tokens or additive masks, taken for a mask, would count every position as one to learn from."""
         wrong = mask[(mask != 0) & (mask != 1)]
         if wrong.size:
             raise self._source.refuse(
-                f"{self.mask} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another",
+                f"{name} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another",
                 index,
             )
 
@@ -276,7 +321,7 @@ class ModelInputs:
 
     def _stack(self, name: str, samples: Sequence[Sample], longest: int) -> NDArray[Any]:
         arrays = [sample[name] for sample in samples]
-        if name in self._padded:
+        if name in self._padded | self._padded_decoder:
             arrays = [_pad(array, longest) for array in arrays]
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:

@@ -49,12 +49,12 @@ class PrecomputeJob:
     def __init__(self, work: TeacherRun) -> None:
         self.work = work
         work.check_samples()
-        outputs, mask, spans = self._first_outputs()
-        self.comparison = compare_with_reference(work.graph, outputs, query_mask=mask)
+        outputs, masks, spans = self._first_outputs()
+        self.comparison = compare_with_reference(work.graph, outputs, query_mask=masks)
         self.compared_samples = len(outputs[work.graph.layers[0].codes])
         self.manifest = make_manifest(work, outputs, spans)
         if work.options.is_factored:
-            check_factors(work, outputs, mask, self.manifest)
+            check_factors(work, outputs, next(iter(masks.values())), self.manifest)
 
     @property
     def window_shards(self) -> int:
@@ -181,8 +181,11 @@ class PrecomputeJob:
         records = make_records(self.work, batch, outputs, set(chosen), self.manifest)
         return measure_codec(self.work, batch, outputs, records, self.manifest)
 
-    def _first_outputs(self) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_] | None, list[NDArray[Any]]]:
-        """Check outputs and row mask of the longest samples without a fault, as many as are checked at once.
+    def _first_outputs(
+        self,
+    ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[np.bool_] | None], list[NDArray[Any]]]:
+        """Check outputs and row masks (by student layer) of the longest samples without a fault, as many as are
+        checked at once.
 
         For factored records also what the mask leaves the first of these samples, see ``read_spans``.
         """
@@ -192,10 +195,10 @@ class PrecomputeJob:
             faults = self._judge(batch, outputs)
             sound = [number for number, index in enumerate(batch.indices) if index not in faults]
             if sound:
-                mask = work.query_mask(batch)
+                masks = work.query_masks(batch)
                 spans = read_spans(work, batch, outputs, sound[0]) if work.options.is_factored else []
                 cut = {name: array[sound] for name, array in outputs.items()}
-                return cut, None if mask is None else mask[sound], spans
+                return cut, {name: None if mask is None else mask[sound] for name, mask in masks.items()}, spans
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: look at its inputs", "MAP-5")
 
     def _judge(self, batch: Batch, outputs: dict[str, NDArray[Any]]) -> dict[int, Fault]:

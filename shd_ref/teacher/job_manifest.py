@@ -25,7 +25,6 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.layout import MANIFEST_NAME
 from shd_ref.cache.storage import Folder, open_storage
-from shd_ref.errors import ShdError
 from shd_ref.teacher.faults import Outputs
 from shd_ref.teacher.masks import describe_mask
 from shd_ref.teacher.run import MATCHED, PrecomputeOptions, RunOptions, TeacherRun
@@ -37,19 +36,19 @@ LEAST_SHARDS: Final = 16
 
 
 def find_support(work: TeacherRun, outputs: Outputs) -> str:
-    """Whether no row of these maps looks ahead: ``"causal"``, else ``"full"``.
-
-    Raises:
-        ShdError: ``graph-unsupported`` for maps that are not square.
-    """
+    """Whether no row of these maps looks ahead: ``"causal"``, else ``"full"``, as are maps that are not square."""
     merged = [outputs[layer.merged] for layer in work.graph.layers]
     rows, columns = merged[0].shape[2:]
-    if rows != columns:
-        raise ShdError(
-            "graph-unsupported",
-            f"the cache holds square maps (self-attention); got L={rows}, S={columns}: select other sites",
-        )
+    if rows != columns or has_own_shapes(work, outputs):
+        return "full"
     return "causal" if rows > 1 and all(not np.triu(maps, 1).any() for maps in merged) else "full"
+
+
+def has_own_shapes(work: TeacherRun, outputs: Outputs) -> bool:
+    """Whether the maps of some layers have other rows and keys than the positions of the sample (CACHE-116)."""
+    shapes = {outputs[layer.merged].shape[2:] for layer in work.graph.layers}
+    one_sequence = {work.site_kinds.kind(site) for _, site in work.layers} <= {None, "encoder"}
+    return not one_sequence or len(shapes) > 1 or any(rows != keys for rows, keys in shapes)
 
 
 def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
@@ -90,6 +89,7 @@ def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[An
         support, windows = describe_mask(spans)
     same = len(set(work.plans)) == 1
     longest = outputs[work.graph.layers[0].merged].shape[2]
+    own_shapes = not options.is_factored and has_own_shapes(work, outputs)
     factors = tuple(
         LayerFactors(each.num_kv_heads, each.d, each.scale, window)
         for each, window in zip(work.factors, windows, strict=True)
@@ -97,7 +97,8 @@ def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[An
     if options.is_factored:
         sizes = [factored_size(options.factored_codec, work.num_teacher_heads, each, longest) for each in factors]
     else:
-        sizes = [packed_size(options.codec, support, options.num_student_heads, longest)] * len(work.layers)
+        shapes = [outputs[layer.merged].shape[2:] for layer in work.graph.layers]
+        sizes = [packed_size(options.codec, support, options.num_student_heads, *shape) for shape in shapes]
     per_sample = sum(sizes)
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
     return Manifest(
@@ -121,10 +122,18 @@ def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[An
         padding="around" if options.is_factored and inputs.firsts.any() else "behind",
         compression=options.compression,
         on_error=options.on_error,
-        inputs=SampleInputs(names=inputs.names, mask=inputs.mask, seed=inputs.seed_column),
+        inputs=SampleInputs(
+            names=inputs.names,
+            mask=inputs.mask,
+            seed=inputs.seed_column,
+            decoder=inputs.decoder,
+            decoder_mask=inputs.decoder_mask,
+        ),
         dataset=Dataset(
             fingerprint=dataset_fingerprint(inputs.key(index) for index in range(count)), num_samples=count
         ),
         shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
         num_student_layers=work.num_student_layers,
+        kinds=work.kinds,
+        shapes="own" if own_shapes else "length",
     )

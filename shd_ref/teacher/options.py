@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shd_ref.cache.job import KINDS
 from shd_ref.errors import ShdError
 
 
@@ -135,7 +136,12 @@ HeadsOfStudents = Annotated[
     ),
 ]
 StudentLayers = Annotated[
-    int | None, typer.Option(help="Layers of the student; default: as many as the teacher has.", min=1)
+    str | None,
+    typer.Option(
+        help="Layers of the student; default: as many as the teacher has. Of an encoder-decoder, calls of each kind "
+        "that is taught, such as encoder=2,decoder=3,cross=3.",
+        metavar="INTEGER|KIND=INTEGER,...",
+    ),
 ]
 LayerPairs = Annotated[
     str | None,
@@ -166,6 +172,10 @@ Temperature = Annotated[float, typer.Option(help="Attention temperature of the s
 MaskOption = Annotated[
     str | None, typer.Option(help="Attention-mask input of 0 and 1, if not called attention_mask.")
 ]
+DecoderMaskOption = Annotated[
+    str | None,
+    typer.Option(help="Mask of an encoder-decoder's decoder rows, if not called decoder_attention_mask."),
+]
 BatchSize = Annotated[int, typer.Option(help="Samples per teacher call.", min=1)]
 BatchTokens = Annotated[
     int | None,
@@ -188,6 +198,26 @@ def parse_heads(text: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ShdError("argument-value", f"--student-heads must be numbers from 1 such as 4 or 4,6; got {text!r}")
     return [int(part) for part in parts]
+
+
+def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
+    """``--student-layers`` as a number, or one for each kind; ``argument-value`` for what is neither."""
+    if text is None:
+        return None
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    numbers = {kind.strip(): number.strip() for kind, _, number in parts}
+    if len(parts) == 1 and not parts[0][1]:
+        numbers = {"": parts[0][0]}
+    counts = {kind: int(number) if number.isdecimal() else 0 for kind, number in numbers.items()}
+    known = counts.keys() <= set(KINDS) or counts.keys() == {""}
+    if len(counts) != len(parts) or not known or min(counts.values()) < 1:
+        raise ShdError(
+            "argument-value",
+            f"--student-layers must be a number from 1, or one for each kind ({', '.join(KINDS)}) such as "
+            f"encoder=2,decoder=3,cross=3; got {text!r}",
+            "LAYER-2",
+        )
+    return counts.get("", counts)
 
 
 def parse_shards(text: str | None) -> tuple[int, int]:

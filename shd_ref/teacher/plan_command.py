@@ -14,6 +14,7 @@ from shd_ref.teacher.options import (
     AlphaPerOption,
     BatchSize,
     BatchTokens,
+    DecoderMaskOption,
     InputsPath,
     LayerPairs,
     MaskOption,
@@ -29,6 +30,7 @@ from shd_ref.teacher.options import (
     Threads,
     TokenizerOption,
     parse_layer_pairs,
+    parse_student_layers,
 )
 
 
@@ -46,6 +48,7 @@ def plan_cache(
     text_column: TextOption = None,
     max_length: MaxLengthOption = None,
     mask: MaskOption = None,
+    decoder_mask: DecoderMaskOption = None,
     batch_size: BatchSize = 16,
     batch_tokens: BatchTokens = None,
     provider: Provider = "cpu",
@@ -67,14 +70,19 @@ def plan_cache(
     with reported_errors():
         options = PrecomputeOptions(
             num_student_heads=student_heads,
-            num_student_layers=student_layers,
+            num_student_layers=parse_student_layers(student_layers),
             layer_pairs=parse_layer_pairs(layers),
             sites=sites,
             plan=plan.value,
             alpha_per=alpha_per.value,
         )
         run = RunOptions(
-            mask=mask, batch_size=batch_size, batch_tokens=batch_tokens, provider=provider, num_threads=threads
+            mask=mask,
+            decoder_mask=decoder_mask,
+            batch_size=batch_size,
+            batch_tokens=batch_tokens,
+            provider=provider,
+            num_threads=threads,
         )
         source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
         forecast = forecast_cache(teacher, source, options, run, num_samples=samples, bandwidth=1e6 * read_bandwidth)

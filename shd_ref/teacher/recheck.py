@@ -72,8 +72,9 @@ def recheck_records(
             record = reader.read(work.inputs.key(index))
             for student_layer, layer in zip(manifest.student_layers, work.graph.layers, strict=True):
                 stored = reader.decode(record, student_layer)
-                n = record.length
-                again = np.asarray(outputs[layer.merged][number, :, :n, :n], dtype=np.float32).copy()
+                shapes = manifest.map_shapes(record.length, record.shapes)
+                n, keys = shapes[manifest.student_layers.index(student_layer)]
+                again = np.asarray(outputs[layer.merged][number, :, :n, :keys], dtype=np.float32).copy()
                 again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
                 difference = 0.5 * np.abs(stored - again).sum(axis=-1, dtype=np.float64)
                 rows += difference.size
@@ -151,7 +152,7 @@ def rerun_teacher(
         if manifest.factors is None
         else replace(options, form="factored", factored_codec=manifest.codec)
     )
-    run = RunOptions(mask=manifest.inputs.mask, provider=provider)
+    run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun(Path(teacher), inputs, options, run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))

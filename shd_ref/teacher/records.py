@@ -43,7 +43,7 @@ def make_records(
     codes = [] if factored else [outputs[layer.codes][part] for layer in work.graph.layers]
     if codec != CODED_IN_GRAPH:
         codes = [encode(codec, maps) for maps in codes]
-    alphas = np.stack([outputs[layer.alphas][numbers] for layer in work.graph.layers], axis=1)
+    alphas = _stack_layers([outputs[layer.alphas][numbers] for layer in work.graph.layers])
     # Weights by row follow from the alphas and would double a record; weights by map are small.
     mixings = mixings_of(work, alphas) if work.options.alpha_per == "map" else None
     longest = next(outputs[layer.queries or layer.codes].shape[2] for layer in work.graph.layers)
@@ -62,9 +62,23 @@ def make_records(
                 seed=inputs.seed(index),
                 factors=code_factors(work, batch, outputs, number, length, manifest) if factored else (),
                 first=int(inputs.firsts[index]) if factored else 0,
+                shapes=shapes_of(work, batch, outputs, number) if manifest.shapes == "own" else (),
             )
         )
     return records
+
+
+def shapes_of(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> tuple[tuple[int, int], ...]:
+    """Rows and keys of each layer that the record of a sample keeps."""
+    held = ((layer.site, outputs[layer.codes].shape[2:]) for layer in work.graph.layers)
+    return tuple(work.map_shape(batch, number, site, (rows, keys)) for site, (rows, keys) in held)
+
+
+def _stack_layers(alphas: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Weights of all layers ``(B, layers, n)`` or ``(B, layers, n, L)``; layers with fewer rows end in zeros."""
+    longest = max(each.shape[-1] for each in alphas)
+    padded = [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, longest - a.shape[-1])]) for a in alphas]
+    return np.stack(padded, axis=1)
 
 
 def measure_codec(
@@ -85,9 +99,9 @@ def measure_codec(
     numbers = [batch.indices.index(record.index) for record in records]
     if work.options.is_factored:
         return measure_factors(work, outputs, numbers, records, manifest)
-    mask = work.query_mask(batch)
     errors = []
     for layer in work.graph.layers:
+        mask = work.query_mask(batch, layer.site)
         merged = np.array(outputs[layer.merged][numbers], dtype=np.float32)
         if mask is not None:
             merged = np.where(mask[numbers, None, :, None], merged, np.float32(0))  # rows without mass do not count

@@ -61,7 +61,7 @@ def replace_attention(
     rules: Sequence[MergeRule] | None,
     *,
     output: str,
-    row_mask_input: str | None = None,
+    row_mask_input: str | Sequence[str | None] | None = None,
 ) -> ReplacedGraph:
     """Rewrite a teacher so that its own layers go on with squeezed attention, all sites at once.
 
@@ -70,7 +70,7 @@ def replace_attention(
         sites: supported sites of this model, from ``find_sites``.
         rules: a merge for each; None leaves the teacher's own maps and only adds outputs.
         output: the output to keep beside those of the sites.
-        row_mask_input: as in ``squeeze_graph``.
+        row_mask_input: as in ``squeeze_graph``; or one for each site.
 
     Raises:
         ShdError: ``graph-unsupported`` (an operator set that is too old), ``inputs-invalid`` (the row mask),
@@ -82,7 +82,10 @@ def replace_attention(
     replaced = onnx.ModelProto()
     replaced.CopyFrom(model)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
-    mask = row_mask_of(body, model, row_mask_input)
+    of_sites: Sequence[str | None] = (
+        [row_mask_input] * len(sites) if row_mask_input is None or isinstance(row_mask_input, str) else row_mask_input
+    )
+    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(of_sites)}
     functions: dict[MergeRule, onnx.FunctionProto] = {}
     squeezed = []
     for number, site in enumerate(sites):
@@ -93,7 +96,7 @@ def replace_attention(
         if rules is not None:
             rule = rules[number]
             call = _call_simplex if rule.strategy == "simplex" else call_squeeze
-            merged = call(body, functions, rule, site, maps, values, mask)["merged"]
+            merged = call(body, functions, rule, site, maps, values, masks[of_sites[number]])["merged"]
             per_head = body.op("Gather", merged, body.const(_group_of_heads(rule)), axis=1)
             context = _context(body, per_head, values)
             _substitute(replaced, site.probs, _as_in_site(body, site, per_head))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,18 +20,19 @@ from shd_ref.cache.documents import MAX_INTEGER
 from shd_ref.cache.factored import check_factored_codec
 from shd_ref.cache.format import ON_ERROR
 from shd_ref.errors import ShdError
-from shd_ref.layers import layer_map
 from shd_ref.mixing import STRATEGIES
 from shd_ref.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.calibration import CALIBRATION_SAMPLES, calibrate_plans
 from shd_ref.teacher.external import hash_teacher
 from shd_ref.teacher.factors import SiteFactors, find_factors
 from shd_ref.teacher.find import AttentionSite, find_sites
+from shd_ref.teacher.graph_inputs import input_specs
 from shd_ref.teacher.independence import check_samples
 from shd_ref.teacher.inputs import Batch, ModelInputs
+from shd_ref.teacher.kinds import find_kinds
+from shd_ref.teacher.layers import choose_layers
 from shd_ref.teacher.load import load_teacher
 from shd_ref.teacher.reading import AttentionReader
-from shd_ref.teacher.selection import select_sites
 from shd_ref.teacher.session import PROVIDERS, check_session, open_session, run_batch
 from shd_ref.teacher.shapes import frozen_specs
 from shd_ref.teacher.sources import Arrays, Source
@@ -55,7 +56,8 @@ class PrecomputeOptions:
     Attributes:
         num_student_heads: H_s.
         num_student_layers: L_s, how many attention calls the student makes; by default as many as the teacher has
-            attention sites, or as were selected.
+            attention sites, or as were selected. Where the graph has cross attention, a number for each kind
+            (``encoder``, ``decoder``, ``cross``) that is to be taught.
         layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map. Without
             ``num_student_layers`` the student may make more calls than they name.
         sites: which of the teacher's attention sites the default map runs over, see ``select_sites``; default all.
@@ -74,7 +76,7 @@ class PrecomputeOptions:
     """
 
     num_student_heads: int
-    num_student_layers: int | None = None
+    num_student_layers: int | Mapping[str, int] | None = None
     layer_pairs: tuple[tuple[int, int], ...] | None = None
     sites: str | None = None
     plan: str | MergePlan = "progressive"
@@ -108,7 +110,8 @@ class RunOptions:
     """How to run it; none of these changes what a cache means.
 
     Attributes:
-        mask: name of the attention-mask input, if it is not one of the usual.
+        mask: name of the attention-mask input, if it is not one of the usual; of an encoder-decoder the encoder's.
+        decoder_mask: name of the decoder's, likewise.
         batch_size: samples a teacher call.
         batch_tokens: in place of ``batch_size``: positions a teacher call, so that short samples fill it too.
         samples_per_shard: by default shards of about 256 MiB, and at least 16 of them.
@@ -119,6 +122,7 @@ class RunOptions:
     """
 
     mask: str | None = None
+    decoder_mask: str | None = None
     batch_size: int = 16
     batch_tokens: int | None = None
     samples_per_shard: int | None = None
@@ -143,6 +147,8 @@ class TeacherRun:
         inputs: the samples, checked against the graph.
         layers: ``(student_layer, site)`` pairs.
         num_student_layers: L_s, or None where explicit pairs leave it open.
+        kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
+        site_kinds: what the graph's sites are to each other.
         plans: the rounds of merges of each, in the same order.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
 
@@ -166,7 +172,11 @@ class TeacherRun:
         check_options(options)
         check_run(run)
         self.model = load_teacher(teacher)
-        self.layers, self.num_student_layers = _choose_sites(find_sites(self.model), options)
+        sites, specs = find_sites(self.model), input_specs(self.model)
+        self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
+        self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
+        if options.is_factored and self.site_kinds.kinds:
+            self._check_one_sequence()
         for _, site in self.layers:
             check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
         self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
@@ -175,7 +185,16 @@ class TeacherRun:
         self.plans = self._given_plans()
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
-        self.inputs = ModelInputs(source, specs, run.mask, options.seed_column, on_read, input_names)
+        self.inputs = ModelInputs(
+            source,
+            specs,
+            run.mask,
+            options.seed_column,
+            on_read,
+            input_names,
+            decoder=self.site_kinds.decoder_inputs,
+            decoder_mask=self.site_kinds.decoder_mask,
+        )
         self.plans = self.plans or self._match_plans()
         self._shared = _Shared([self])
 
@@ -251,12 +270,38 @@ class TeacherRun:
         if self.inputs.fixed_batch is not None or not indices:
             return len(indices)
         most = max(member.options.num_student_heads for member in self._shared.members)
-        entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.padded_length(indices) ** 2
+        entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.longest_axis(indices) ** 2
         return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
 
-    def query_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
-        """``(B, L)``, True = the row counts; None where every row does."""
-        return None if self.inputs.mask is None else batch.arrays[self.inputs.mask].astype(np.bool_)
+    def mask_of_rows(self, site: AttentionSite) -> str | None:
+        """Name of the input that says which rows of a site's maps count; None where every row does."""
+        return self.inputs.decoder_mask if self.site_kinds.has_decoder_rows(site) else self.inputs.mask
+
+    def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
+        """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
+        name = self.mask_of_rows(site)
+        return None if name is None else batch.arrays[name].astype(np.bool_)
+
+    def query_masks(self, batch: Batch) -> dict[int, NDArray[np.bool_] | None]:
+        """The same of every layer, by student layer."""
+        return {student: self.query_mask(batch, site) for student, site in self.layers}
+
+    def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
+        """Rows and keys of a sample's maps that a record keeps.
+
+        Args:
+            batch: the samples.
+            number: of the sample in the batch.
+            site: whose maps they are.
+            held: rows and keys in the batch, padding included.
+        """
+        first = None if self.inputs.mask is None else batch.lengths[number]
+        second = None if self.inputs.decoder_mask is None else batch.decoder_lengths[number]
+        rows = second if self.site_kinds.has_decoder_rows(site) else first
+        keys = second if self.site_kinds.has_decoder_keys(site) else first
+        if site.layer in self.site_kinds.own_keys:
+            keys = None
+        return held[0] if rows is None else rows, held[1] if keys is None else keys
 
     @property
     def graph(self) -> SqueezedGraph:
@@ -301,7 +346,18 @@ class TeacherRun:
             seed=self.run.seed,
             batch_size=self.run.batch_size,
             on_error=self.options.on_error,
+            mask_of_rows=self.mask_of_rows,
         )
+
+    def _check_one_sequence(self) -> None:
+        for _, site in self.layers:
+            if self.site_kinds.kind(site) != "encoder":
+                raise ShdError(
+                    "graph-unsupported",
+                    f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: its rows are "
+                    "those of a decoder with cross attention (--form maps)",
+                    "CACHE-116",
+                )
 
     def make_graph(self, *, check_outputs: bool) -> SqueezedGraph:
         """The squeezed graph of this run's options."""
@@ -316,7 +372,7 @@ class TeacherRun:
             alpha_per=options.alpha_per,
             temperature=options.temperature,
             codec="float32" if options.is_factored else options.codec,
-            row_mask_input=self.inputs.mask,
+            row_mask_inputs={student: self.mask_of_rows(site) for student, site in self.layers},
             check_outputs=check_outputs,
             factors={student: each for (student, _), each in zip(self.layers, self.factors, strict=True)}
             if self.factors
@@ -376,37 +432,6 @@ class _Shared:
             session = open_session(model, provider=run.provider, num_threads=run.num_threads)
             self._sessions[check_outputs] = [output.name for output in model.graph.output], session
         return self._sessions[check_outputs]
-
-
-def _choose_sites(
-    sites: Sequence[AttentionSite], options: PrecomputeOptions
-) -> tuple[tuple[tuple[int, AttentionSite], ...], int | None]:
-    """The sites by student layer, and how many layers the student was meant to have, where that is said."""
-    if not sites:
-        raise ShdError(
-            "graph-unsupported",
-            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
-            "export the model with eager attention",
-        )
-    if options.sites is not None and options.layer_pairs is not None:
-        raise ShdError(
-            "argument-value", "sites must not be given with layer pairs, which select sites themselves", "LAYER-4"
-        )
-    sites = select_sites(sites, options.sites)
-    meant = options.num_student_layers
-    if options.layer_pairs is None:
-        meant = len(sites) if meant is None else meant
-    num_layers = 1 + max((student for student, _ in options.layer_pairs or ()), default=0) if meant is None else meant
-    pairs = layer_map(len(sites), num_layers, options.layer_pairs)
-    chosen = tuple((student, sites[teacher]) for student, teacher in pairs)
-    for _, site in chosen:
-        if not site.supported:
-            raise ShdError(
-                "graph-unsupported",
-                f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason} "
-                "(or select other sites)",
-            )
-    return chosen, meant
 
 
 def check_options(options: PrecomputeOptions) -> None:

@@ -67,7 +67,6 @@ class SqueezedGraph:
     model: onnx.ModelProto
     layers: tuple[SqueezedLayer, ...]
     options: SqueezeOptions
-    row_mask_input: str | None
     check_outputs: bool
 
 
@@ -84,6 +83,7 @@ def squeeze_graph(
     temperature: float = 1.0,
     codec: str = "sqrt8-row",
     row_mask_input: str | None = None,
+    row_mask_inputs: Mapping[int, str | None] | None = None,
     check_outputs: bool = False,
     factors: Mapping[int, SiteFactors] | None = None,
 ) -> SqueezedGraph:
@@ -104,6 +104,7 @@ def squeeze_graph(
         temperature: T_a; alphas come from the maps as they are, and mix the softened ones.
         codec: ``sqrt8-row`` codes in the graph; ``float32`` and ``bf16`` output float32 maps.
         row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all.
+        row_mask_inputs: in place of ``row_mask_input``: by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
         factors: by student layer: output the teacher's queries and keys in place of codes.
 
@@ -124,19 +125,25 @@ def squeeze_graph(
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
     functions: dict[MergeRule, onnx.FunctionProto] = {}
     squeezed = []
-    mask = row_mask_of(body, model, row_mask_input)
+    names = dict.fromkeys((student for student, _ in layers), row_mask_input) | dict(row_mask_inputs or {})
+    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(names.values())}
     for student_layer, site in layers:
         check_sinks(site, codec, options.temperature)
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         # Both numbers are known for supported sites.
         rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
         layer = _squeeze_layer(
-            body, functions, rule, student_layer, site, mask, check_outputs, has_codes=check_outputs or not factors
+            body,
+            functions,
+            rule,
+            student_layer,
+            site,
+            masks[names[student_layer]],
+            check_outputs,
+            has_codes=check_outputs or not factors,
         )
         squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
-    return SqueezedGraph(
-        assemble_graph(model, body, functions.values()), tuple(squeezed), options, row_mask_input, check_outputs
-    )
+    return SqueezedGraph(assemble_graph(model, body, functions.values()), tuple(squeezed), options, check_outputs)
 
 
 def _squeeze_layer(

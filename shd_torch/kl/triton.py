@@ -31,6 +31,8 @@ def unsupported_reason(request: KlRequest) -> str | None:
         heads = request.queries, request.keys
     else:
         return "it reads a teacher's queries and keys, or a cache's codes, and no maps"
+    if isinstance(taught, Coded) and taught.key_lengths is not None:
+        return "it decodes square maps; got rows and keys of two sequences"
     if isinstance(taught, Coded) and taught.codec not in CODECS:
         return f"it decodes the codecs {' and '.join(CODECS)}; got {taught.codec}"
     reason = kernels.unsupported_reason(*heads)

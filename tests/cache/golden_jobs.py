@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache.makers import FACTORS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
+from cache.makers import FACTORS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
 
 from shd_ref.cache import Matching, SampleInputs
 
@@ -22,6 +22,7 @@ GOLDEN_JOBS = {
     "factored-int8": job(num_samples=3, codec="int8", factors=FACTORS, support="causal"),
     "factored-float16": job(num_samples=3, codec="float16", factors=FACTORS),
     "factored-window": job(num_samples=3, codec="int8", factors=WINDOWED, padding="around"),
+    "two-sequences": job(num_samples=3, codec="u4", alpha_per="row", **KINDS),
     "student-layers": job(num_samples=3, num_student_layers=4),
     "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
 }

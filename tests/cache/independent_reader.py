@@ -53,6 +53,7 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
         return list(struct.unpack(f"<{(place[1] - place[0]) // 4}f", blob(place)))
 
     layers = [layer["student_layer"] for layer in manifest["layers"]]
+    square = [[record["length"]] * 2] * len(layers)
     return {
         "key": record["key"],
         "length": record["length"],
@@ -62,13 +63,13 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
         "maps": {
             layer: read_factored(manifest, column, blob(place), floats(record["mixing"]), record)
             if "factors" in manifest
-            else read_map(manifest, blob(place), record["length"])
+            else read_map(manifest, blob(place), *record.get("shapes", square)[column])
             for column, (layer, place) in enumerate(zip(layers, record["layers"], strict=True))
         },
     }
 
 
-def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[list[float]]]:
+def read_map(manifest: dict[str, Any], blob: bytes, length: int, num_keys: int) -> list[list[list[float]]]:
     """CACHE-27 to CACHE-36 and CACHE-40 to CACHE-43."""
     form = {"float32": "f", "bf16": "H"}.get(manifest["codec"], "B")
     numbers = struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob)
@@ -79,8 +80,8 @@ def read_map(manifest: dict[str, Any], blob: bytes, length: int) -> list[list[li
     for _ in range(manifest["num_student_heads"]):
         rows = []
         for query in range(length):
-            keys = length if manifest["support"] == "full" else query + 1
-            row = [value_of(manifest["codec"], next(codes)) for _ in range(keys)] + [0.0] * (length - keys)
+            keys = num_keys if manifest["support"] == "full" else query + 1
+            row = [value_of(manifest["codec"], next(codes)) for _ in range(keys)] + [0.0] * (num_keys - keys)
             mass = 1.0 if manifest["codec"] == "float32" else sum(row)
             rows.append([value / mass if mass else 0.0 for value in row])
         heads.append(rows)

@@ -17,6 +17,7 @@ from shd_ref.cache import (
     CacheWriter,
     CodecError,
     Dataset,
+    KindLayers,
     LayerFactors,
     LayerPair,
     Manifest,
@@ -101,9 +102,25 @@ def rows_of(shape: tuple[int, ...], seed: int, *, causal: bool) -> NDArray[np.fl
     return (cubes.astype(np.float64) / cubes.sum(axis=-1, keepdims=True).astype(np.float64)).astype(np.float32)
 
 
+KINDS = {
+    "kinds": (KindLayers("decoder", 2), KindLayers("cross", 2)),
+    "num_student_layers": 4,
+    "shapes": "own",
+    "inputs": SampleInputs(("decoder_input_ids", "input_ids"), None, decoder=("decoder_input_ids",)),
+}
+
+
+def shapes_of(manifest: Manifest, index: int) -> tuple[tuple[int, int], ...]:
+    """Rows and keys of each layer, where records have shapes of their own."""
+    keys = 1 + index * 3 % 4
+    return ((keys, keys), (keys, length_of(index))) if manifest.shapes == "own" else ()
+
+
 def probs_of(manifest: Manifest, index: int, layer: int, length: int | None = None) -> NDArray[np.float32]:
     size = length or length_of(index)
-    return rows_of((manifest.num_student_heads, size, size), 31 * index + layer, causal=manifest.support == "causal")
+    shapes = shapes_of(manifest, index)
+    shape = shapes[manifest.student_layers.index(layer)] if shapes else (size, size)
+    return rows_of((manifest.num_student_heads, *shape), 31 * index + layer, causal=manifest.support == "causal")
 
 
 def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -120,7 +137,8 @@ def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.
 
 def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
     length, layers = length_of(index), len(manifest.layers)
-    rows = (length,) if manifest.alpha_per == "row" else ()
+    most = max((rows for rows, _ in shapes_of(manifest, index)), default=length)
+    rows = (most,) if manifest.alpha_per == "row" else ()
     heads = (manifest.num_student_heads, manifest.num_teacher_heads)
     record = NewRecord(
         index=index,
@@ -133,6 +151,7 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
         mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
         seed=None if manifest.inputs.seed is None else 3**33 + index,
         first=first_of(index) if manifest.padding == "around" else 0,
+        shapes=shapes_of(manifest, index),
         factors=[
             encode_factors(manifest.codec, *factors_of(manifest, index, column))
             for column in range(0 if manifest.factors is None else layers)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import xxhash
-from cache.makers import OTHER_PLAN, PLAN, document, job, key_of
+from cache.makers import KINDS, OTHER_PLAN, PLAN, document, job, key_of
 
-from shd_ref.cache import Dataset, LayerPair, Manifest, Matching, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache import Dataset, KindLayers, LayerPair, Manifest, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.errors import ShdError
 
 
@@ -108,6 +108,11 @@ def test_no_such_shard(shard: int) -> None:
         ({"codec": "zip"}, "codec must be one of"),
         ({"num_student_layers": 2}, "num_student_layers must be 3 to 1000; got 2"),
         ({"num_student_layers": 1001}, "num_student_layers must be 3 to 1000; got 1001"),
+        (KINDS | {"kinds": KINDS["kinds"][::-1]}, "kinds must be some of .* in this order"),
+        (KINDS | {"num_student_layers": 5}, "num_student_layers must be 4, the sum of all kinds"),
+        (KINDS | {"num_student_layers": None}, "num_student_layers must be 4, the sum of all kinds"),
+        ({"shapes": "some"}, "shapes must be one of"),
+        (KINDS | {"support": "causal"}, "shapes must be length for causal support"),
         ({"shards": ShardPlan(2, 17, 5)}, "num_shards must be 4; got 5"),
     ],
 )
@@ -131,6 +136,11 @@ def test_constructor_refuses(changes: dict[str, Any], rule: str) -> None:
         (SampleInputs, (("b", "a"), None)),
         (SampleInputs, ((), None)),
         (SampleInputs, (("a",), "mask")),
+        (SampleInputs, (("a", "b"), "b", None, ("b",), None)),
+        (SampleInputs, (("a", "b"), None, None, ("c",), None)),
+        (SampleInputs, (("a", "b"), None, None, ("b",), "a")),
+        (KindLayers, ("sideways", 1)),
+        (KindLayers, ("cross", 0)),
         (Dataset, ("no key", 1)),
         (Dataset, (key_of(0), 0)),
         (Dataset, (key_of(0), 10**8 + 1)),

@@ -49,10 +49,26 @@ def test_causal_refuses_mass_in_the_future() -> None:
     assert caught.value.code == "support-mismatch"
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4)])
-def test_pack_refuses_maps_that_are_not_square(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("shape", "support"), [((2, 3), "full"), ((2, 3), "causal"), ((2, 3, 4), "causal")])
+def test_pack_refuses_maps_that_do_not_fit_their_support(shape: tuple[int, ...], support: str) -> None:
     with pytest.raises(ShdError, match=r"must be \(H_s, n, n\)"):
-        pack(np.zeros(shape, dtype=np.uint8), "full")
+        pack(np.zeros(shape, dtype=np.uint8), support)
+
+
+def test_causal_maps_are_square() -> None:
+    with pytest.raises(ShdError, match="must be square; got 3 rows and 4 keys") as caught:
+        packed_size("sqrt8-row", "causal", 2, 3, 4)
+    assert caught.value.code == "argument-shape"
+
+
+@pytest.mark.parametrize("codec", ["float32", "bf16", "sqrt8-row", "u4"])
+@pytest.mark.parametrize("shape", [(1, 3, 5), (3, 5, 3), (1, 1, 7)])
+def test_maps_with_other_keys_than_rows_are_packed_whole(codec: str, shape: tuple[int, int, int]) -> None:
+    probs = np.random.default_rng(0).dirichlet(np.ones(shape[2]), shape[:2]).astype(np.float32)
+    codes = encode(codec, probs)
+    blob = pack(codes, "full", codec)
+    assert len(blob) == packed_size(codec, "full", *shape)
+    np.testing.assert_array_equal(unpack(blob, codec, "full", *shape), codes)
 
 
 def test_unknown_support() -> None:

@@ -211,7 +211,7 @@ def test_window_is_found_and_kept(tmp_path: Path) -> None:
         precompute(teacher, inputs, tmp_path / form, options, RunOptions())
     maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
     (layer,) = factored.manifest.factors or ()
-    assert (layer.window, factored.manifest.support, factored.manifest.format_version) == (4, "full", "4")
+    assert (layer.window, factored.manifest.support, factored.manifest.format_version) == (4, "full", "5")
     for key in maps:
         exact, found = maps.decode(maps.read(key), 0), factored.decode(factored.read(key), 0)
         np.testing.assert_array_equal(exact > 0, found > 0)
@@ -230,7 +230,7 @@ def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str)
     precompute(teacher, inputs, tmp_path / "factored", replace(OPTIONS, factored_codec=codec), RUN)
     assert verify_cache(tmp_path / "factored").ok
     maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
-    assert (factored.manifest.padding, factored.manifest.format_version) == ("around", "4")
+    assert (factored.manifest.padding, factored.manifest.format_version) == ("around", "5")
     largest = 0.0
     for key in maps:
         record = factored.read(key)

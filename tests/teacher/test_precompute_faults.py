@@ -213,7 +213,7 @@ def test_batches_hold_samples_of_similar_length() -> None:
     by_tokens = list(group_samples(range(400), lengths, 16, batch_tokens=150))
     assert all(len(batch) == 1 or len(batch) * lengths[batch[0]] <= 150 for batch in by_tokens)
     assert max(len(batch) for batch in by_tokens) > 16
-    equal = list(group_samples(range(400), lengths, 16, equal=True))
+    equal = list(group_samples(range(400), lengths, 16, equal=lengths[:, None]))
     assert all(len(set(lengths[list(batch)].tolist())) == 1 for batch in equal)
     assert sorted(index for batch in equal for index in batch) == list(range(400))
 

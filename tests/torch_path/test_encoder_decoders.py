@@ -1,0 +1,237 @@
+"""Encoder-decoders from the model to a taught student: encoder, decoder and cross attention, two lengths a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from typer.testing import CliRunner
+
+from shd_ref.cache import CacheReader, verify_cache
+from shd_ref.errors import ShdError
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.kinds import find_kinds
+from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.recheck import recheck_records
+from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.tolerances import load_tolerances
+from shd_torch import SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls, squeeze_heads
+from shd_torch.attention import value_outputs
+from shd_torch.commands import app
+from shd_torch.export import example_inputs
+from shd_torch.trainer import SHDTrainer
+
+ENCODER_LENGTHS, DECODER_LENGTHS = (9, 5, 7, 9, 4, 6, 8), (3, 6, 6, 2, 5, 6, 4)
+HEADS = 2
+LAYERS = {"encoder": 1, "decoder": 1, "cross": 1}
+
+
+def make_t5(heads: int, layers: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=16 // heads, d_ff=24, num_layers=layers, num_decoder_layers=layers,
+        num_heads=heads, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, dropout_rate=0.0,
+    )  # fmt: skip
+    return sharpen(transformers.T5ForConditionalGeneration(config), ("q.weight",), 4.0)
+
+
+def make_bart(heads: int, layers: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.BartConfig(
+        vocab_size=40, d_model=16, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
+        decoder_attention_heads=heads, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+        dropout=0.0,
+    )  # fmt: skip
+    return sharpen(transformers.BartForConditionalGeneration(config), ("q_proj.weight", "k_proj.weight"), 12.0)
+
+
+def sharpen(model: Any, names: tuple[str, ...], factor: float) -> Any:
+    """Maps that are not nearly uniform."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith(names):
+                value *= factor
+    return model
+
+
+MAKERS = {"t5": make_t5, "bart": make_bart}
+
+
+class Made(NamedTuple):
+    """What the way from model to cache left."""
+
+    teacher: Any
+    graph: Path
+    cache: Path
+    arrays: dict[str, NDArray[Any]]
+
+
+def make_arrays() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, NDArray[Any]] = {}
+    for prefix, lengths in (("", ENCODER_LENGTHS), ("decoder_", DECODER_LENGTHS)):
+        mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        arrays[f"{prefix}input_ids"] = np.where(mask, rng.integers(3, 40, mask.shape), 0)
+        arrays[f"{prefix}attention_mask"] = mask.astype(np.int64)
+    return arrays
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp(request.param)
+    teacher = MAKERS[request.param](4, 2, seed=1).eval()
+    if request.param == "t5":  # by the command, as a user would
+        teacher.save_pretrained(folder / "model")
+        done = CliRunner().invoke(
+            app, ["export", "--model", str(folder / "model"), "--out", str(folder / "teacher.onnx")]
+        )
+        assert done.exit_code == 0, done.output
+    else:
+        export_teacher(teacher, example_inputs(teacher), folder / "teacher.onnx")
+    options = PrecomputeOptions(num_student_heads=HEADS, num_student_layers=LAYERS, codec="float32")
+    run = RunOptions(batch_size=3, num_threads=1)
+    precompute(folder / "teacher.onnx", make_arrays(), folder / "cache", options, run)
+    return Made(teacher, folder / "teacher.onnx", folder / "cache", make_arrays())
+
+
+def samples_of(arrays: dict[str, NDArray[Any]]) -> list[dict[str, torch.Tensor]]:
+    return [
+        {name: torch.from_numpy(array[number]) for name, array in arrays.items()}
+        for number in range(len(ENCODER_LENGTHS))
+    ]
+
+
+def make_student(path: Made, layers: int = 1) -> Any:
+    maker = make_t5 if type(path.teacher).__name__.startswith("T5") else make_bart
+    return maker(HEADS, layers, seed=5)
+
+
+def test_the_sites_of_the_graph_are_told_apart(path: Made) -> None:
+    model = load_teacher(path.graph)
+    sites = find_sites(model)
+    kinds = find_kinds(model, sites)
+    assert [kinds.kind(site) for site in sites] == ["encoder"] * 2 + ["decoder", "cross"] * 2
+    manifest = CacheReader(path.cache).manifest
+    assert manifest.inputs.decoder == ("decoder_attention_mask", "decoder_input_ids")
+    assert (manifest.inputs.mask, manifest.inputs.decoder_mask) == ("attention_mask", "decoder_attention_mask")
+    assert [layer.teacher_layer for layer in manifest.layers] == [1, 4, 5]  # the last of each kind
+    assert {each.kind: each.num_student_layers for each in manifest.kinds} == LAYERS
+    assert verify_cache(path.cache).ok
+    assert recheck_records(path.cache, path.graph, path.arrays).records == len(ENCODER_LENGTHS)
+
+
+def test_cached_maps_are_the_models_own_maps_merged(path: Made) -> None:
+    reader = CacheReader(path.cache)
+    joined = SupervisedDataset(samples_of(path.arrays), reader)
+    limit = load_tolerances()["graph"]["probs"]["float32"]
+    tensors = {name: torch.from_numpy(array) for name, array in path.arrays.items()}
+    path.teacher.set_attn_implementation("eager")
+    with torch.no_grad(), capture_attention(path.teacher, keep_values=True) as captured:
+        path.teacher(**tensors, use_cache=False)
+    names = dict(path.teacher.named_modules())
+    for place, (kind, call) in enumerate(zip(LAYERS, (1, 4, 5), strict=True)):
+        attention = captured.calls[call]
+        projection = getattr(attention.module, "out_proj", None) or attention.module.o
+        assert any(module is attention.module for module in names.values())
+        rows = tensors["attention_mask" if kind == "encoder" else "decoder_attention_mask"].bool()
+        outputs = value_outputs(attention.value, projection.weight.detach().T)
+        merged = squeeze_heads(captured.probs[call], outputs, HEADS, query_mask=rows).probs
+        for number, key in enumerate(joined.keys):
+            record = reader.read(key)
+            n, m = ENCODER_LENGTHS[number], DECODER_LENGTHS[number]
+            assert record.shapes == ((n, n), (m, m), (m, n))
+            num_rows, num_keys = record.shapes[place]
+            expected = merged[number, :, :num_rows, :num_keys].detach().numpy()
+            np.testing.assert_allclose(reader.decode(record, place), expected, atol=limit)
+
+
+def test_a_student_learns_every_kind(path: Made) -> None:
+    joined = SupervisedDataset(samples_of(path.arrays), path.cache)
+    loader = DataLoader(joined, 4, collate_fn=joined.collate)
+    student = make_student(path)
+    optimizer = torch.optim.Adam(student.parameters(), 0.01)
+    history = []
+    for step in range(20):
+        sums: dict[int, float] = {}
+        for batch, supervision in loader:
+            with capture_attention(student, layers=supervision.layers) as captured:
+                student(**batch)
+            terms = layer_kls(captured, supervision, check=step == 0)
+            sizes = [(call.query.shape[2], call.key.shape[2]) for call in captured.calls]
+            if step == 0:  # the same from a loop of one's own, and from maps
+                assert [size[0] == size[1] for size in sizes] == [True, True, False]
+                taught = supervision.supervise(sizes)
+                for number, call in enumerate(captured.calls):
+                    alone = attention_kl(call.query, call.key, taught[number], check=True, **call.mask_keywords)
+                    torch.testing.assert_close(alone, terms[number])
+                    torch.testing.assert_close(taught[number].probs(), supervision.decode(sizes)[number])
+            optimizer.zero_grad()
+            torch.stack(list(terms.values())).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            sums = {layer: sums.get(layer, 0.0) + float(term.detach()) for layer, term in terms.items()}
+        history.append(sums)
+    assert sorted(history[0]) == [0, 1, 2]
+    for layer, first in history[0].items():
+        assert history[-1][layer] < 0.7 * first, (list(LAYERS)[layer], first, history[-1][layer])
+
+
+def test_a_student_of_another_depth_is_refused(path: Made) -> None:
+    joined = SupervisedDataset(samples_of(path.arrays), path.cache)
+    batch, supervision = joined.collate([joined[0], joined[1]])
+    student = make_student(path, layers=2)
+    with (
+        capture_attention(student, layers=supervision.layers),
+        pytest.raises(ShdError, match="encoder=1, decoder=1, cross=1; got encoder=2, decoder=2, cross=2") as caught,
+    ):
+        student(**batch)
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_trainer(path: Made, tmp_path: Path) -> None:
+    joined = SupervisedDataset(samples_of(path.arrays), path.cache)
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = torch.utils.data.default_collate(samples)
+        return batch | {"labels": batch["decoder_input_ids"].masked_fill(batch["decoder_attention_mask"] == 0, -100)}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=10, logging_steps=1, save_strategy="no",
+        report_to="none", learning_rate=0.02, lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, seed=3,
+    )  # fmt: skip
+    trainer = SHDTrainer(
+        model=make_student(path), args=arguments, train_dataset=joined, data_collator=collate, beta=2.0
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "shd_loss" in log]
+    assert {f"shd_loss_layer_{layer}" for layer in range(3)} <= logs[0].keys()
+    assert logs[-1]["shd_loss"] < logs[0]["shd_loss"]
+
+
+@pytest.mark.parametrize("layers", [2, {"encoder": 1, "sideways": 1}, {}])
+def test_a_number_for_each_kind_is_asked_for(path: Made, tmp_path: Path, layers: Any) -> None:
+    options = PrecomputeOptions(num_student_heads=HEADS, num_student_layers=layers)
+    with pytest.raises(ShdError, match="--student-layers encoder=2,decoder=2,cross=2") as caught:
+        precompute(path.graph, path.arrays, tmp_path / "cache", options)
+    assert caught.value.code == "layers-invalid"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_one_kind_alone_is_one_number(path: Made, tmp_path: Path) -> None:
+    options = PrecomputeOptions(num_student_heads=HEADS, num_student_layers=1, sites="cross")
+    precompute(path.graph, path.arrays, tmp_path / "cache", options, RunOptions(num_threads=1))
+    joined = SupervisedDataset(samples_of(path.arrays), tmp_path / "cache")
+    assert [(each.kind, each.num_student_layers) for each in joined.cache.manifest.kinds] == [("cross", 1)]
+    batch, supervision = joined.collate([joined[0], joined[1]])
+    student = make_student(path)
+    with capture_attention(student, layers=supervision.layers) as captured:
+        student(**batch)
+    assert captured.calls[0].key.shape[2] == max(ENCODER_LENGTHS)
+    assert sorted(layer_kls(captured, supervision, check=True)) == [0]
