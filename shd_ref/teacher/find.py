@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.bounds import check_inferred
 from shd_ref.teacher.external import read_graph
 from shd_ref.teacher.independence import Finding, probe_samples
 from shd_ref.teacher.load import old_opset_reason
@@ -104,6 +105,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception:  # inference raises what its C++ throws
         inferred = model  # a graph that inference rejects can still be probed
+    check_inferred(inferred)
     graph = read_graph(inferred)
     try:
         graph.sort()

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.bounds import check_sizes
+from shd_ref.teacher.bounds import check_folded, check_functions, check_growth, check_sizes
 from shd_ref.teacher.einsum import rewrite_einsum
 from shd_ref.teacher.external import INLINE_BYTES, check_external_data, data_folder, load_external_data
 from shd_ref.teacher.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import DecodeError, onnx
 from shd_ref.teacher.parts import all_nodes
-from shd_ref.teacher.wiring import check_wiring
+from shd_ref.teacher.wiring import check_nodes, check_wiring
 
 MIN_OPSET: Final = 13
 """The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
@@ -54,6 +54,7 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     check_wiring(model.graph, file)
     check_sizes(model, file)
     if model.functions:
+        check_functions(model, file)
         model = _inline_functions(model, file)
     foreign = {node.domain for node in all_nodes(model.graph)} - _KNOWN_DOMAINS
     if foreign:
@@ -62,6 +63,9 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
             f"teacher graph {file} needs operators of {', '.join(sorted(foreign))}, and custom operator "
             "libraries are never loaded: re-export the model with standard operators",
         )
+    check_nodes(model.graph, opset_version(model), file)
+    check_growth(model, file)
+    check_folded(model, file)
     load_external_data(model, file, everything=size < inline_bytes)
     model = _decompose_attention(_modernise(model))
     return model if old_opset_reason(model) else rewrite_einsum(model)

@@ -20,6 +20,14 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     yield from (node for part in all_graphs(graph) for node in part.node)
 
 
+def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a local function, the bodies of its control flow included."""
+    for node in function.node:
+        yield node
+        for body in _bodies(node):
+            yield from all_nodes(body)
+
+
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Initialisers and tensors in attributes, also of bodies and local functions; sparse ones as their parts."""
     graphs = [*all_graphs(model.graph)]

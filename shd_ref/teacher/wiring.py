@@ -1,12 +1,77 @@
-"""Names in a graph that nobody vouches for: every tensor that is read has one source."""
+"""Nodes in a graph that nobody vouches for: every tensor that is read has one source, every operator its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.parts import all_nodes
+
+_CONTRIB_INPUTS: Final = {
+    "DynamicQuantizeMatMul": 3,
+    "FusedGemm": 2,
+    "FusedMatMul": 2,
+    "MatMulIntegerToFloat": 4,
+    "QLinearSoftmax": 5,
+    "SkipLayerNormalization": 3,
+    "TransposeMatMul": 2,
+}
+"""Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
+
+
+def check_nodes(graph: onnx.GraphProto, opset: int, file: Path) -> None:
+    """Every node must have the inputs, outputs and kinds of attributes that its operator is defined with.
+
+    onnxruntime asks for no less, so no graph that runs is refused.
+
+    Args:
+        graph: of a model without local functions.
+        opset: version of its standard operators.
+        file: where it is from, for messages.
+
+    Raises:
+        ShdError: ``graph-invalid``.
+    """
+    for node in all_nodes(graph):
+        problem = _signature_problem(node, opset)
+        if problem is not None:
+            raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
+
+
+def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
+    if not node.output:
+        return "has no output"
+    if node.domain == CONTRIB_DOMAIN:
+        least = _CONTRIB_INPUTS.get(node.op_type, 0)
+        return None if sum(map(bool, node.input[:least])) == least else f"lacks one of its {least} inputs"
+    schema = _find_schema(node.op_type, opset) if node.domain in STANDARD_DOMAINS else None
+    if schema is None:
+        return None
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        return f"has {len(node.input)} inputs, and may have {schema.min_input} to {schema.max_input}"
+    if not schema.min_output <= len(node.output) <= schema.max_output:
+        return f"has {len(node.output)} outputs, and may have {schema.min_output} to {schema.max_output}"
+    for given, formal in zip(node.input, schema.inputs, strict=False):
+        if not given and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+            return f"lacks its input {formal.name!r}"
+    for attribute in node.attribute:
+        formal = schema.attributes.get(attribute.name)
+        if formal is not None and attribute.type != int(formal.type):
+            return f"has an attribute {attribute.name!r} of another type than the operator's"
+    lacking = {name for name, each in schema.attributes.items() if each.required} - {a.name for a in node.attribute}
+    return f"lacks its attribute {min(lacking)!r}" if lacking else None
+
+
+def _find_schema(op_type: str, opset: int) -> Any:
+    """The operator's definition in this version, or its latest: onnxruntime knows some earlier than ONNX."""
+    version = min(max(opset, 1), 2**31 - 1)
+    if onnx.defs.has(op_type, max_inclusive_version=version):
+        return onnx.defs.get_schema(op_type, version)
+    return onnx.defs.get_schema(op_type) if onnx.defs.has(op_type) else None
 
 
 def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:

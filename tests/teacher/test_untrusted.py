@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from random import Random
 
@@ -59,6 +60,126 @@ def test_truncated_files_never_crash(name: str, tmp_path: Path) -> None:
     for length in np.linspace(0, len(whole) - 1, 25, dtype=int):
         path.write_bytes(whole[:length])
         assert use(path) == "graph-invalid"
+
+
+ATTRIBUTE_VALUES = (-1, 0, 1, 5, 2**62, -(2**63), "x", [1, 2, 3], 1.5, float("nan"))
+
+
+def damage(model: onnx.ModelProto, random: Random) -> None:
+    """One change that no exporter makes: to a node, its wiring, its attributes, a weight, an input or the version."""
+    graph = model.graph
+    node, other = random.choice(graph.node), random.choice(graph.node)
+    tensor, value = random.choice(graph.initializer), random.choice(graph.input).type.tensor_type
+    names = [*(name for each in graph.node for name in each.output), *(each.name for each in graph.initializer), ""]
+    place = random.randrange(max(len(node.input), 1))
+    array = onnx.numpy_helper.to_array(tensor)
+    ones = np.ones(array.shape, np.int64)
+    kinds = {
+        "drop": lambda: graph.node.remove(node),
+        "operator": lambda: setattr(node, "op_type", other.op_type),
+        "domain": lambda: setattr(node, "domain", random.choice(["ai.onnx", "com.microsoft", "ai.onnx.ml"])),
+        "rewire": lambda: node.input.__setitem__(place, random.choice(names)),
+        "cut": lambda: node.input.__delitem__(slice(place, None)),
+        "widen": lambda: node.input.append(random.choice(names)),
+        "rename": lambda: node.output.__setitem__(0, random.choice(["", "elsewhere"])),
+        "mute": lambda: node.ClearField("output"),
+        "forget": lambda: node.ClearField("attribute"),
+        "retype": lambda: node.attribute[0].CopyFrom(
+            helper.make_attribute(node.attribute[0].name, random.choice(ATTRIBUTE_VALUES))
+        ),
+        "void": lambda: node.attribute[0].CopyFrom(
+            onnx.AttributeProto(name=node.attribute[0].name, type=random.choice([1, 2, 3, 4, 6, 7]))
+        ),
+        "axes": lambda: tensor.CopyFrom(onnx.numpy_helper.from_array(array[None], tensor.name)),
+        "flat": lambda: tensor.CopyFrom(onnx.numpy_helper.from_array(array.ravel(), tensor.name)),
+        "hollow": lambda: tensor.CopyFrom(onnx.numpy_helper.from_array(array.ravel()[:0], tensor.name)),
+        "integers": lambda: tensor.CopyFrom(onnx.numpy_helper.from_array(ones, tensor.name)),
+        "size": lambda: tensor.dims.__setitem__(0, random.choice([-1, 0, 2**40, 7])),
+        "dtype": lambda: setattr(value, "elem_type", random.choice([0, 7, 8, 9, 11, 16, 99])),
+        "rank": lambda: value.shape.dim.add(),
+        "dim": lambda: setattr(value.shape.dim[0], "dim_value", random.choice([-3, 1, 2**31, 4])),
+        "shapeless": lambda: value.ClearField("shape"),
+        "opset": lambda: setattr(model.opset_import[0], "version", random.choice([0, 1, 7, 12, 13, 24, 10**6])),
+    }
+    with contextlib.suppress(IndexError):  # nothing there to damage
+        kinds[random.choice(sorted(kinds))]()
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_changed_by_hand_never_crash(name: str, tmp_path: Path) -> None:
+    path, codes = tmp_path / "teacher.onnx", []
+    for seed in range(150):
+        random, model = Random(seed), onnx.load_from_string(GRAPHS[name])
+        for _ in range(random.choice([1, 1, 2, 4])):
+            damage(model, random)
+        path.write_bytes(model.SerializeToString())
+        try:
+            find_sites(load_teacher(path))
+        except ShdError as error:
+            codes.append(error.code)
+    assert set(codes) <= CODES
+    assert 20 < len(codes) < 150
+
+
+def whole(name: str, numbers: list[int] | int) -> TensorProto:
+    return onnx.numpy_helper.from_array(np.array(numbers, np.int64), name)
+
+
+BOMBS: dict[str, list[tuple[str, ...]]] = {
+    "range": [("Range", "zero", "much", "one")],
+    "computed": [("Mul", "many", "many"), ("ConstantOfShape", "0")],
+    "expanded": [("Mul", "many", "many"), ("Expand", "one", "0")],
+    "one-hot": [("OneHot", "zero", "much", "pair")],
+    "tiled": [("Tile", "pair", "many")] + [("Tile", str(n), "many") for n in range(5)],
+    "joined": [("Concat", "pair", "pair")] + [("Concat", str(n), str(n)) for n in range(40)],
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_few_nodes_that_make_much_of_nothing_are_refused(name: str, tmp_path: Path) -> None:
+    """Before anything is computed: onnxruntime would, when it opens the graph."""
+    model = encoder_layer()
+    model.graph.initializer.extend(
+        [whole("zero", 0), whole("one", 1), whole("much", 2**40), whole("many", [2**15]), whole("pair", [0, 1])]
+    )
+    for number, (op_type, *inputs) in enumerate(BOMBS[name]):
+        more = {"axis": 0} if op_type == "Concat" else {}
+        model.graph.node.insert(
+            number, helper.make_node(op_type, inputs, [str(number)], name=f"bomb-{number}", **more)
+        )
+    path = tmp_path / "teacher.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ShdError) as caught:
+        find_sites(load_teacher(path))
+    assert caught.value.code == "graph-invalid"
+    assert "entries" in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [30, 300])
+def test_functions_that_double_are_refused(depth: int, tmp_path: Path) -> None:
+    model, versions = encoder_layer(), [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+    calls = 2 if depth == 30 else 1
+    for number in range(depth):
+        inner, domain = (f"F{number - 1}", "own") if number else ("Identity", "")
+        nodes = [helper.make_node(inner, [f"v{n}"], [f"v{n + 1}"], domain=domain) for n in range(calls)]
+        model.functions.append(helper.make_function("own", f"F{number}", ["v0"], [f"v{calls}"], nodes, versions))
+    model.graph.node.append(helper.make_node(f"F{depth - 1}", [model.graph.output[0].name], ["last"], domain="own"))
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    assert "functions" in refused(model, tmp_path)
+
+
+def test_weights_far_behind_are_found(tmp_path: Path) -> None:
+    """No depth of a graph is too much for the walk."""
+    model = encoder_layer()
+    weight = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [12, 14])
+    wanted, weight.name = weight.name, "far"
+    for number in range(1200):
+        names = ["far" if number == 0 else f"far-{number}"], [wanted if number == 1199 else f"far-{number + 1}"]
+        model.graph.node.insert(number, helper.make_node("Identity", *names))
+    path = tmp_path / "teacher.onnx"
+    path.write_bytes(model.SerializeToString())
+    (site,) = find_sites(load_teacher(path))
+    assert site.supported
 
 
 def refused(model: onnx.ModelProto, folder: Path) -> str:
