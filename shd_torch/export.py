@@ -286,7 +286,7 @@ def _resized(
 
 @contextmanager
 def _ready_for_export(model: nn.Module) -> Iterator[None]:
-    """Eval mode, eager attention and no cache; afterwards everything as before, whatever happened."""
+    """Eval mode, eager attention, experts without loops, no cache; afterwards all as before, whatever happened."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -296,11 +296,16 @@ def _ready_for_export(model: nn.Module) -> Iterator[None]:
         configs = list({id(part.config): part.config for part in parts}.values())
         for config in reversed(configs):  # undone in reverse: an outer configuration writes through to inner ones
             stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            if getattr(config, "_experts_implementation", None) is not None:
+                stack.callback(setattr, config, "_experts_implementation", config._experts_implementation)
             if hasattr(config, "use_cache"):
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
         for part in parts:
             part.set_attn_implementation("eager")
+            # The others loop over the experts that were chosen, or need operators that ONNX lacks.
+            if getattr(part.config, "_experts_implementation", None) is not None:
+                part.set_experts_implementation("batched_mm")
         yield
 
 

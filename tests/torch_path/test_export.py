@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch_path.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
 
 import shd_torch.export
+from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.load import load_teacher
 from shd_torch import ShdError, export_teacher, load_hf_model
 
 onnx = pytest.importorskip("onnx", reason="export needs onnx")
@@ -62,6 +64,38 @@ def test_hf_graph_is_the_model(name: str, tmp_path: Path) -> None:
     assert [i.name for i in graph.input] == list(report.inputs)
     assert [o.name for o in graph.output] == [report.output]
     assert {o.version for o in onnx.load(report.path).opset_import if not o.domain} == {18}
+
+
+@pytest.mark.slow
+def test_mixtures_of_experts(tmp_path: Path) -> None:
+    """By no loop over the experts that the example happens to choose; afterwards the model has its own way again."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralModel(config).eval()
+    before = model.config._experts_implementation
+    torch.manual_seed(1)
+    ids = {batch: torch.randint(0, 50, (batch, length)) for batch, length in ((2, 8), (5, 11))}
+    report = export_teacher(
+        model, {"input_ids": ids[2], "attention_mask": torch.ones_like(ids[2])}, tmp_path / "teacher.onnx"
+    )
+    assert model.config._experts_implementation == before
+    inputs = {"input_ids": ids[5], "attention_mask": torch.ones_like(ids[5])}
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+    torch.testing.assert_close(run(report.path, inputs), expected, atol=2e-5, rtol=1e-4)
+    (site,) = find_sites(load_teacher(report.path))
+    assert (site.supported, site.num_heads, site.num_kv_heads) == (True, 4, 2)
 
 
 def test_plain_module_from_a_single_sample(tmp_path: Path) -> None:
