@@ -44,6 +44,7 @@ class Coded(Supervision):
         temperature: T_a of the cache; with None whatever the loss is called with.
         key_lengths: keys of each sample, where queries and keys are of two sequences; by default ``lengths``.
         num_keys: S, to which shorter samples are padded; by default L.
+        counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
 
     Raises:
         ShdError: ``argument-shape`` where a sample is longer than ``length``.
@@ -62,6 +63,7 @@ class Coded(Supervision):
     key_lengths: tuple[int, ...] | None = None
     num_keys: int | None = None
     row_sums: str = "one"
+    counted: Tensor | None = None
     _parts: tuple[_Part, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,8 @@ class Coded(Supervision):
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
         """A tile of the maps, made to sum to one over these keys; see ``Supervision``."""
         self.check_temperature(temperature)
-        return decode_codes(self.codec, self._tile(rows, keys, torch.float32))
+        tile = decode_codes(self.codec, self._tile(rows, keys, torch.float32))
+        return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
         """Where the codes are not 0; see ``Supervision``."""
@@ -132,20 +135,30 @@ class Coded(Supervision):
         """The codes of samples ``start .. stop - 1``."""
         key_lengths = None if self.key_lengths is None else self.key_lengths[start:stop]
         return replace(
-            self, starts=self.starts[start:stop], lengths=self.lengths[start:stop], key_lengths=key_lengths
+            self,
+            starts=self.starts[start:stop],
+            lengths=self.lengths[start:stop],
+            key_lengths=key_lengths,
+            counted=None if self.counted is None else self.counted[start:stop],
         )
+
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The codes, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
+        # Only codes that are numbers themselves can be NaN.
+        return replace(self, counted=loss_mask) if self.codec in _WIDE_CODES else self
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same on another device, with all that its buffer holds."""
-        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
+        counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking), counted=counted)
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """Codes that are numbers themselves must be distributions; all others are, whatever they hold."""
         if self.codec not in _WIDE_CODES:
             return
-        for part, samples, rows in self.tiles():
-            counted = None if loss_mask is None else loss_mask[samples, rows]
-            check_probs(part.probs(rows), "supervision", check=True, query_mask=counted, layer=layer)
+        kept = self if loss_mask is None else self.drop_rows(loss_mask)
+        for part, _, rows in kept.tiles():
+            check_probs(part.probs(rows), "supervision", check=True, layer=layer)
 
     def key_range(self, rows: slice) -> slice:
         """All keys, or those up to the last row; see ``Supervision``."""

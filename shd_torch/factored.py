@@ -237,16 +237,20 @@ class Factored(Supervision):
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """Look at the values; see ``Supervision``."""
+        kept = self if loss_mask is None else self.drop_rows(loss_mask)
         for name in ("queries", "keys", "mixing"):
-            check_real(getattr(self, name), f"supervision's {name}", check=True, layer=layer)
-        check_convex(self.mixing, row_sum_tolerance(str(self.mixing.dtype).removeprefix("torch.")))
-        outside = torch.ones(self.mixing.shape[1:3], dtype=torch.bool, device=self.device)
+            check_real(getattr(kept, name), f"supervision's {name}", check=True, layer=layer)
+        mixing = kept.mixing
+        if loss_mask is not None and mixing.ndim == 4:
+            mixing = mixing.movedim(3, 1)[loss_mask]  # (rows that count, H_s, H_t)
+        check_convex(mixing, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
+        outside = torch.ones(mixing.shape[1:3], dtype=torch.bool, device=self.device)
         outside[self._pair_heads] = False
-        if (self.mixing.movedim(0, -1)[outside] != 0).any():
+        if (mixing.movedim(0, -1)[outside] != 0).any():
             raise ShdError(
                 "mixing-invalid", "mixing must be 0 outside of groups; got weights above 0 there", "PLAN-6"
             )
-        mass = self.row_mass
+        mass = kept.row_mass
         if mass is not None and not ((mass >= 0) & (mass <= 1 + row_sum_tolerance("float32"))).all():
             raise ShdError(
                 "not-a-distribution",

@@ -60,11 +60,11 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def _is_encoder_of(path: str, seen: set[str]) -> bool:
-    """Whether a stack belongs to an ``encoder`` beside a ``decoder`` that was seen."""
-    parts = path.split(".")
-    return any(
-        other.split(".")[: index + 1] == [*parts[:index], "decoder"]
-        for index, part in enumerate(parts)
-        if part == "encoder"
-        for other in seen
-    )
+    """Whether a stack belongs to an unseen ``encoder`` beside a ``decoder`` that was seen."""
+    parts, others = path.split("."), [other.split(".") for other in seen]
+    for index in (index for index, part in enumerate(parts) if part == "encoder"):
+        encoder, decoder = parts[: index + 1], [*parts[:index], "decoder"]
+        starts = [other[: index + 1] for other in others]
+        if decoder in starts and encoder not in starts:
+            return True
+    return False

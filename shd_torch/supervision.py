@@ -104,6 +104,10 @@ class Supervision(ABC):
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """Look at the values, which makes the host wait for the device.
 
+        Args:
+            loss_mask: boolean ``(B, L)``, True = the row counts; others may hold anything. None: all count.
+            layer: named in errors.
+
         Raises:
             ShdError: ``not-finite``, ``not-a-distribution``, ``mixing-invalid``.
         """
@@ -264,7 +268,8 @@ class Dense(Supervision):
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """The maps must be distributions; see ``Supervision``."""
-        check_probs(self.maps, "supervision", check=True, query_mask=loss_mask, layer=layer, row_sums=self.row_sums)
+        maps = self.maps if loss_mask is None else self.maps.masked_fill(~loss_mask[:, None, :, None], 0)
+        check_probs(maps, "supervision", check=True, layer=layer, row_sums=self.row_sums)
 
     def check_temperature(self, temperature: float) -> None:
         """Refuse another temperature than the maps'."""

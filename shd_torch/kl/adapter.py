@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_torch.adapter import Adapter
-from shd_torch.checks import check_attn_mask, check_finite, check_option, check_real, compute_dtype
+from shd_torch.checks import check_attn_mask, check_finite, check_option, check_probs, check_real, compute_dtype
 from shd_torch.divergences import DIVERGENCES
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.loss import Layers, match_layers
@@ -69,6 +69,9 @@ class KlAdapter(Adapter):
         for mask, queries, keys in zip(masks, q, k, strict=True):
             if mask is not None and queries.ndim == keys.ndim == 4:
                 check_attn_mask(mask, (*queries.shape[:3], keys.shape[2]))
+        for layer, each in enumerate(taught):
+            # attention_kl lets rows that do not count hold anything; the operations do not (MAP-3, MAP-5).
+            check_probs(each, "supervision", check=True, layer=layer, row_sums=None)
         loss, leaves = self._run(q, k, [Dense(each, row_sums=row_sums) for each in taught], masks, arguments)
         if operation == "shd_loss":
             return loss.detach()

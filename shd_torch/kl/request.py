@@ -139,8 +139,8 @@ def make_request(
     Raises:
         ShdError: as ``attention_kl``.
     """
-    for name, tensor in (("student_q", queries), ("student_k", keys)):
-        check_real(tensor, name, check=check, ndim=4, layer=layer)
+    check_real(queries, "student_q", check=False, ndim=4, layer=layer)
+    check_real(keys, "student_k", check=check, ndim=4, layer=layer)
     batch, heads, rows, width = queries.shape
     given = tuple(keys.shape)
     if given[0] != batch or given[3] != width or given[1] == 0 or heads % given[1]:
@@ -165,6 +165,8 @@ def make_request(
         check_mask(loss_mask, "loss_mask", (batch, rows))
         loss_mask = loss_mask.to(device)
     if check:
+        seen = queries if loss_mask is None else queries.masked_fill(~loss_mask[:, None, :, None], 0)
+        check_real(seen, "student_q", check=True, layer=layer)
         supervision.check(loss_mask, layer)
     if loss_mask is not None:
         supervision = supervision.drop_rows(loss_mask)

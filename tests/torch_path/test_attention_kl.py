@@ -19,7 +19,7 @@ from torch_path.twins import to_float64
 import shd_torch
 from shd_ref import ShdError
 from shd_ref.tolerances import load_tolerances
-from shd_torch import Dense, Factored, Supervision, attention_kl, explain_backend
+from shd_torch import Coded, Dense, Factored, Supervision, attention_kl, explain_backend
 
 BACKENDS = ("dense", "sdpa")
 LossOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -155,13 +155,14 @@ def test_small_divergences_in_half_precision_lose_no_more_than_the_last_rounding
         assert np.linalg.norm(got - want) < torch.finfo(half).eps / 2 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_uncounted_rows_may_hold_anything(backend: str) -> None:
+def test_uncounted_rows_may_hold_anything(backend: str, check: bool) -> None:
     case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
     q, k = case.student(torch.float64)
     with torch.no_grad():
         q[:, :, 40:] = torch.nan
-    loss = attention_kl(q, k, case.supervision(torch.float64), backend=backend, check=False, **case.options())
+    loss = attention_kl(q, k, case.supervision(torch.float64), backend=backend, check=check, **case.options())
     loss.backward()
     value, dq, dk = case.expected()
     assert q.grad is not None
@@ -170,15 +171,21 @@ def test_uncounted_rows_may_hold_anything(backend: str) -> None:
     assert (q.grad[:, :, 40:] == 0).all()
 
 
+@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["factored", "per-row", "dense"])
-def test_uncounted_rows_of_the_teacher_may_hold_anything(form: str, backend: str) -> None:
+@pytest.mark.parametrize("form", ["factored", "per-row", "dense", "coded"])
+def test_uncounted_rows_of_the_teacher_may_hold_anything(form: str, backend: str, check: bool) -> None:
     case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
     factored = case.supervision(torch.float64)
     if form == "dense":
         maps = torch.from_numpy(case.maps())
         maps[:, :, 40:] = torch.nan
         supervision: Supervision = Dense(maps)
+    elif form == "coded":
+        maps = torch.from_numpy(case.maps()).float()
+        maps[:, :, 40:] = torch.nan
+        size = maps[0].numel() * 4
+        supervision = Coded(maps.view(torch.uint8).flatten(), (0, size), (63, 63), 2, "float32", "full", 63)
     else:
         spoilt = factored.queries.clone()
         spoilt[:, :, 40:] = torch.nan
@@ -190,13 +197,17 @@ def test_uncounted_rows_of_the_teacher_may_hold_anything(form: str, backend: str
     expected = case.expected()
     for value in ("exact", "surrogate"):
         q, k = case.student(torch.float64)
-        options = case.options() | {"backend": backend, "check": False, "value": value}
+        options = case.options() | {"backend": backend, "check": check, "value": value}
         loss = attention_kl(q, k, supervision, **options)
         loss.backward()
         assert q.grad is not None
         assert k.grad is not None
         found = loss.item() if value == "exact" else expected[0]
-        assert_close((found, to_float64(q.grad), to_float64(k.grad)), expected, "float64")
+        dtype = "float32" if form == "coded" else "float64"
+        assert_close((found, to_float64(q.grad), to_float64(k.grad)), expected, dtype)
+    with pytest.raises(ShdError) as error:  # a row that counts is looked at all the same
+        attention_kl(q, k, supervision, backend=backend)
+    assert error.value.code == "not-finite"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
