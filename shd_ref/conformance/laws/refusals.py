@@ -1,0 +1,396 @@
+"""Laws of chapter ERR: what must be refused is refused wherever it stands, not in the first sample alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.adapter import RefusedError
+from shd_ref.conformance.laws.law import Array, Law, Trial, broken
+from shd_ref.tolerances import row_sum_tolerance
+
+_WIDE = ("float64", "float32")
+_TINY = 2.0**-24  # the least that float16 holds
+_SHAPE = ("argument-shape",)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array of an operation, by what may stand in it.
+
+    Attributes:
+        path: the argument's name, and for a list the numbers that lead to the array.
+        role: ``logits``, ``maps``, ``mixing``, ``alphas`` or ``numbers``.
+        axes: where an axis of size one, in place of all, must be refused.
+    """
+
+    path: tuple[Any, ...]
+    role: str
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subjected:
+    """A right call of an operation, and its arrays."""
+
+    operation: str
+    make: Callable[[Trial], dict[str, Any]]
+    arguments: tuple[Argument, ...]
+    masked: str = ""  # the argument with the maps, where the operation has a query_mask
+
+
+def _pair(trial: Trial) -> dict[str, Any]:
+    return {
+        "probs_p": trial.probs(8001, 3, 4, 5),
+        "probs_q": trial.probs(8002, 3, 4, 5),
+        "value_outputs_p": trial.numbers(8003, 3, 5, 2),
+        "value_outputs_q": trial.numbers(8004, 3, 5, 2),
+    }
+
+
+def _teacher(trial: Trial) -> dict[str, Any]:
+    return {
+        "teacher_probs": trial.probs(8011, 3, 4, 4, 5),
+        "value_outputs": trial.numbers(8012, 3, 4, 5, 2),
+        "num_student_heads": 2,
+    }
+
+
+def _gram(trial: Trial, *rows: int) -> Array:
+    return trial.rounded(np.abs(trial.numbers(8021, 3, 3, 3, 3, 3, *rows)))
+
+
+def _calibration(trial: Trial) -> dict[str, Any]:
+    items = [(trial.probs(8031 + n, 2, 4, 3, 5), trial.numbers(8041 + n, 2, 4, 5, 2)) for n in range(3)]
+    return {"calibration": items, "num_student_heads": 2}
+
+
+_CALLS = (
+    Subjected(
+        "softmax",
+        lambda trial: {"attn_logits": trial.numbers(8051, 2, 3, 4, 5)},
+        (Argument(("attn_logits",), "logits"),),
+    ),
+    Subjected(
+        "soften",
+        lambda trial: {"attn_probs": trial.probs(8052, 2, 3, 4, 5), "temperature": 2.0},
+        (Argument(("attn_probs",), "maps"),),
+    ),
+    Subjected(
+        "value_outputs",
+        lambda trial: {"values": trial.numbers(8053, 2, 2, 5, 3), "output_projection": trial.numbers(8054, 12, 4)},
+        (Argument(("values",), "numbers"), Argument(("output_projection",), "numbers", (0,))),
+    ),
+    Subjected(
+        "solve_alpha",
+        _pair,
+        (
+            Argument(("probs_p",), "maps", (0, 1, 2)),
+            Argument(("probs_q",), "maps", (0, 1, 2)),
+            Argument(("value_outputs_p",), "numbers", (0, 1, 2)),
+            Argument(("value_outputs_q",), "numbers", (0, 1, 2)),
+        ),
+        "probs_p",
+    ),
+    Subjected(
+        "compose_mixing",
+        lambda trial: {
+            "alphas": [
+                trial.numbers(8061, 3, 2, 4, low=0, high=16, shift=4),
+                trial.numbers(8062, 3, 1, 4, low=0, high=16, shift=4),
+            ],
+            "plan": [[[0, 1], [2, 3]], [[1, 0]]],
+            "num_teacher_heads": 5,
+        },
+        (Argument(("alphas", 0), "alphas", (0, 1, 2)), Argument(("alphas", 1), "alphas", (0, 2))),
+    ),
+    Subjected(
+        "mix_heads",
+        lambda trial: {
+            "teacher_probs": trial.probs(8071, 3, 4, 4, 5),
+            "mixing": np.ascontiguousarray(np.swapaxes(trial.probs(8072, 3, 2, 4, 4), 2, 3)),
+        },
+        (Argument(("teacher_probs",), "mixed", (0, 1, 2)), Argument(("mixing",), "mixing", (0, 2, 3))),
+    ),
+    Subjected(
+        "squeeze_heads",
+        _teacher,
+        (Argument(("teacher_probs",), "maps", (0, 1, 3)), Argument(("value_outputs",), "numbers", (0, 1, 2))),
+        "teacher_probs",
+    ),
+    Subjected(
+        "gram_tensor",
+        lambda trial: {
+            "teacher_probs": trial.probs(8081, 3, 4, 4, 5),
+            "values": trial.numbers(8082, 3, 2, 5, 3),
+            "output_projection": trial.numbers(8083, 12, 4),
+        },
+        (
+            Argument(("teacher_probs",), "maps", (0, 3)),
+            Argument(("values",), "numbers", (0, 2)),
+            Argument(("output_projection",), "numbers", (0,)),
+        ),
+        "teacher_probs",
+    ),
+    Subjected(
+        "solve_alpha_from_gram",
+        lambda trial: {"gram": _gram(trial, 4), "p": 2, "q": 0},
+        (Argument(("gram",), "numbers", (1, 2, 3, 4)),),
+    ),
+    Subjected(
+        "merge_gram",
+        lambda trial: {
+            "gram": _gram(trial, 4),
+            "p": 2,
+            "q": 0,
+            "alpha": trial.numbers(8091, 3, 4, low=0, high=16, shift=4),
+        },
+        (Argument(("gram",), "numbers", (1, 2, 3, 4)), Argument(("alpha",), "alphas", (0, 1))),
+    ),
+    Subjected(
+        "matched_plan",
+        _calibration,
+        tuple(
+            argument
+            for item in range(3)
+            for argument in (
+                Argument(("calibration", item, 0), "maps", (0, 3)),
+                Argument(("calibration", item, 1), "numbers", (0, 1, 2)),
+            )
+        ),
+    ),
+    Subjected(
+        "diagnose",
+        _teacher,
+        (Argument(("teacher_probs",), "maps", (0, 1, 3)), Argument(("value_outputs",), "numbers", (0, 1, 2))),
+        "teacher_probs",
+    ),
+)
+
+
+def _take(inputs: Mapping[str, Any], path: Sequence[Any]) -> Array:
+    value: Any = inputs
+    for step in path:
+        value = value[step]
+    return np.array(value)
+
+
+def _put(value: Any, path: Sequence[Any], array: Array) -> Any:
+    """The inputs with another array at the path; nothing is shared with the old ones."""
+    if not path:
+        return array
+    step, *rest = path
+    if isinstance(value, Mapping):
+        return {**value, step: _put(value[step], rest, array)}
+    return type(value)(_put(item, rest, array) if place == step else item for place, item in enumerate(value))
+
+
+def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """The last of each axis, the last of all, and the middle."""
+    first = (0,) * len(shape)
+    ends = [(*first[:axis], size - 1, *first[axis + 1 :]) for axis, size in enumerate(shape) if size > 1]
+    return list(dict.fromkeys([*ends, tuple(s - 1 for s in shape), tuple(s // 2 for s in shape)]))
+
+
+def _refused(trial: Trial, operation: str, inputs: Mapping[str, Any], codes: Sequence[str], what: str) -> None:
+    try:
+        trial.subject.run(operation, inputs)
+    except RefusedError as refusal:
+        if refusal.code not in codes:
+            raise broken(what, "was refused with another code", " or ".join(codes), str(refusal)) from None
+        return
+    raise broken(what, "was accepted", f"an error with the code {' or '.join(codes)}", "an answer")
+
+
+def _accepted(trial: Trial, operation: str, inputs: Mapping[str, Any], what: str) -> None:
+    try:
+        trial.subject.run(operation, inputs)
+    except RefusedError as refusal:
+        raise broken(what, "was refused", "an answer", str(refusal)) from None
+
+
+def _wrong(
+    role: str, array: Array, place: tuple[int, ...], tolerance: float
+) -> Iterator[tuple[str, Array, tuple[str, ...]]]:
+    """What must not stand at a place of such an array: in words, the array, the codes."""
+
+    def changed(value: float, *, kept: int | None = None) -> Array:
+        copy = array.copy()
+        if kept is not None:  # what was there goes to a neighbour, so that the sum stays
+            neighbour = list(place)
+            neighbour[kept] = (place[kept] + 1) % array.shape[kept]
+            copy[tuple(neighbour)] += array[place]
+        copy[place] = value
+        return copy
+
+    sums = ("not-a-distribution",) if role in ("maps", "mixed") else ("mixing-invalid",)
+    yield "NaN", changed(np.nan), ("not-finite",)
+    yield "infinity", changed(np.inf), ("not-finite", *sums)
+    if role == "numbers":
+        yield "minus infinity", changed(-np.inf), ("not-finite",)
+    if role == "alphas":
+        yield "a little more than one", changed(1.0 + 2.0**-7), sums
+        yield "a little less than zero", changed(-_TINY), sums
+    if role in ("maps", "mixed", "mixing"):
+        axis = 2 if role == "mixing" else -1
+        yield "a little less than zero", changed(-_TINY, kept=axis), sums
+        yield "a sixteenth too much", changed(array[place] + 0.0625), sums
+        if tolerance:
+            yield "a little more than ROW_SUM too much", changed(array[place] + 1.5 * tolerance), sums
+        if role != "mixed":
+            other = changed(0.0, kept=axis)
+            neighbour = list(place)
+            neighbour[axis] = (place[axis] + 1) % array.shape[axis]
+            other[tuple(neighbour)] -= 0.0625 if other[tuple(neighbour)] >= 0.0625 else -0.0625
+            yield "a sixteenth off", other, sums
+
+
+def _everywhere(call: Subjected, trial: Trial) -> None:
+    inputs = call.make(trial)
+    dtype = trial.subject.dtype
+    tolerance = row_sum_tolerance(dtype) if dtype in _WIDE else 0.0
+    for argument in call.arguments:
+        array, name = _take(inputs, argument.path), ".".join(map(str, argument.path))
+        for place in _places(array.shape):
+            for words, changed, codes in _wrong(argument.role, array, place, tolerance):
+                what = f"{words} at {list(place)} of {name} of {call.operation}"
+                _refused(trial, call.operation, _put(inputs, argument.path, trial.rounded(changed)), codes, what)
+            if tolerance and argument.role in ("maps", "mixed", "mixing"):
+                inside = array.copy()
+                inside[place] += 0.7 * tolerance
+                what = f"a sum off by less than ROW_SUM at {list(place)} of {name} of {call.operation}"
+                _accepted(trial, call.operation, _put(inputs, argument.path, inside), what)
+
+
+def _spread(call: Subjected, trial: Trial) -> None:
+    inputs = call.make(trial)
+    for argument in call.arguments:
+        array, name = _take(inputs, argument.path), ".".join(map(str, argument.path))
+        codes = (*_SHAPE, "not-a-distribution", "mixing-invalid", "heads-exceed")
+        for axis in argument.axes:
+            one = np.take(array, [0], axis=axis)
+            what = f"{name} of the shape {list(one.shape)}, of {call.operation},"
+            _refused(trial, call.operation, _put(inputs, argument.path, one), codes, what)
+        if argument.axes:
+            for other in (array[None], array[0]):
+                what = f"{name} of the shape {list(other.shape)}, of {call.operation},"
+                _refused(trial, call.operation, _put(inputs, argument.path, np.array(other)), codes, what)
+
+
+def _masks(call: Subjected, trial: Trial) -> None:
+    inputs = call.make(trial)
+    maps = np.asarray(inputs[call.masked])
+    batch, rows = maps.shape[0], maps.shape[-2]
+    shapes = [
+        (1, rows), (batch, 1), (rows, batch), (batch, rows + 1), (batch, rows - 1), (rows,), (1,), (1, 1),
+        (batch, 1, rows), (batch, rows, 1), (batch * rows,), (batch + 1, rows), (batch - 1, rows),
+    ]  # fmt: skip
+    for shape in shapes:
+        given = {**inputs, "query_mask": np.ones(shape, dtype=np.bool_)}
+        _refused(trial, call.operation, given, _SHAPE, f"a query_mask {list(shape)} of {call.operation}")
+    for dtype in (np.int64, np.float32):
+        given = {**inputs, "query_mask": np.ones((batch, rows), dtype=dtype)}
+        what = f"a query_mask of {np.dtype(dtype).name} of {call.operation}"
+        _refused(trial, call.operation, given, ("argument-dtype",), what)
+
+
+def _uncounted(call: Subjected, trial: Trial) -> None:
+    inputs = call.make(trial)
+    names = [argument.path[0] for argument in call.arguments if argument.role == "maps"]
+    for name in names:
+        maps = np.asarray(inputs[name])
+        for sample, row in ((0, 1), (1, 0), (2, 3)):
+            mask = np.ones((maps.shape[0], maps.shape[-2]), dtype=np.bool_)
+            mask[sample, row] = False
+            for head in range(maps.shape[1]) if maps.ndim == 4 else (0,):
+                place = (sample, head, row) if maps.ndim == 4 else (sample, row)
+                short, negative, broken_row, elsewhere = maps.copy(), maps.copy(), maps.copy(), maps.copy()
+                short[place] *= 0.25
+                negative[place] = np.roll(negative[place], 1)
+                negative[(*place, int(np.argmin(negative[place])))] = -_TINY
+                broken_row[(*place, -1)] = np.nan
+                other = (*place[:-1], (row + 1) % maps.shape[-2])
+                elsewhere[other] *= 0.25
+                where = f"{list(place)} of {name} of {call.operation}, a row that does not count,"
+                run = partial(_refused, trial, call.operation)
+                _accepted(
+                    trial, call.operation, {**inputs, name: short, "query_mask": mask}, f"a sum of 1/4 at {where}"
+                )
+                codes = ("not-a-distribution",)
+                run({**inputs, name: negative, "query_mask": mask}, codes, f"an entry below zero at {where}")
+                run({**inputs, name: broken_row, "query_mask": mask}, ("not-finite",), f"NaN at {where}")
+                run({**inputs, name: elsewhere, "query_mask": mask}, codes, f"a sum of 1/4 beside {where}")
+
+
+def _attn_masks(trial: Trial) -> None:
+    logits = trial.numbers(8095, 2, 3, 4, 5)
+    for shape in (
+        (2, 5),
+        (3, 5),
+        (2, 4, 5),
+        (2, 3, 4),
+        (4, 1, 5),
+        (2, 1, 5, 4),
+        (1, 1, 1, 4),
+        (4,),
+        (3, 1, 1, 5),
+        (2, 2, 4, 5),
+    ):
+        given = {"attn_logits": logits, "attn_mask": np.ones(shape, dtype=np.bool_)}
+        _refused(trial, "softmax", given, _SHAPE, f"an attn_mask {list(shape)} for logits {list(logits.shape)}")
+
+
+def _laws() -> Iterator[Law]:
+    sums = {"maps": ("MAP-3", "MAP-9"), "mixed": ("MIX-18",), "mixing": ("MIX-3",), "logits": (), "numbers": ()}
+    for call in _CALLS:
+        name, operations = call.operation.replace("_", "-"), (call.operation,)
+        alphas = {"compose_mixing": ("MIX-13",), "merge_gram": ("GRAM-6",)}.get(call.operation, ())
+        ids = [sums.get(argument.role, alphas) for argument in call.arguments]
+        yield Law(
+            f"law/refused-everywhere-{name}",
+            operations,
+            tuple(dict.fromkeys(("MAP-5", "ERR-1", *(spec for of in ids for spec in of)))),
+            f"What {call.operation} must refuse it refuses in every sample, head, row and item.",
+            partial(_everywhere, call),
+        )
+        if any(argument.axes for argument in call.arguments):
+            spec = {
+                "solve_alpha": "ALPHA-1", "compose_mixing": "MIX-13", "mix_heads": "MIX-3", "gram_tensor": "GRAM-6",
+                "merge_gram": "GRAM-6", "solve_alpha_from_gram": "GRAM-6", "value_outputs": "MAP-11",
+            }  # fmt: skip
+            yield Law(
+                f"law/no-axis-stands-for-all-{name}",
+                operations,
+                (spec.get(call.operation, "MIX-1"), "MAP-4", "ERR-1"),
+                "An axis of size one, or one more or less, is another shape.",
+                partial(_spread, call),
+            )
+        if call.masked:
+            yield Law(
+                f"law/masks-refused-{name}",
+                operations,
+                ("MAP-7", "ERR-1"),
+                "A query_mask that is not boolean (B, L) is refused, also where it would broadcast.",
+                partial(_masks, call),
+            )
+            yield Law(
+                f"law/uncounted-rows-exempt-{name}",
+                operations,
+                ("MAP-3", "MAP-5", "MAP-7"),
+                "A row that does not count may have any sum, wherever it stands, and nothing else.",
+                partial(_uncounted, call),
+            )
+    yield Law(
+        "law/masks-refused-softmax",
+        ("softmax",),
+        ("MAP-10", "ERR-1"),
+        "A mask that does not broadcast to the logits is refused.",
+        _attn_masks,
+    )
+
+
+LAWS = tuple(_laws())

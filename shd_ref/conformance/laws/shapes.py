@@ -1,0 +1,306 @@
+"""Laws on shapes and scales: axes of one size, long axes, and samples of very different size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.chain import Pair, check_alpha, check_chain, soften_maps
+from shd_ref.conformance.compare import Difference, as_numbers
+from shd_ref.conformance.laws.bounds import check_diagnosis
+from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, exactly, require
+
+_WIDE = ("float64", "float32")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The axes of a call, and what its samples are multiplied by."""
+
+    samples: int
+    heads: int
+    students: int
+    rows: int
+    keys: int
+    width: int
+    kv_heads: int = 1
+    scale: tuple[float, ...] = ()  # of the outputs, a factor a sample
+    tiny: bool = False  # one key with mass 2^-28 and an output of 2^28
+
+    def __str__(self) -> str:
+        return (
+            f"with B = {self.samples}, {self.heads} to {self.students} heads, L = {self.rows}, S = {self.keys}, "
+            f"D = {self.width}"
+        )
+
+
+_SQUARE = (Sizes(4, 4, 2, 4, 4, 4, 4), Sizes(4, 8, 4, 4, 4, 4, 4))
+_LONG = (
+    Sizes(7, 3, 1, 3, 5, 3),
+    Sizes(1, 3, 2, 5, 4, 67),
+    Sizes(1, 3, 2, 131, 4, 5),
+    Sizes(1, 3, 2, 3, 259, 5),
+    Sizes(1, 19, 10, 3, 5, 9),
+    Sizes(1, 10, 9, 3, 5, 3, 2),
+)
+_SCALED = (
+    Sizes(3, 4, 2, 4, 5, 3, 2, scale=(2.0**-24, 1.0, 2.0**20)),
+    Sizes(3, 3, 1, 4, 5, 3, scale=(2.0**17, 2.0**-20, 1.0)),
+)
+_TINY = (Sizes(2, 4, 2, 3, 5, 3, tiny=True),)
+
+
+def _maps(trial: Trial, sizes: Sizes, seed: int) -> Array:
+    maps = trial.probs(seed, sizes.samples, sizes.heads, sizes.rows, sizes.keys, bits=12)
+    if sizes.tiny:
+        maps = maps.astype(np.float64)
+        maps[..., 1] += maps[..., 0]
+        maps[..., 0] = 2.0**-28 * (1 + np.arange(maps[..., 0].size).reshape(maps.shape[:-1]) % 3)
+        maps = trial.rounded(maps)
+    return maps
+
+
+def _outputs(trial: Trial, sizes: Sizes, seed: int) -> Array:
+    outputs = trial.numbers(seed, sizes.samples, sizes.heads, sizes.keys, sizes.width).astype(np.float64)
+    if sizes.tiny:
+        outputs[:, :, 0] *= 2.0**28
+    for sample, factor in enumerate(sizes.scale):
+        outputs[sample] *= factor
+    return trial.rounded(outputs)
+
+
+def _mask(sizes: Sizes) -> Array:
+    """Another mask in every sample, and not symmetric where B = L; the last row counts."""
+    rows = np.arange(sizes.rows)[None, :]
+    mask: Array = (np.arange(sizes.samples)[:, None] * 3 + rows * rows) % 4 != 1
+    mask[:, -1] = True
+    return mask
+
+
+def _ways(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Options: one alpha a map and one a row, with and without a mask."""
+    yield {}
+    yield {"query_mask": _mask(sizes)}
+    yield {"alpha_per": "row", "query_mask": _mask(sizes)}
+
+
+def _softmax(trial: Trial, sizes: Sizes) -> None:
+    shape = (sizes.samples, sizes.heads, sizes.rows, sizes.keys)
+    logits = trial.numbers(9001, *shape)
+    for axes in range(1, 5):
+        mask = trial.numbers(9002, *shape[-axes:], low=0, high=3, shift=0) > 0
+        temperature = 1.0 + axes / 4
+        masked = np.where(mask, logits.astype(np.float64), -np.inf) / temperature
+        peak = masked.max(-1, keepdims=True)
+        exps = np.exp(masked - np.where(np.isneginf(peak), 0.0, peak))
+        total = exps.sum(-1, keepdims=True)
+        got = trial.numbers_of("softmax", attn_logits=logits, attn_mask=mask, temperature=temperature)
+        what = f"softmax with a mask of {axes} axes {sizes}"
+        trial.agree(got, exps / np.where(total > 0, total, 1.0), "probs", what)
+
+
+def _soften(trial: Trial, sizes: Sizes) -> None:
+    maps = _maps(trial, sizes, 9011)
+    for temperature in (2.0, 0.75):
+        got = trial.numbers_of("soften", attn_probs=maps, temperature=temperature)
+        wanted = soften_maps(maps.astype(np.float64), temperature, "one")
+        trial.agree(got, wanted, "probs", f"soften at temperature {temperature:g} {sizes}")
+
+
+def _projected(trial: Trial, sizes: Sizes, seed: int) -> tuple[Array, Array, Array]:
+    """Values, projection and value outputs; d_v is the width, so that axes are equal where D and S are."""
+    kv = sizes.kv_heads if sizes.heads % sizes.kv_heads == 0 else 1
+    values = trial.numbers(seed, sizes.samples, kv, sizes.keys, sizes.width).astype(np.float64)
+    for sample, factor in enumerate(sizes.scale):
+        values[sample] *= factor
+    values = trial.rounded(values)
+    projection = trial.numbers(seed + 1, sizes.heads * sizes.width, sizes.width)
+    read = np.repeat(values.astype(np.float64), sizes.heads // kv, axis=1)
+    weights = projection.astype(np.float64).reshape(sizes.heads, sizes.width, sizes.width)
+    return values, projection, np.einsum("bhsv,hvd->bhsd", read, weights)
+
+
+def _over_largest(trial: Trial, got: Array, wanted: Array, what: str) -> None:
+    """Sample by sample relative to its largest entry."""
+    exactly(list(got.shape), list(wanted.shape), f"the shape of {what}")
+    size = np.abs(wanted).reshape(len(wanted), -1).max(-1).reshape(-1, *(1 for _ in wanted.shape[1:]))
+    trial.agree(got / size, wanted / size, "probs", f"{what}, over its largest entry,")
+
+
+def _value_outputs(trial: Trial, sizes: Sizes) -> None:
+    values, projection, wanted = _projected(trial, sizes, 9021)
+    got = trial.numbers_of("value_outputs", values=values, output_projection=projection)
+    _over_largest(trial, got, wanted, f"value_outputs {sizes}")
+
+
+def _solve_alpha(trial: Trial, sizes: Sizes) -> None:
+    maps, outputs = _maps(trial, sizes, 9031), _outputs(trial, sizes, 9032)
+    p, q, x, y = maps[:, 0].copy(), maps[:, 1].copy(), outputs[:, 0].copy(), outputs[:, 1].copy()
+    for options in _ways(sizes):
+        per_row = options.get("alpha_per") == "row"
+        right = Pair.of(*(a.astype(np.float64) for a in (p, q, x, y)), options.get("query_mask"), per_row=per_row)
+        alpha = trial.numbers_of("solve_alpha", probs_p=p, probs_q=q, value_outputs_p=x, value_outputs_q=y, **options)
+        exactly(list(alpha.shape), list(right.best.shape[: 1 + per_row]), f"the shape of alpha {sizes}")
+        difference = check_alpha(right, alpha.reshape(right.best.shape), trial.subject.dtype, flat=False)
+        if difference:
+            raise LawBrokenError(
+                Difference(f"alpha {difference.problem}, {sizes}", difference.expected, difference.got)
+            )
+
+
+def _compose_mixing(trial: Trial, sizes: Sizes) -> None:
+    pairs = min(sizes.heads - sizes.students, sizes.heads // 2)
+    plan = [[[2 * n + 1, 2 * n] for n in range(pairs)]]
+    alphas = trial.numbers(9041, sizes.samples, pairs, sizes.rows, low=0, high=16, shift=4)
+    got = trial.numbers_of("compose_mixing", alphas=[alphas], plan=plan, num_teacher_heads=sizes.heads)
+    wanted = np.zeros((sizes.samples, sizes.heads - pairs, sizes.heads, sizes.rows))
+    for n in range(pairs):
+        wanted[:, n, 2 * n + 1], wanted[:, n, 2 * n] = alphas[:, n], 1 - alphas[:, n]
+    for n in range(sizes.heads - 2 * pairs):
+        wanted[:, pairs + n, 2 * pairs + n] = 1.0
+    trial.agree(got, wanted, "alpha", f"compose_mixing {sizes}")
+
+
+def _mix_heads(trial: Trial, sizes: Sizes) -> None:
+    maps = _maps(trial, sizes, 9051)
+    for students in (sizes.students, sizes.heads):
+        weights = trial.probs(9052, sizes.samples, students, sizes.rows, sizes.heads)
+        for per_row in (False, True):
+            mixing = np.ascontiguousarray(np.swapaxes(weights, 2, 3)) if per_row else weights[:, :, 0].copy()
+            wide = mixing.astype(np.float64).reshape(*mixing.shape[:3], -1, 1)
+            got = trial.numbers_of("mix_heads", teacher_probs=maps, mixing=mixing)
+            trial.agree(got, (wide * maps.astype(np.float64)[:, None]).sum(2), "probs", f"mix_heads {sizes}")
+
+
+def _squeeze_heads(trial: Trial, sizes: Sizes) -> None:
+    inputs = {"teacher_probs": _maps(trial, sizes, 9061), "value_outputs": _outputs(trial, sizes, 9062)}
+    for options in ({"strategy": "hard", "temperature": 1.25}, {"strategy": "simplex"}, *_ways(sizes)):
+        if options.get("strategy") == "simplex" and sizes.heads > 10:
+            continue
+        call = {**inputs, "num_student_heads": sizes.students, **options}
+        got = trial.call("squeeze_heads", **call)
+        found = check_chain(call, got, trial.subject.dtype)
+        if found:
+            name, difference = found
+            what = f"{name}: {difference.problem}; {sizes}, {', '.join(options) or 'defaults'}"
+            raise LawBrokenError(Difference(what, difference.expected, difference.got))
+
+
+def _gram_tensor(trial: Trial, sizes: Sizes) -> None:
+    if sizes.heads > 10:
+        return
+    values, projection, outputs = _projected(trial, sizes, 9071)
+    maps = _maps(trial, sizes, 9072)
+    products = np.einsum("bils,bjsd->bijld", maps.astype(np.float64), outputs)
+    for options in _ways(sizes):
+        mask = options.get("query_mask")
+        weight = np.ones((sizes.samples, sizes.rows)) if mask is None else mask.astype(np.float64)
+        flat = products * weight[:, None, None, :, None]
+        if options.get("alpha_per") == "row":
+            wanted = np.einsum("bijld,bmnld->bijmnl", flat, products, optimize=True)
+        else:
+            wanted = np.einsum("bijld,bmnld->bijmn", flat, products, optimize=True)
+        got = trial.numbers_of(
+            "gram_tensor", teacher_probs=maps, values=values, output_projection=projection, **options
+        )
+        _over_largest(trial, got, wanted, f"the gram tensor {sizes}")
+
+
+def _diagnose(trial: Trial, sizes: Sizes) -> None:
+    if sizes.keys > 5:
+        return  # the best weights are found by trying every set of keys
+    inputs = {
+        "teacher_probs": _maps(trial, sizes, 9081),
+        "value_outputs": _outputs(trial, sizes, 9082),
+        "num_student_heads": sizes.students,
+        "strategies": ["shd", "mean"],
+    }
+    for options in _ways(sizes):
+        check_diagnosis(trial, {**inputs, **options}, str(sizes))
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Trial, Sizes], None], str]] = {
+    "softmax": (_softmax, "MAP-1 MAP-2 MAP-10"),
+    "soften": (_soften, "TEMP-2 TEMP-6"),
+    "value_outputs": (_value_outputs, "MAP-6 MAP-11"),
+    "solve_alpha": (_solve_alpha, "ALPHA-2 ALPHA-6 ALPHA-7 ALPHA-8 ALPHA-9"),
+    "compose_mixing": (_compose_mixing, "MIX-13"),
+    "mix_heads": (_mix_heads, "MIX-3"),
+    "squeeze_heads": (_squeeze_heads, "MIX-4 MIX-5 MIX-7 MIX-8 MIX-10 NUM-3 NUM-6"),
+    "gram_tensor": (_gram_tensor, "GRAM-1 GRAM-6"),
+    "diagnose": (_diagnose, "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-5"),
+}
+_SCALES = ("value_outputs", "solve_alpha", "squeeze_heads", "gram_tensor", "diagnose")
+_TINIES = ("soften", "solve_alpha", "mix_heads", "squeeze_heads")
+
+
+def _all_of(check: Callable[[Trial, Sizes], None], chosen: tuple[Sizes, ...], trial: Trial) -> None:
+    for sizes in chosen:
+        check(trial, sizes)
+
+
+def _threshold(trial: Trial) -> None:
+    # As in law/alpha-threshold, a fifth above and below it; squared differences are exact enough in float64 alone.
+    for share, degenerate in ((1.25e-10, False), (0.8e-10, True)):
+        delta = np.sqrt(share * 40.5)
+        p, q = np.array([[0.5, 0.5]]), np.array([[0.5 + delta, 0.5 - delta]])
+        x, y = np.array([[1.0], [1.25]]), np.array([[3.0], [3.75]])
+        maps, outputs = np.stack([p, q])[None], np.stack([x, y])[None]
+        wanted = 0.5 if degenerate else 0.25
+        for per in ("map", "row"):
+            alpha = trial.numbers_of(
+                "solve_alpha",
+                probs_p=p[None],
+                probs_q=q[None],
+                value_outputs_p=x[None],
+                value_outputs_q=y[None],
+                alpha_per=per,
+            )
+            require(
+                bool((np.abs(alpha - wanted) < 1e-4).all()), f"alpha at {share:g} of its scale", str(wanted), alpha
+            )
+            for strategy in ("shd", "simplex"):
+                got = trial.call(
+                    "squeeze_heads",
+                    teacher_probs=maps,
+                    value_outputs=outputs,
+                    num_student_heads=1,
+                    strategy=strategy,
+                    alpha_per=per,
+                )
+                mixing = as_numbers(got["mixing"])
+                found = None if mixing is None else mixing.reshape(-1)[0]
+                near = found is not None and abs(found - wanted) < 1e-4
+                require(bool(near), f"{strategy} per {per} at {share:g} of its scale", str(wanted), got["mixing"])
+
+
+def _laws() -> Iterator[Law]:
+    for operation, (check, spec) in _CHECKS.items():
+        name = operation.replace("_", "-")
+        operations = (operation, "squeeze_heads") if operation == "diagnose" else (operation,)
+        groups: list[tuple[str, str, tuple[Sizes, ...]]] = [
+            ("square", "Axes of one size are not confused.", _SQUARE),
+            ("long", "Long axes, and axes that are no multiple of a block, are read to their end.", _LONG),
+        ]
+        if operation in _SCALES:
+            groups.append(("scaled", "Samples of very different scale do not disturb each other.", _SCALED))
+        if operation in _TINIES:
+            groups.append(("tiny-mass", "A mass of 2^-28 counts like any other.", _TINY))
+        for group, comment, chosen in groups:
+            statement = partial(_all_of, check, chosen)
+            yield Law(f"law/{group}-{name}", operations, tuple(spec.split()), comment, statement, _WIDE)
+    yield Law(
+        "law/alpha-threshold-close",
+        ("solve_alpha", "squeeze_heads"),
+        ("ALPHA-6", "MIX-15"),
+        "A fifth above the threshold a pair is not degenerate, a fifth below it is.",
+        _threshold,
+        ("float64",),
+    )
+
+
+LAWS = tuple(_laws())
