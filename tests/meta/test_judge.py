@@ -31,6 +31,7 @@ UNCOVERED = {
     "GRAD-7": "as LOSS-9",
     "TOKEN-5": "says in which order a caller uses two operations",
     "TOKEN-6": "says what a caller does before the loss",
+    "ERR-8": "says what is not judged",
     "ERR-3": "speaks of the codes of tools",
     "ERR-5": "an operation whose solver is missing counts as missing",
 }

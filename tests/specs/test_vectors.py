@@ -41,9 +41,11 @@ ELSEWHERE = {
     "NUM-3": "law: a batch and its parts",
     "NUM-4": "the rule `close` itself",
     "NUM-8": "the rules `exact` and `plan` themselves",
+    "NUM-9": "law: calls in a row",
     "ERR-1": "every invalid case",
     "ERR-2": "every invalid case",
     "ERR-3": "codes of the tools",
+    "ERR-8": "what is not judged",
     "ERR-5": "an installation without the solver",
 }
 

@@ -1,6 +1,6 @@
 """Laws: facts about an implementation's own answers, on seeded inputs."""
 
-from shd_ref.conformance.laws import alphas, learning, maps, merging, pairs, plans, refusals, shapes
+from shd_ref.conformance.laws import alphas, calls, learning, maps, merging, pairs, plans, refusals, shapes
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
 LAWS: tuple[Law, ...] = (
@@ -12,6 +12,7 @@ LAWS: tuple[Law, ...] = (
     *pairs.LAWS,
     *refusals.LAWS,
     *shapes.LAWS,
+    *calls.LAWS,
 )
 """Every law, by chapter."""
 
