@@ -142,7 +142,8 @@ def _solve_alpha(trial: Trial, sizes: Sizes) -> None:
     p, q, x, y = maps[:, 0].copy(), maps[:, 1].copy(), outputs[:, 0].copy(), outputs[:, 1].copy()
     for options in _ways(sizes):
         per_row = options.get("alpha_per") == "row"
-        right = Pair.of(*(a.astype(np.float64) for a in (p, q, x, y)), options.get("query_mask"), per_row=per_row)
+        a_p, a_q, x_p, x_q = (array.astype(np.float64) for array in (p, q, x, y))
+        right = Pair.of(a_p, a_q, x_p, x_q, options.get("query_mask"), per_row=per_row)
         alpha = trial.numbers_of("solve_alpha", probs_p=p, probs_q=q, value_outputs_p=x, value_outputs_q=y, **options)
         exactly(list(alpha.shape), list(right.best.shape[: 1 + per_row]), f"the shape of alpha {sizes}")
         difference = check_alpha(right, alpha.reshape(right.best.shape), trial.subject.dtype, flat=False)
@@ -178,7 +179,8 @@ def _mix_heads(trial: Trial, sizes: Sizes) -> None:
 
 def _squeeze_heads(trial: Trial, sizes: Sizes) -> None:
     inputs = {"teacher_probs": _maps(trial, sizes, 9061), "value_outputs": _outputs(trial, sizes, 9062)}
-    for options in ({"strategy": "hard", "temperature": 1.25}, {"strategy": "simplex"}, *_ways(sizes)):
+    ways: list[dict[str, Any]] = [{"strategy": "hard", "temperature": 1.25}, {"strategy": "simplex"}, *_ways(sizes)]
+    for options in ways:
         if options.get("strategy") == "simplex" and sizes.heads > 10:
             continue
         call = {**inputs, "num_student_heads": sizes.students, **options}
