@@ -21,7 +21,7 @@ def draw_integers(seed: int, count: int) -> NDArray[np.int64]:
     # state_k = M^k seed + (1 + M + ... + M^(k-1)) I; uint32 arithmetic is modulo 2^32.
     powers = np.full(count, MULTIPLIER, dtype=np.uint32).cumprod(dtype=np.uint32)  # M^1 .. M^count
     sums = np.concatenate((np.ones(1, dtype=np.uint32), powers[:-1])).cumsum(dtype=np.uint32)[:count]
-    states: NDArray[np.uint32] = powers * np.uint32(seed % MODULUS) + sums * np.uint32(INCREMENT)
+    states = (powers * np.uint32(seed % MODULUS) + sums * np.uint32(INCREMENT)).astype(np.uint32)
     return np.right_shift(states, np.uint32(16)).astype(np.int64)
 
 

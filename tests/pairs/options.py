@@ -245,9 +245,9 @@ def groups(heads: Callable[[Inputs], int], kv: Callable[[Inputs], int]) -> Optio
         count, shared = heads(inputs), kv(inputs)
         if shared == 1 and count > 1:
             return "one for all"
-        return {1: "own", 2: "two", 3: "three"}.get(count // shared, "more")
+        return {1: "own", 2: "two"}.get(count // shared, "three or more")
 
-    return Option("grouped", ("own", "two", "three", "one for all"), read)
+    return Option("grouped", ("own", "two", "three or more", "one for all"), read)
 
 
 # --- layers and losses ------------------------------------------------------------------------------------------
