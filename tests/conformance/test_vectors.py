@@ -11,7 +11,7 @@ import pytest
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS, judge
-from shd_ref.conformance.laws import LAWS
+from shd_ref.conformance.laws import LAWS, refusals
 from shd_ref.conformance.recipes import make_array
 from shd_ref.conformance.specification import DTYPES, load_sentences, vectors_folder
 from shd_ref.conformance.vectors import VectorError, load_cases, round_to
@@ -173,7 +173,9 @@ def test_variants_are_right_by_default(vectors: Path) -> None:
                 agreed[operation] += 1
             return answer
 
-    report = judge(Watching(), vectors=vectors, only="law/*")
+    # Laws of refusals also make calls at the edge of what is accepted, which hints need not follow.
+    asked = [law.id for law in LAWS if law not in refusals.LAWS]
+    report = judge(Watching(), vectors=vectors, only=asked)
     assert report.passed, report.summary()
     assert all(agreed[name] for name in ("softmax", "soften", "value_outputs", "merge_plan", "plan_groups"))
     assert all(

@@ -58,8 +58,12 @@ def _maps(trial: Trial, sizes: Sizes, seed: int) -> Array:
     maps = trial.probs(seed, sizes.samples, sizes.heads, sizes.rows, sizes.keys, bits=12)
     if sizes.tiny:
         maps = maps.astype(np.float64)
-        maps[..., 1] += maps[..., 0]
-        maps[..., 0] = 2.0**-28 * (1 + np.arange(maps[..., 0].size).reshape(maps.shape[:-1]) % 3)
+        tiny = 2.0**-28 * (1 + np.arange(maps[..., 0].size).reshape(maps.shape[:-1]) % 3)
+        receiver = maps[..., 1:].argmax(-1)[..., None] + 1  # the sum stays one
+        np.put_along_axis(
+            maps, receiver, np.take_along_axis(maps, receiver, -1) + (maps[..., 0] - tiny)[..., None], -1
+        )
+        maps[..., 0] = tiny
         maps = trial.rounded(maps)
     return maps
 
