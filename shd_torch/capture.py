@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -27,6 +28,7 @@ from shd_ref.plans import as_index
 from shd_torch.attention import softmax
 from shd_torch.attention_call import AttentionCall, LogitsCall, check_heads
 from shd_torch.call_kinds import find_call_kinds
+from shd_torch.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.hf_attention import read_hf_call
 from shd_torch.layer_coverage import find_unseen
 from shd_torch.taps import RawCall, add_call, is_recording, record
@@ -209,8 +211,11 @@ class AttentionCapture:
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.captured.clear()
         grad_enabled = torch.is_grad_enabled()
-        with record(values=self._keep_values) as recording:
-            result = original(*args, **kwargs)
+        with ExitStack() as hooks:
+            torch.compiler.disable(keep_padded_zeros)(self._student, hooks)  # type: ignore[no-untyped-call]
+            with record(values=self._keep_values) as recording:
+                result = original(*args, **kwargs)
+        result = torch.compiler.disable(fill_own_padding)(self._student, args, kwargs, result)  # type: ignore[no-untyped-call]
         name, calls = type(self._student).__name__, recording.calls
         if self._taught is not None and calls:
             self._taught.check_calls(len(calls), name)

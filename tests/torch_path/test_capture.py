@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,6 +162,39 @@ def test_transformer_encoder_without_its_fast_path() -> None:
         encoder(torch.randn(2, 7, 32))
     assert [tuple(logits.shape) for logits in captured.logits] == [(2, NUM_HEADS, 7, 7)] * 3
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padding", [None, "right", "left", "additive"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("norm", [None, "first", "last"])
+def test_transformer_encoder_keeps_its_outputs(
+    norm: str | None, nested: bool, training: bool, padding: str | None, context: Any
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, NUM_HEADS, 48, batch_first=True, norm_first=norm == "first")
+    last = nn.LayerNorm(32) if norm == "last" else None
+    if last is not None:
+        nn.init.normal_(last.bias)  # what padded rows are, then
+    encoder = nn.TransformerEncoder(layer, 2, last, enable_nested_tensor=nested).train(training)
+    mask: Tensor | None = None
+    if padding is not None:
+        mask = torch.arange(7) >= torch.tensor([7, 5, 3])[:, None]
+        mask = mask.flip(1) if padding == "left" else mask
+        mask = torch.zeros(3, 7).masked_fill(mask, -torch.inf) if padding == "additive" else mask
+    source, outputs = torch.randn(3, 7, 32), []
+    inside = nn.ModuleDict({"encoder": encoder})
+    inside.forward = lambda source: inside["encoder"](source, src_key_padding_mask=mask)  # type: ignore[method-assign]
+    for capture in (nullcontext(), capture_attention(encoder, 2), capture_attention(inside, 2)):
+        torch.manual_seed(1)  # dropout
+        with context(), capture:
+            outputs.append(inside(source))
+    for watched in outputs[1:]:
+        torch.testing.assert_close(watched, outputs[0], atol=0.0 if training else 1e-5, rtol=0.0)
+    assert not encoder._forward_hooks
 
 
 class OwnAttention(PlainBlock):
