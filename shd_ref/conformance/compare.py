@@ -80,7 +80,7 @@ def compare_close(
 
 def compare_exact(expected: Any, got: Any) -> Difference | None:
     """Equal integers, booleans, strings, lists (a tuple is a list) or entries of an array."""
-    if isinstance(expected, Mapping):
+    if isinstance(expected, str | Mapping) or (isinstance(expected, list) and _holds_mappings(expected)):
         return _compare_nested(expected, got, lambda wanted, given: compare_close(wanted, given, 0.0, 0.0))
     plain = as_plain(got)
     # True == 1 in Python, but a count is not a boolean.
@@ -139,6 +139,10 @@ def abbreviate(value: Any, limit: int = 12) -> str:
 
 def _holds_arrays(value: Any) -> bool:
     return isinstance(value, np.ndarray) or (isinstance(value, list | tuple) and any(map(_holds_arrays, value)))
+
+
+def _holds_mappings(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _number(value: Any) -> str:

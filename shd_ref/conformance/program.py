@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -351,7 +352,7 @@ def decode(value: Any) -> Any:
 
 
 def _number(item: Any) -> Any:
-    if isinstance(item, float) and not np.isfinite(item):
+    if isinstance(item, float) and not math.isfinite(item):
         return "nan" if np.isnan(item) else "inf" if item > 0 else "-inf"
     return item
 

@@ -28,7 +28,7 @@ def vectors_folder() -> Path:
 
 @cache
 def load_sentences() -> dict[str, str]:
-    """Every normative sentence of ``specs/shd.md`` by its id, each on one line."""
+    """Every normative sentence of ``specs/shd.md`` by its id, each on one line, with the rows of its table."""
     sentences: dict[str, str] = {}
     current = None
     for line in _read_text().splitlines():
@@ -37,10 +37,18 @@ def load_sentences() -> dict[str, str]:
             current = match[1]
             sentences[current] = match[2].strip()
         elif current and line.startswith("  "):
-            sentences[current] += " " + line.strip()
-        else:
-            current = None
+            sentences[current] += _continued(line.strip())
+        elif line:
+            current = None  # a blank line alone stands between a sentence and its table
     return sentences
+
+
+def _continued(line: str) -> str:
+    """More of a sentence: words, or the row of a table as ``name: formula;``."""
+    if not line.startswith("|"):
+        return f" {line}"
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    return "" if set(line) <= set("|-") or not cells[0].startswith("`") else f" {': '.join(cells)};"
 
 
 @cache

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shd_ref.conformance.adapter import Functions, Subject
 from shd_ref.conformance.compare import compare_output
+from shd_ref.conformance.laws import LawBrokenError, Trial
 from shd_ref.conformance.specification import agreement
 
 CLOSE = {"rule": "close", "quantity": "probs"}
@@ -23,6 +25,13 @@ def array(*data: Any, shape: list[int] | None = None, **more: Any) -> dict[str, 
     [
         (CLOSE, array(0.5, "1e-3"), np.array([0.5 + 1e-10, 0.001], np.float64)),
         (CLOSE, array("inf", 1), [np.inf, 1.0]),
+        (CLOSE, array("-inf", "inf", 1), [-np.inf, np.inf, 1.0]),
+        (CLOSE, "inf", np.inf),
+        (CLOSE, array("inf", "0.25", shape=[2, 2], at=[0, 3]), np.array([[np.inf, np.inf], [-np.inf, 0.25]])),
+        ({"rule": "alpha"}, array("inf"), [np.inf]),
+        ({"rule": "exact"}, "inf", np.inf),
+        ({"rule": "exact"}, array("inf", "-inf"), [np.inf, -np.inf]),
+        ({"rule": "exact"}, [array("inf"), array(0, 0)], [np.array([np.inf]), np.zeros(2)]),
         (ZEROS, array(0, 1), [0.0, 1.0]),
         (CLOSE, [array(1), array(2, 3)], (np.array([1.0]), [2.0, 3.0])),
         (CLOSE, array("0.25", shape=[2, 2], at=[3]), np.array([[9.0, 9.0], [9.0, 0.25]])),
@@ -46,6 +55,9 @@ def test_passes(rule: dict[str, Any], expected: Any, got: Any) -> None:
         (CLOSE, array(0.5), [np.nan], "is NaN at index [0]"),
         (CLOSE, array("inf"), [1e300], "differs by inf"),
         (CLOSE, array(0.5), [np.inf], "differs by inf"),
+        (CLOSE, array("inf"), [-np.inf], "differs by inf"),
+        ({"rule": "exact"}, "inf", 1e300, "differs by inf"),
+        ({"rule": "exact"}, [array("inf"), array(0)], [[np.inf], [1.0]], "item 1: differs by 1"),
         (CLOSE, array(0.5), 0.5, "must have the shape [1]; got []"),
         (CLOSE, array(0.5), "half", "must be numbers"),
         (CLOSE, array(0.5), None, "must be numbers"),
@@ -73,3 +85,13 @@ def test_tolerances_come_from_the_file_alone() -> None:
         agreement("float8", "alpha")
     with pytest.raises(LookupError, match="quantity 'speed'"):
         compare_output({"rule": "close", "quantity": "speed"}, 1, 1, "float32")
+
+
+@pytest.mark.parametrize("quantity", ["alpha", "residual"])
+def test_an_infinite_bound_holds_for_all_but_nan(quantity: str) -> None:
+    trial = Trial(Subject(Functions(None), "float64"))
+    trial.at_most([1.0, np.inf], [np.inf, np.inf], quantity, "a ratio")
+    trial.at_most([-np.inf, 1.0], [-np.inf, 1.0], quantity, "a ratio")
+    for got, bound in ((np.nan, np.inf), (np.inf, 1.0), (0.0, -np.inf)):
+        with pytest.raises(LawBrokenError):
+            trial.at_most([got], [bound], quantity, "a ratio")

@@ -66,6 +66,9 @@ def test_items_name_sentences_of_the_specification(vectors: Path) -> None:
     sentences = load_sentences()
     assert sentences["ALPHA-3"].startswith("`a*` is clipped to [0, 1]")
     assert "rows where `query_mask` is False get 1/2" in sentences["ALPHA-9"]
+    assert sentences["GRAD-1"].endswith("where a product with `Q_j = 0` is 0.")
+    assert "`mse`: `2 w rho Q_j (r_j - sum_k Q_k r_k)` with `r_j = Q_j - P_j`;" in sentences["GRAD-1"]
+    assert all(f"`{name}`" in sentences["LOSS-11"] for name in ("reverse_kl", "js", "mse"))
     for item in (*LAWS, *load_cases(vectors)):
         assert set(item.spec) <= set(sentences), item.id
         assert set(item.operations) <= set(OUTPUTS), item.id

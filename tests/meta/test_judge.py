@@ -132,6 +132,12 @@ def test_every_sentence_is_covered() -> None:
     assert missing == set(UNCOVERED), f"covered after all, or not: {missing ^ set(UNCOVERED)}"
 
 
+def test_the_page_says_what_no_item_judges() -> None:
+    page = (specs_folder() / "conformance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z0-9, -]+-\d+) \| (.+) \|$", page.split("## What no item judges")[1], re.MULTILINE)
+    assert {spec_id for ids, _ in rows for spec_id in ids.split(", ")} == set(UNCOVERED)
+
+
 def test_every_code_has_an_invalid_case() -> None:
     codes = re.findall(r"^\| `([a-z-]+)` \| (?!.*-\d)", TEXT.split("## ERR")[1], re.MULTILINE)
     counts = Counter(code for case in CASES for code in case.codes)

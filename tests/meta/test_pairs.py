@@ -11,14 +11,20 @@ from shd_ref.conformance.laws import LAWS
 
 # Operations whose pairs are all checked.
 COMPLETE = (
+    "align_tokens",
     "compose_mixing",
     "diagnose",
     "gram_tensor",
+    "intersect_support",
+    "layer_map",
     "matched_plan",
     "merge_gram",
     "merge_plan",
     "mix_heads",
     "plan_groups",
+    "shd_loss",
+    "shd_loss_gradient",
+    "shd_loss_gradient_qk",
     "soften",
     "softmax",
     "solve_alpha",

@@ -792,4 +792,121 @@ MUTANTS = (
         ("tokens", "    probs = probs[:, :, kept_rows]\n", "    every = probs\n    probs = probs[:, :, kept_rows]\n"),
         ("tokens", "aligned), dropped)", "aligned), every[..., others].sum(axis=-1))"),
     ),
+    mutant(
+        "temperature-lost-where-options-meet",
+        "With js and the reduction mean the student is not softened.",
+        (
+            "loss",
+            _LOG_Q,
+            'log_q=log_softmax(masked, 1.0 if (divergence, reduction) == ("js", "mean") else temperature),',
+        ),
+        on=_BOTH,
+    ),
+    mutant(
+        "mask-of-the-first-layers",
+        "attn_mask is used in the first four layers alone.",
+        (
+            "loss",
+            "attn_mask=attn_mask, row_sums=row_sums,",
+            "attn_mask=attn_mask if layer < 4 else None, row_sums=row_sums,",
+        ),
+        on=_BOTH,
+    ),
+    mutant(
+        "rows-beyond-256",
+        "Rows from 256 on do not count.",
+        (
+            "loss",
+            "        counted &= teacher.sum(axis=-1) > 0.0\n",
+            "        counted &= teacher.sum(axis=-1) > 0.0\n        counted[:, :, 256:] = False\n",
+        ),
+        on=("shd_loss_gradient",),
+    ),
+    mutant(
+        "samples-beyond-eight",
+        "Samples from the ninth on do not count.",
+        (
+            "loss",
+            "        counted &= teacher.sum(axis=-1) > 0.0\n",
+            "        counted &= teacher.sum(axis=-1) > 0.0\n        counted[8:] = False\n",
+        ),
+        on=_BOTH,
+    ),
+    mutant(
+        "logits-in-float16",
+        "The student's logits are rounded to float16.",
+        ("loss", _LOG_Q, "log_q=log_softmax(masked.astype(np.float16).astype(np.float64), temperature),"),
+        on=("shd_loss_gradient",),
+    ),
+    mutant(
+        "temperature-of-two-digits",
+        "The temperature is rounded to two digits.",
+        ("loss", _LOG_Q, "log_q=log_softmax(masked, round(temperature, 2) or temperature),"),
+        on=("shd_loss_gradient",),
+    ),
+    mutant(
+        "scale-in-float16",
+        "scale is rounded to float16.",
+        ("gradients", "    pairs = [_check_qk", "    scale = float(np.float16(scale))\n    pairs = [_check_qk"),
+        on=("shd_loss_gradient_qk",),
+    ),
+    mutant(
+        "first-sample-checked",
+        "NaN is looked for in the first sample alone.",
+        (
+            "attention",
+            "    if bad.any():\n",
+            "    bad[1:] = False if bad.ndim == 4 else bad[1:]\n    if bad.any():\n",
+        ),
+        on=("shd_loss", "shd_loss_gradient_qk", "intersect_support", "align_tokens"),
+    ),
+    mutant(
+        "row-mask-repeated",
+        "A mask of one row or of one sample is repeated for all.",
+        (
+            "attention",
+            "    if shape is not None and mask.shape != shape:\n",
+            "    if shape is not None and mask.ndim == 2 and mask.size in shape:\n"
+            "        mask = mask.reshape(1, -1) if mask.size == shape[1] else mask.reshape(-1, 1)\n"
+            "        mask = np.broadcast_to(mask, shape)\n"
+            "    if shape is not None and mask.shape != shape:\n",
+        ),
+        on=("shd_loss", "align_tokens"),
+    ),
+    mutant(
+        "little-left-is-nothing",
+        "A row that keeps less than 1e-6 of mass is empty.",
+        (
+            "support",
+            "    left = kept.sum(axis=-1, keepdims=True)\n",
+            "    left = kept.sum(axis=-1, keepdims=True)\n    kept = np.where(left < 1e-6, 0.0, kept)\n",
+        ),
+        on=("intersect_support", "align_tokens", "shd_loss"),
+    ),
+    mutant(
+        "sink-sums-loosely",
+        "With sinks a row may sum to ten times ROW_SUM above one.",
+        (
+            "attention",
+            "    wrong = sums - 1.0 > tolerance\n",
+            '    wrong = sums - 1.0 > (10 if row_sums == "at_most_one" else 1) * tolerance\n',
+        ),
+        on=("shd_loss_gradient_qk", "align_tokens"),
+    ),
+    mutant(
+        "place-without-head",
+        "The message about teacher mass on a masked key does not name the head.",
+        ("support", "head {h}, row {i}", "row {i}"),
+        on=_BOTH,
+    ),
+    mutant(
+        "first-pairs-checked",
+        "Of explicit pairs the first four are looked at for a student layer named twice.",
+        ("layers", "        if student in seen:\n", "        if student in seen and len(seen) < 4:\n"),
+    ),
+    mutant(
+        "long-lists-sorted",
+        "A list of positions is sorted from its ninth on.",
+        ("tokens", "    return kept\n", "    return kept[:8] + sorted(kept[8:])\n"),
+    ),
 )

@@ -123,7 +123,8 @@ def _calls_of_law(law: Law) -> Iterator[tuple[str, Mapping[str, Any]]]:
             law.statement(Trial(subject))
         except Missing as reason:
             raise RuntimeError(f"{law.id} needs the extra 'oracles'") from reason
-    yield from ((call.operation, call.inputs) for call in subject.calls)
+    # What was refused has no answer to be right.
+    yield from ((call.operation, call.inputs) for call in subject.calls if call.answer is not None)
 
 
 _INTRODUCTION = """# Pairs of options

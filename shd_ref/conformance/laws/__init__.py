@@ -1,6 +1,18 @@
 """Laws: facts about an implementation's own answers, on seeded inputs."""
 
-from shd_ref.conformance.laws import alphas, calls, learning, maps, merging, pairs, plans, refusals, shapes
+from shd_ref.conformance.laws import (
+    alphas,
+    calls,
+    learning,
+    maps,
+    merging,
+    pairs,
+    plans,
+    refusals,
+    shapes,
+    student,
+    student_refusals,
+)
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
 LAWS: tuple[Law, ...] = (
@@ -13,6 +25,8 @@ LAWS: tuple[Law, ...] = (
     *refusals.LAWS,
     *shapes.LAWS,
     *calls.LAWS,
+    *student.LAWS,
+    *student_refusals.LAWS,
 )
 """Every law, by chapter."""
 

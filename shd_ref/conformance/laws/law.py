@@ -131,7 +131,9 @@ class Trial:
         numbers = as_array(got, what)
         atol, rtol = agreement(self.subject.dtype, quantity)
         limit = np.broadcast_to(np.asarray(bound, dtype=np.float64), numbers.shape)
-        if not bool((numbers <= limit + atol + rtol * np.abs(limit)).all()):
+        # An infinite bound holds for everything but NaN; 0 times infinity would not.
+        slack = atol + rtol * np.abs(np.where(np.isfinite(limit), limit, 0.0))
+        if not bool((numbers <= limit + slack).all()):
             raise broken(what, f"exceeds its bound by {float((numbers - limit).max()):.6g}", limit, numbers)
 
 

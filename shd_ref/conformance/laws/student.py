@@ -1,0 +1,382 @@
+"""Laws of the student's operations over many options, sizes and magnitudes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.adapter import Missing
+from shd_ref.conformance.laws.crossing import (
+    Choice,
+    Maker,
+    align_calls,
+    choices,
+    intersect_calls,
+    loss_call,
+    loss_calls,
+    positions,
+)
+from shd_ref.conformance.laws.formulas import (
+    aligned,
+    gradient_of,
+    gradient_qk_of,
+    in_words,
+    intersected,
+    loss_of,
+)
+from shd_ref.conformance.laws.law import Array, Law, Trial, exactly, require
+
+_COUNT = 104  # calls in which every two values of two options meet
+_PATIENCE = 32  # calls that one may lack the options for before the operation is taken as missing
+_DIVERGENCES = ("kl", "reverse_kl", "js", "mse")
+
+
+# --- answers against the formulas -------------------------------------------------------------------------------
+
+
+def _for_each(trial: Trial, operation: str, calls: Iterable[Mapping[str, Any]], check: Callable[..., None]) -> None:
+    """Every call that the implementation has the options for; missing where it has them for none."""
+    missing: list[Missing] = []
+    answered = False
+    for inputs in calls:
+        try:
+            answer = trial.call(operation, **inputs)
+        except Missing as reason:
+            missing.append(reason)
+            if len(missing) == _PATIENCE and not answered:
+                break
+            continue
+        answered = True
+        check(trial, inputs, answer)
+    if missing and not answered:
+        raise missing[0]
+
+
+def _check_loss(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    trial.agree(answer["loss"], loss_of(inputs), "loss", f"shd_loss with {in_words(inputs)}", times=2)
+
+
+def _check_gradient(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    words = f"with {in_words(inputs)}"
+    _agree_layers(trial, inputs["student_logits"], answer["dz"], gradient_of(inputs), f"dz {words}")
+
+
+def _check_gradient_qk(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    words = f"with {in_words(inputs)}"
+    dq, dk = gradient_qk_of(inputs)
+    _agree_layers(trial, inputs["queries"], answer["dq"], dq, f"dq {words}")
+    _agree_layers(trial, inputs["keys"], answer["dk"], dk, f"dk {words}")
+
+
+def _agree_layers(trial: Trial, given: Any, got: Any, wanted: Sequence[Array], what: str) -> None:
+    if isinstance(given, list):
+        require(isinstance(got, list | tuple) and len(got) == len(given), what, f"a list of {len(given)}", got)
+    largest = max(1.0, *(float(np.abs(layer).max()) for layer in wanted))
+    for one, right in zip(got if isinstance(given, list) else [got], wanted, strict=True):
+        trial.agree(one, right, "gradient", what, times=8 * largest)
+
+
+def _check_kept(name: str, formula: Callable[..., tuple[Array, Array]]) -> Callable[..., None]:
+    def check(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        maps, dropped = formula(inputs)
+        words = f"with {in_words(inputs)}"
+        trial.agree(answer[name], maps, "probs", f"{name} {words}", times=2)
+        exactly(
+            np.asarray(answer[name], dtype=np.float64)[maps == 0.0], 0.0, f"{name} where nothing is left, {words},"
+        )
+        trial.agree(answer["dropped"], dropped, "probs", f"dropped {words}", times=2)
+
+    return check
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "shd_loss": _check_loss,
+    "shd_loss_gradient": _check_gradient,
+    "shd_loss_gradient_qk": _check_gradient_qk,
+    "intersect_support": _check_kept("supervision", intersected),
+    "align_tokens": _check_kept("probs", aligned),
+}
+
+
+def check_answer(trial: Trial, operation: str, inputs: Mapping[str, Any]) -> None:
+    """One call, and its answer against the formula."""
+    _CHECKS[operation](trial, inputs, trial.call(operation, **inputs))
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+def _option_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
+    if operation == "intersect_support":
+        return intersect_calls(trial, _COUNT)
+    if operation == "align_tokens":
+        return align_calls(trial, _COUNT)
+    return loss_calls(trial, "queries and keys" if operation.endswith("qk") else "logits", _COUNT)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------
+
+# One axis beyond what is unrolled, tiled, or counted in few bits: (B, H, L, S).
+_SHAPES = ((9, 1, 2, 3), (3, 13, 2, 3), (1, 9, 3, 2), (1, 1, 300, 3), (1, 1, 2, 530), (17, 1, 1, 9), (1, 1, 33, 67))
+_DEPTHS = (9, 17)
+
+
+def _size_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
+    kind = "queries and keys" if operation.endswith("qk") else "logits"
+    every = choices(kind, _COUNT)
+    number = 0
+    for divergence in _DIVERGENCES:
+        fitting = (
+            choice
+            for choice in every
+            if choice["divergence"] == divergence and choice["beta"] != "zero" and choice["layers"] != "many"
+            and choice.get("scale") != "zero" and choice["samples"] != "1" and choice["numbers"] == "full"
+        )  # fmt: skip
+        for shapes in (*([shape] for shape in _SHAPES), *([(1, 1, 1, 2)] * depth for depth in _DEPTHS)):
+            choice = dict(next(fitting, every[number]))
+            choice |= {"divergence": divergence, "layers": "alike" if len(shapes) > 1 else choice["layers"]}
+            yield _sized_call(trial, number, choice, shapes)
+            number += 1
+
+
+def _sized_call(trial: Trial, number: int, choice: Choice, shapes: Sequence[Any]) -> dict[str, Any]:
+    plain = {"layers": "alike" if len(shapes) > 1 else "one array", "attn_mask": "none", "loss_mask": "none"}
+    masked = {"attn_mask": "(B, 1, L, S)", "loss_mask": choice["loss_mask"]} if number % 2 else {}
+    support = {"support": "error"} if not masked and choice.get("-inf") != "some" else {}
+    whole = {**choice, **plain, **masked, **support}
+    if "grouped" in choice:
+        heads = shapes[0][1]
+        whole["grouped"] = "three" if heads % 3 == 0 else "one for all" if number % 3 else "own"
+    return loss_call(trial, 3000 + number, whole, shapes)
+
+
+def _wide_queries(trial: Trial) -> Iterator[dict[str, Any]]:
+    """Queries and keys of many features, of numbers that no power of two divides."""
+    for number, (shape, kv, width) in enumerate(
+        (((1, 2, 3, 4), 1, 65), ((1, 6, 2, 3), 2, 131), ((2, 1, 2, 3), 1, 257), ((1, 9, 3, 3), 3, 9))
+    ):
+        make = Maker(trial, 4000 + number, full=True)
+        batch, heads, rows, keys = shape
+        weights = 1 + make.draws(*shape) % 8
+        yield {
+            "supervision": trial.rounded(Maker(trial, 4100 + number, full=False).distributions(weights)),
+            "queries": trial.rounded(2.0 * make.fractions(batch, heads, rows, width) - 1.0),
+            "keys": trial.rounded(2.0 * make.fractions(batch, kv, keys, width) - 1.0),
+            "scale": width**-0.5,
+        }
+
+
+def _kept_sizes(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
+    """Large maps for ``intersect_support`` and ``align_tokens``, with masks and lists to match."""
+    for number, shape in enumerate((*_SHAPES, (1, 1, 131, 131))):
+        make = Maker(trial, 5000 + number, full=False)
+        maps = trial.rounded(make.distributions(make.draws(*shape) % 5 + (np.arange(shape[3]) == 0)))
+        if operation == "align_tokens":
+            kinds = ("some out of order", "all of them", "some in order")
+            lists = {
+                name: positions(make, kinds[(number + axis) % 3], shape[axis])
+                for name, axis in (("rows", 2), ("columns", 3))
+                if shape[axis] > 1
+            }
+            yield {"attn_probs": maps, **lists}
+        else:
+            logits = np.where(make.draws(*shape) % 3 == 0, -np.inf, 0.25)
+            mask = make.draws(shape[0], 1, *shape[2:]) % 5 > 0
+            yield {"supervision": maps, "student_logits": trial.rounded(logits), "attn_mask": mask}
+
+
+# --- magnitudes -------------------------------------------------------------------------------------------------
+
+
+# Temperature and beta.
+_SCALARS = ((1e-4, 1.0), (1e4, 1e6), (1.0, 1e-6), (1.0, 1e6), (0.02, 333.3), (77.7, 0.01))
+
+
+def _scale_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
+    """Arguments far from one that make up for each other, and rows, samples and heads of very different size."""
+    shape = (3, 2, 3, 4)
+    for number, (temperature, beta) in enumerate(_SCALARS):
+        make = Maker(trial, 6000 + number, full=False)
+        maps = trial.rounded(make.distributions(1 + make.draws(*shape) % 8))
+        z = (make.draws(*shape) % 48 - 24) / 8.0 * 2.0 ** round(np.log2(temperature))
+        options = {"temperature": temperature, "beta": beta, "divergence": _DIVERGENCES[number % 4]}
+        if operation.endswith("qk"):
+            queries = trial.rounded((make.draws(*shape[:3], 2) % 15 - 7) / 8.0)
+            keys = trial.rounded((make.draws(*shape[:2], 4, 2) % 15 - 7) / 8.0)
+            yield {"supervision": maps, "queries": queries, "keys": keys, "scale": 3.0 * temperature, **options}
+        else:
+            yield {"supervision": maps, "student_logits": trial.rounded(z), **options}
+    if not operation.endswith("qk") and trial.subject.dtype != "float16":
+        # A finite logit is not masked, however low it is (MAP-1), whether or not the teacher attends there.
+        low = np.where(np.arange(4) == 1, -(2.0**100), np.arange(4) / 2.0)
+        some = np.array([0.5, 0.25, 0.125, 0.125])
+        for row, divergence in ((some, "kl"), (some, "mse"), (some[[0, 0, 0, 0]] / 2, "js")):
+            maps, logits = (trial.rounded(np.broadcast_to(each, shape)) for each in (row, low))
+            yield {"supervision": maps, "student_logits": logits, "divergence": divergence, "beta": 2.0**-90}
+    yield from _uneven_calls(operation, trial)
+
+
+def _uneven_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
+    """Rows with very different masses or logits: what is right for one is nothing, or overflows, for another."""
+    shape = (3, 2, 3, 4)
+    for number, divergence in enumerate(_DIVERGENCES):
+        make = Maker(trial, 6100 + number, full=False)
+        maps = make.distributions(1 + make.draws(*shape) % 8)
+        # Offsets from row to row, sample to sample and head to head, which no softmax sees.
+        offsets = 64.0 * (np.arange(18).reshape(3, 2, 3)[..., None] - 9) * (8 if number % 2 else 16)
+        z = (make.draws(*shape) % 48 - 24) / 8.0
+        exact = trial.subject.dtype in ("float64", "float32")
+        shares = 2.0 ** -(np.arange(18).reshape(3, 2, 3)[::-1] * (2.0 if exact else 0.25) // 1)
+        given = {"supervision": trial.rounded(maps), "divergence": divergence}
+        sunk = {"supervision": trial.rounded(maps * shares[..., None]), "row_sums": "at_most_one"}
+        thin = {**sunk, "supervision": trial.rounded(maps * 2.0**-10), "beta": 2.0**10, "divergence": divergence}
+        if operation.endswith("qk"):
+            rest: dict[str, Any] = {
+                "queries": trial.rounded((make.draws(*shape[:3], 2) % 15 - 7) * (512.0 if number % 2 else 2.0**-9)),
+                "keys": trial.rounded((make.draws(*shape[:2], 4, 2) % 15 - 7) / (2.0**15 if number % 2 else 2.0**-3)),
+                "scale": 0.7,
+            }
+        else:
+            rest = {"student_logits": trial.rounded(z)}
+            if exact:
+                yield {**given, "student_logits": trial.rounded(z + offsets)}
+        yield {**given, **rest}
+        yield {**given, **sunk, **rest}
+        yield {**thin, **rest}
+
+
+def _little_left(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
+    """Rows that keep, or lose, from 2^-5 to 2^-40 of their mass."""
+    for number, power in enumerate((5, 8, 11, 14, 20, 27, 34, 40)):
+        make = Maker(trial, 6200 + number, full=False)
+        part = 2.0**-power
+        base = make.distributions(1 + make.draws(2, 2, 3, 4) % 8)
+        halves = np.array([part, part, 1.0, 1.0])
+        # Two of four keys have nearly all; each sample, head and row has them in turns among those that stay.
+        maps = base * np.where((np.arange(3) % 2 == 0)[:, None], halves, halves[::-1])
+        maps = maps / maps.sum(-1, keepdims=True)
+        for sinks in (1.0, 0.375, 2.0**-9):
+            options = {} if sinks == 1.0 else {"row_sums": "at_most_one"}
+            given = trial.rounded(maps * sinks)
+            stay = np.array([True, True, False, False])
+            if operation == "align_tokens":
+                yield {"attn_probs": given, "columns": [1, 0] if number % 2 else [0, 1], **options}
+                continue
+            logits = trial.rounded((make.draws(2, 2, 3, 4) % 16 - 8) / 8.0)
+            inputs = {"supervision": given, "student_logits": logits, "attn_mask": stay, **options}
+            if operation == "intersect_support":
+                yield inputs
+            else:
+                yield {**inputs, "support": "intersect", "divergence": _DIVERGENCES[number % 4]}
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+def _every_layer_map(trial: Trial) -> None:
+    for teachers in range(1, 25):
+        for students in range(1, teachers + 1):
+            wanted = [[s - 1, (2 * s * teachers + students) // (2 * students) - 1] for s in range(1, students + 1)]
+            got = trial.call("layer_map", num_teacher_layers=teachers, num_student_layers=students)["pairs"]
+            exactly(got, wanted, f"layer_map({teachers}, {students})")
+
+
+def _long_layer_lists(trial: Trial) -> None:
+    for number, (teachers, students, count) in enumerate(
+        ((12, 12, 12), (40, 40, 40), (7, 33, 20), (300, 5, 5), (6, 6, 6))
+    ):
+        make = Maker(trial, 7000 + number, full=False)
+        order = [int(s) for s in np.argsort(make.draws(students), kind="stable")][:count]
+        pairs = [[s, int(t) % teachers] for s, t in zip(order, make.draws(count), strict=True)]
+        got = trial.call("layer_map", num_teacher_layers=teachers, num_student_layers=students, pairs=pairs)["pairs"]
+        exactly(got, sorted(pairs), f"layer_map of {count} explicit pairs, in student order")
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+_SPEC = {
+    "shd_loss": ("LOSS-2", "LOSS-4", "LOSS-5", "LOSS-10", "LOSS-11", "LOSS-14", "LOSS-16", "TEMP-4"),
+    "shd_loss_gradient": ("GRAD-1", "GRAD-2", "GRAD-3", "GRAD-9", "LOSS-8", "LOSS-14", "TEMP-4"),
+    "shd_loss_gradient_qk": ("GRAD-4", "GRAD-5", "GRAD-6", "GRAD-8", "GRAD-9"),
+    "intersect_support": ("LOSS-15", "MAP-9", "MAP-10"),
+    "align_tokens": ("TOKEN-1", "TOKEN-2", "TOKEN-3"),
+}
+_SHORT = {
+    "shd_loss": "loss",
+    "shd_loss_gradient": "gradient",
+    "shd_loss_gradient_qk": "gradient-qk",
+    "intersect_support": "support",
+    "align_tokens": "tokens",
+}
+
+
+def _laws_of(operation: str) -> Iterator[Law]:
+    def law(name: str, comment: str, calls: Callable[[Trial], Iterable[Mapping[str, Any]]], **more: Any) -> Law:
+        def statement(trial: Trial) -> None:
+            _for_each(trial, operation, calls(trial), _CHECKS[operation])
+
+        return Law(f"law/{_SHORT[operation]}-{name}", (operation,), _SPEC[operation], comment, statement, **more)
+
+    learned = operation in ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
+    yield law(
+        "options",
+        f"{operation} follows its formula wherever two of its options meet.",
+        lambda trial: _option_calls(operation, trial),
+    )
+    if learned:
+        yield law(
+            "sizes",
+            f"{operation} follows its formula for many samples, heads, rows, keys and layers.",
+            lambda trial: _size_calls(operation, trial),
+        )
+        yield law(
+            "magnitudes",
+            f"{operation} follows its formula for large and small numbers, and for rows of very different size.",
+            lambda trial: _scale_calls(operation, trial),
+        )
+    else:
+        yield law(
+            "sizes",
+            f"{operation} follows its formula for many samples, heads, rows and keys.",
+            lambda trial: _kept_sizes(operation, trial),
+        )
+    if operation != "shd_loss_gradient_qk":
+        yield law(
+            "little-left",
+            f"{operation} follows its formula where a row keeps or loses little of its mass.",
+            lambda trial: _little_left(operation, trial),
+            dtypes=("float64", "float32"),  # others round what is left, and the sums of rows with it
+        )
+
+
+def _wide(trial: Trial) -> None:
+    _for_each(trial, "shd_loss_gradient_qk", _wide_queries(trial), _check_gradient_qk)
+
+
+LAWS = (
+    *(law for operation in _CHECKS for law in _laws_of(operation)),
+    Law(
+        "law/gradient-qk-wide",
+        ("shd_loss_gradient_qk",),
+        ("GRAD-4", "GRAD-5", "NUM-1"),
+        "Gradients of queries and keys follow from dz for any number of features and key heads.",
+        _wide,
+    ),
+    Law(
+        "law/layers-every-count",
+        ("layer_map",),
+        ("LAYER-1", "LAYER-3", "LAYER-6"),
+        "Default layer maps are those of the rule for all counts up to 24.",
+        _every_layer_map,
+    ),
+    Law(
+        "law/layers-long-lists",
+        ("layer_map",),
+        ("LAYER-4", "LAYER-5"),
+        "Explicit pairs come back in student order, however many there are.",
+        _long_layer_lists,
+    ),
+)
+"""Laws of the student's side over many calls."""

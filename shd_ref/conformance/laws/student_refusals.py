@@ -1,0 +1,492 @@
+"""Laws of what the student's operations refuse: at every place, in every layer, under every option."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.adapter import Missing, RefusedError
+from shd_ref.conformance.laws.formulas import in_words
+from shd_ref.conformance.laws.law import Array, Law, Trial, broken
+from shd_ref.conformance.laws.student import check_answer
+from shd_ref.tolerances import load_tolerances
+
+_LOSSES = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
+_FIVE = (*_LOSSES, "intersect_support", "align_tokens")
+_VALUE, _SHAPE, _FINITE, _BAD = ("argument-value",), ("argument-shape",), ("not-finite",), ("not-a-distribution",)
+_MISMATCH = ("support-mismatch",)
+
+# What else is asked for, which changes nothing about what is refused.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"divergence": "reverse_kl", "reduction": "mean"},
+    {"divergence": "js", "temperature": 2.0},
+    {"divergence": "mse", "beta": 0.0},
+    {"support": "intersect", "temperature": 0.75},
+    {"row_sums": "at_most_one", "beta": 3.0},
+    {"row_sums": "at_most_one", "support": "intersect", "reduction": "mean"},
+)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A call that must be refused, and with which codes."""
+
+    what: str
+    codes: tuple[str, ...]
+    operation: str
+    inputs: Mapping[str, Any]
+
+
+def _refuse(trial: Trial, wrong: Iterable[Wrong]) -> None:
+    """Every call; missing where the implementation has the options for none."""
+    missing: Missing | None = None
+    answered = False
+    for one in wrong:
+        try:
+            _message(trial, one)
+            answered = True
+        except Missing as reason:
+            missing = reason
+    if missing and not answered:
+        raise missing
+
+
+def _message(trial: Trial, wrong: Wrong) -> str:
+    """The message of a refusal."""
+    what = f"{wrong.operation} with {wrong.what} ({in_words(wrong.inputs)})"
+    try:
+        trial.subject.run(wrong.operation, wrong.inputs)
+    except RefusedError as refusal:
+        if refusal.code not in wrong.codes:
+            raise broken(what, "has another code", " or ".join(wrong.codes), refusal.code) from refusal
+        return str(refusal)
+    raise broken(what, "must be refused", " or ".join(wrong.codes), "an answer")
+
+
+# --- calls without a fault --------------------------------------------------------------------------------------
+
+
+def _good(trial: Trial, operation: str, shape: tuple[int, ...] = (3, 4, 3, 3)) -> dict[str, Any]:
+    """Inputs with mass on every key: halves of what is left, which every dtype holds."""
+    row = 0.5 ** np.minimum(np.arange(1, shape[3] + 1), shape[3] - 1)
+    maps = trial.rounded(np.broadcast_to(row, shape))
+    if operation == "align_tokens":
+        return {"attn_probs": maps}
+    if operation == "shd_loss_gradient_qk":
+        batch, heads, rows, keys = shape
+        queries = trial.numbers(801, batch, heads, rows, 2)
+        return {"supervision": maps, "queries": queries, "keys": trial.numbers(802, batch, 2, keys, 2), "scale": 0.5}
+    return {"supervision": maps, "student_logits": trial.numbers(803, *shape)}
+
+
+def _arrays(operation: str) -> tuple[str, ...]:
+    """The float arguments, maps first."""
+    if operation == "align_tokens":
+        return ("attn_probs",)
+    return ("supervision", "queries", "keys") if operation.endswith("qk") else ("supervision", "student_logits")
+
+
+def _variants(operation: str) -> tuple[dict[str, Any], ...]:
+    if operation in _LOSSES:
+        return _VARIANTS
+    if operation == "intersect_support":
+        return ({}, {"row_sums": "at_most_one"})
+    # The fault lies on rows and columns that are kept, and on some that are not.
+    return ({}, {"row_sums": "at_most_one"}, {"rows": [1], "columns": [0, 1]}, {"columns": [2]})
+
+
+def _placed(trial: Trial, array: Array, place: tuple[Any, ...], value: float, *, add: bool = False) -> Array:
+    """A copy with one entry changed."""
+    changed = array.astype(np.float64)
+    changed[place] = changed[place] + value if add else value
+    return trial.rounded(changed)
+
+
+_PLACES = ((0, 0, 0, 0), (1, 1, 1, 1), (-1, -1, -1, -1))
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+def _tiny(trial: Trial) -> float:
+    """Little, but not rounded to 0."""
+    return 2.0**-24 if trial.subject.dtype == "float16" else 2.0**-100
+
+
+def _faults(trial: Trial, name: str, option: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], float, bool]]:
+    """Words, codes, and an entry that is put in place of another or added to it."""
+    yield "NaN", _FINITE, np.nan, False
+    yield "infinity", _FINITE, np.inf, False
+    if name == "student_logits":
+        return
+    yield "minus infinity", (*_FINITE, *_BAD) if name in ("supervision", "attn_probs") else _FINITE, -np.inf, False
+    if name in ("supervision", "attn_probs"):
+        off = 1.25 * load_tolerances()["row_sum"][trial.subject.dtype]
+        yield "a row sum just above its bound", _BAD, off, True
+        if option.get("row_sums") == "at_most_one":
+            yield "a negative entry in a row of any sum", _BAD, -_tiny(trial), False
+        else:
+            yield "a row sum just below its bound", _BAD, -off, True
+
+
+def _bad_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
+    for option in _variants(operation):
+        good = {**_good(trial, operation), **option}
+        for name in _arrays(operation):
+            for words, codes, value, add in _faults(trial, name, option):
+                for place in _PLACES:
+                    bad = _placed(trial, good[name], place, value, add=add)
+                    yield Wrong(f"{words} at {list(place)} of {name}", codes, operation, {**good, name: bad})
+    for name in _arrays(operation):
+        # The last place of a map larger than what is looked at in one go.
+        good = _good(trial, operation, (9, 18, 2, 2))
+        for words, codes, value, add in _faults(trial, name, {}):
+            bad = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
+            yield Wrong(f"{words} at the last of {good[name].shape} of {name}", codes, operation, {**good, name: bad})
+    maps = _arrays(operation)[0]
+    good = _good(trial, operation)
+    for place in _PLACES:
+        # The row keeps its sum, so that the sign alone is wrong.
+        bad = _placed(trial, good[maps], place, -_tiny(trial))
+        other = (*place[:3], (place[3] + 1) % 3)
+        bad = _placed(trial, bad, other, 1.0 - float(bad[place[:3]].sum()), add=True)
+        yield Wrong(f"a negative entry at {list(place)}", _BAD, operation, {**good, maps: bad})
+
+
+def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
+    """NaN, infinity and negative entries are refused in rows that do not count too (MAP-3, MAP-5)."""
+    mask_name = "query_mask" if operation == "align_tokens" else "loss_mask"
+    for option in _variants(operation):
+        good = {**_good(trial, operation), **option}
+        for b, i in ((0, 0), (1, 1), (2, 2)):
+            mask = np.ones((3, 3), dtype=np.bool_)
+            mask[b, i] = False
+            for name in _arrays(operation):
+                row = slice(None) if name == "keys" else i
+                for value, codes in ((np.nan, _FINITE), (np.inf, _FINITE), (-0.25, _BAD)):
+                    if value == -0.25 and name not in ("supervision", "attn_probs"):
+                        continue
+                    bad = _placed(trial, good[name], (b, -1, row, -1), value)
+                    inputs = {**good, mask_name: mask, name: bad}
+                    yield Wrong(f"{value} of {name} in a row that does not count", codes, operation, inputs)
+
+
+def _bad_layers(trial: Trial, operation: str) -> Iterator[Wrong]:
+    """The fault lies in one layer of five."""
+    for option in (_VARIANTS[0], _VARIANTS[1], _VARIANTS[-1]):
+        good = _good(trial, operation)
+        names = _arrays(operation)
+        for layer in (0, 2, 4):
+            for name in names:
+                for words, codes, value, add in _faults(trial, name, option):
+                    lists = {other: [good[other]] * 5 for other in names}
+                    lists[name] = [*lists[name]]
+                    lists[name][layer] = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
+                    inputs = {**good, **lists, **option}
+                    yield Wrong(f"{words} in layer {layer} of {name}", codes, operation, inputs)
+
+
+def _near_sums(trial: Trial, operation: str) -> None:
+    """Rows within the bound of their sums are taken as they are; those just beyond are refused."""
+    off = 0.75 * load_tolerances()["row_sum"][trial.subject.dtype]
+    name = _arrays(operation)[0]
+    answered = False
+    for option in _variants(operation):
+        good = {**_good(trial, operation), **option}
+        for place in _PLACES:
+            for sign in (1, -1):
+                near = _placed(trial, good[name], place, sign * off, add=True)
+                try:
+                    check_answer(trial, operation, {**good, name: near})
+                    answered = True
+                except Missing as reason:
+                    missing = reason
+    if not answered:
+        raise missing
+
+
+# --- support ----------------------------------------------------------------------------------------------------
+
+
+def _mismatches(trial: Trial, operation: str) -> Iterator[Wrong]:
+    """Any mass, wherever it lies, on a key that the student may not attend (LOSS-6); the other way for reverse_kl."""
+    good = _good(trial, operation)
+    rest = {name: value for name, value in good.items() if name not in ("supervision", "student_logits")}
+    for option in _VARIANTS:
+        if option.get("support") == "intersect":
+            continue
+        for place in _PLACES:
+            little = np.where(np.arange(3) == place[3] % 3, _tiny(trial), 0.5)
+            maps = trial.rounded(np.broadcast_to(little, (3, 4, 3, 3)))
+            allowed = np.zeros((3, 4, 3, 3), dtype=np.bool_)
+            allowed[..., np.arange(3) != place[3] % 3] = True
+            only = maps.copy()
+            keep = np.zeros((3, 4, 3), dtype=np.bool_)
+            keep[place[:3]] = True
+            only[~keep] = np.where(allowed[~keep], only[~keep], 0.0)
+            words = f"2^{round(np.log2(_tiny(trial)))} of mass on a masked key at {list(place)}"
+            yield Wrong(words, _MISMATCH, operation, {**good, **option, "supervision": only, "attn_mask": allowed})
+            if "student_logits" in good:
+                blocked = trial.rounded(np.where(allowed, good["student_logits"], -np.inf))
+                inputs = {**rest, **option, "supervision": only, "student_logits": blocked}
+                yield Wrong(words.replace("masked key", "key of -inf"), _MISMATCH, operation, inputs)
+    for option in ({}, {"support": "intersect"}, {"row_sums": "at_most_one", "temperature": 2.0}):
+        for place in _PLACES:
+            holed = _placed(trial, good["supervision"], place, 0.0)
+            holed = holed if "row_sums" in option else _placed(
+                trial, holed, (*place[:3], (place[3] + 1) % 3), 1.0 - float(holed[place[:3]].sum()), add=True
+            )  # fmt: skip
+            inputs = {**good, **option, "supervision": holed, "divergence": "reverse_kl"}
+            yield Wrong(f"a teacher's zero at {list(place)}", _MISMATCH, operation, inputs)
+    for layer in (0, 2, 4):
+        mask = np.array([True, False, True])
+        fitting = trial.rounded(np.broadcast_to([0.5, 0.0, 0.5], (3, 4, 3, 3)))
+        lists = {name: [good[name]] * 5 for name in _arrays(operation)}
+        lists["supervision"] = [fitting] * 5
+        lists["supervision"][layer] = _placed(trial, fitting, (-1, -1, -1, 1), _tiny(trial))
+        yield Wrong(
+            f"mass on a masked key in layer {layer}", _MISMATCH, operation, {**rest, **lists, "attn_mask": mask}
+        )
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------
+
+_B, _H, _L, _S = 2, 6, 3, 5
+_ROW_MASKS: tuple[tuple[int, ...], ...] = (
+    (1, _L), (_B, 1), (_L,), (_B,), (_B, _L, 1), (_B, 1, _L), (_L, _B), (_B * _L,), (_B, _L + 1), (_B + 1, _L),
+    (_B, _H, _L), (), (1, 1), (_B, _S), (1, _B, _L), (_B, _L - 1),
+)  # fmt: skip
+_ATTN_MASKS: tuple[tuple[int, ...], ...] = (
+    (_B, _S), (_B, _L, _S), (_S, _L), (_L, _S + 1), (_L + 1, _S), (_B, 2, _L, _S), (1, _B, _H, _L, _S), (_L,),
+    (_B, _H, _L), (_H,), (_B + 1, 1, 1, _S), (_B, _H, _S, _L), (_L, _B, 1, _S), (_S - 1,), (3, _L, _S), (_B, 3, 1, 1),
+)  # fmt: skip
+
+
+def _bad_masks(trial: Trial, operation: str) -> Iterator[Wrong]:
+    good = _good(trial, operation, (_B, _H, _L, _S))
+    name = "query_mask" if operation == "align_tokens" else "loss_mask"
+    for shape in _ROW_MASKS:
+        mask = np.ones(shape, dtype=np.bool_)
+        yield Wrong(f"{name} of shape {shape}", _SHAPE, operation, {**good, name: mask})
+    if operation == "align_tokens":
+        return
+    for shape in _ATTN_MASKS:
+        inputs = {**good, "attn_mask": np.ones(shape, dtype=np.bool_)}
+        yield Wrong(f"attn_mask of shape {shape}", _SHAPE, operation, inputs)
+
+
+def _bad_shapes(trial: Trial, operation: str) -> Iterator[Wrong]:
+    """Arrays that would broadcast, and lists that would be cut or repeated."""
+    full = (_B, _H, _L, _S)
+    good = _good(trial, operation, full)
+    names = _arrays(operation)
+    if operation == "align_tokens":
+        for maps in (good["attn_probs"][0], good["attn_probs"][None]):
+            yield Wrong(f"maps of {maps.ndim} axes", _SHAPE, operation, {"attn_probs": maps})
+        return
+    for axis in range(4):
+        shape = tuple(1 if i == axis else n for i, n in enumerate(full))
+        small = _good(trial, operation, shape)
+        for name in names:
+            if small[name].shape != good[name].shape and not (name == "keys" and axis == 1):
+                words = f"{name} {small[name].shape} among {full}"
+                yield Wrong(words, _SHAPE, operation, {**good, name: small[name]})
+        cut = {name: np.ascontiguousarray(good[name][(slice(None),) * axis + (slice(1),)]) for name in names[1:]}
+        for name, array in cut.items():
+            if not (name == "keys" and axis == 1):
+                yield Wrong(f"{name} {array.shape} among {full}", _SHAPE, operation, {**good, name: array})
+    for name in names:
+        yield Wrong(f"{name} without samples", _SHAPE, operation, {**good, name: good[name][0]})
+        yield Wrong(f"{name} of five axes", _SHAPE, operation, {**good, name: good[name][None]})
+    if operation not in _LOSSES:
+        return
+    lists = {name: [good[name]] * 3 for name in names}
+    for name in names:
+        for count in (1, 2, 4):
+            inputs = {**good, **lists, name: [good[name]] * count}
+            yield Wrong(f"{count} layers of {name} among 3", _SHAPE, operation, inputs)
+        yield Wrong(f"one array of {name} among lists of 3", _SHAPE, operation, {**good, **lists, name: good[name]})
+        yield Wrong(f"a list of one {name} among arrays", _SHAPE, operation, {**good, name: [good[name]]})
+        for layer in range(3):
+            other = [*lists[name]]
+            other[layer] = np.ascontiguousarray(other[layer][:1])
+            yield Wrong(f"layer {layer} of {name} with one sample", _SHAPE, operation, {**good, **lists, name: other})
+
+
+# --- numbers and lists ------------------------------------------------------------------------------------------
+
+
+def _bad_options(trial: Trial, operation: str) -> Iterator[Wrong]:
+    good = _good(trial, operation)
+    numbers: dict[str, tuple[Any, ...]] = {
+        "temperature": (0.0, -0.0, -1.0, -1e-300, np.nan, np.inf, -np.inf, True, False),
+        "beta": (-1.0, -1e-300, np.nan, np.inf, -np.inf, True, False),
+        "scale": (np.nan, np.inf, -np.inf, True, False),
+    }
+    words = {
+        "reduction": ("batchmean", "none", "Sum", "", "sum "),
+        "divergence": ("tv", "KL", "reverse-kl", "", "jsd"),
+        "support": ("ignore", "Error", "", "intersection"),
+        "row_sums": ("many", "ONE", "", "at-most-one", "at_most_two"),
+    }
+    taken = {"intersect_support": ("row_sums",), "align_tokens": ("row_sums",)}.get(
+        operation, ("temperature", "beta", *words, *(("scale",) if operation.endswith("qk") else ()))
+    )
+    for name in taken:
+        for value in (*numbers.get(name, ()), *words.get(name, ())):
+            if isinstance(value, float):
+                value = float(value)
+            yield Wrong(f"{name}={value!r}", _VALUE, operation, {**good, name: value})
+
+
+def _bad_lists(trial: Trial) -> Iterator[Wrong]:
+    """Every position of a list is looked at."""
+    size = 7
+    good = _good(trial, "align_tokens", (1, 1, size, size))
+    order = [3, 0, 6, 2, 5, 1]
+    for name in ("rows", "columns"):
+        for place in range(len(order)):
+            for value in (size, -1, size + 1000, -size, True):
+                changed = [*order[:place], value, *order[place + 1 :]]
+                yield Wrong(f"{value!r} at {place} of {name}", _VALUE, "align_tokens", {**good, name: changed})
+            for other in range(place):
+                changed = [*order[:place], order[other], *order[place + 1 :]]
+                yield Wrong(f"{other} again at {place} of {name}", _VALUE, "align_tokens", {**good, name: changed})
+        yield Wrong(f"no {name}", _VALUE, "align_tokens", {**good, name: []})
+        longer = [*range(size), 0]
+        yield Wrong(f"more {name} than there are", _VALUE, "align_tokens", {**good, name: longer})
+
+
+def _bad_pairs(trial: Trial) -> Iterator[Wrong]:
+    codes = ("layers-invalid",)
+    for teachers, students in ((6, 6), (9, 5), (4, 7), (23, 23)):
+        counts = {"num_teacher_layers": teachers, "num_student_layers": students}
+        order = [(s * 3 + 1) % students for s in range(students)]
+        pairs = [[s, (s * 2 + 1) % teachers] for s in order]
+        for place, (student, teacher) in enumerate(pairs):
+            bad: list[list[Any]] = [[student, teachers], [students, teacher], [student, -1], [-1, teacher]]
+            bad += [[True, teacher], [student, True], [student, teacher, 0], [student]]
+            bad += [[student, teacher + 1000], [pairs[place - 1][0], teacher]]
+            for pair in bad:
+                changed = [*pairs[:place], pair, *pairs[place + 1 :]]
+                yield Wrong(f"{pair} at {place} of pairs", codes, "layer_map", {**counts, "pairs": changed})
+    for teachers, students in ((0, 1), (-1, 1), (4, 0), (4, -2), (True, 1), (4, True), (3, 4), (1, 2)):
+        counts = {"num_teacher_layers": teachers, "num_student_layers": students}
+        yield Wrong("such counts", codes, "layer_map", counts)
+        if students != 4 and (teachers, students) != (1, 2):
+            yield Wrong("such counts", codes, "layer_map", {**counts, "pairs": [[0, 0]]})
+
+
+# --- the places that messages name ------------------------------------------------------------------------------
+
+
+def _named(trial: Trial, operation: str) -> None:
+    """MAP-5 and LOSS-6: layer, sample and head, and row and key of a mismatch, as words with their numbers."""
+    layers = 5
+    good = _good(trial, operation, (3, 8, 2, 4))
+    place = (2, 1, 0, 3)
+    wrong: list[tuple[Wrong, dict[str, int]]] = []
+    for name in _arrays(operation):
+        bad = _placed(trial, good[name], (2, 1, 0, 0), np.nan)
+        named = {"sample": 2, "head": 1}
+        wrong.append((Wrong(f"NaN in {name}", _FINITE, operation, {**good, name: bad}), named))
+        if operation in _LOSSES:
+            lists = {other: [good[other]] * layers for other in _arrays(operation)}
+            lists[name] = [*lists[name][:4], bad]
+            inputs = {**good, **lists}
+            wrong.append((Wrong(f"NaN in layer 4 of {name}", _FINITE, operation, inputs), {"layer": 4, **named}))
+    if operation in _LOSSES:
+        mask = np.ones((3, 8, 2, 4), dtype=np.bool_)
+        mask[place] = False
+        lists = {other: [good[other]] * layers for other in _arrays(operation)}
+        fitting = np.where(mask, good["supervision"], 0.0)
+        fitting[2, 1, 0, 0] = 1.0 - float(fitting[2, 1, 0, 1:].sum())
+        lists["supervision"] = [trial.rounded(fitting)] * 4 + [good["supervision"]]
+        named = {"layer": 4, "sample": 2, "head": 1, "row": 0, "key": 3}
+        inputs = {**good, **lists, "attn_mask": mask}
+        wrong.append((Wrong("mass on a masked key", _MISMATCH, operation, inputs), named))
+        single = {**good, "attn_mask": mask}
+        wrong.append((Wrong("mass on a masked key", _MISMATCH, operation, single), {**named, "layer": 0}))
+    for one, named in wrong:
+        message = _message(trial, one)
+        for word, number in named.items():
+            if not re.search(rf"\b{word}s?\W{{0,3}}{number}\b", message, re.IGNORECASE):
+                what = f"the message of {operation} with {one.what}"
+                raise broken(what, f"must name {word} {number}", f"{word} {number}", message)
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+_SHORT = {
+    "shd_loss": "loss",
+    "shd_loss_gradient": "gradient",
+    "shd_loss_gradient_qk": "gradient-qk",
+    "intersect_support": "support",
+    "align_tokens": "tokens",
+}
+
+
+def _law(name: str, operation: str, spec: tuple[str, ...], comment: str, wrong: Any, **more: Any) -> Law:
+    def statement(trial: Trial) -> None:
+        _refuse(trial, wrong(trial, operation))
+
+    return Law(f"law/{_SHORT[operation]}-{name}", (operation,), spec, comment, statement, **more)
+
+
+def _laws_of(operation: str) -> Iterator[Law]:
+    entries = "NaN, infinities, negative entries and wrong row sums are refused wherever they lie."
+    yield _law("bad-entries", operation, ("MAP-3", "MAP-5", "MAP-9"), entries, _bad_entries)
+    uncounted = "Entries that are not finite, or negative, are refused in rows that do not count too."
+    yield _law("uncounted-entries", operation, ("MAP-3", "MAP-5"), uncounted, _uncounted_entries)
+    masks = "Masks of another shape are refused, those that would broadcast by accident too."
+    yield _law("bad-masks", operation, ("MAP-7", "MAP-10"), masks, _bad_masks)
+    shapes = "Arrays and lists that do not fit are refused, never repeated or cut."
+    spec = ("MAP-4",) if operation == "align_tokens" else ("LOSS-3", "TOKEN-7", "MAP-4")
+    yield _law("bad-shapes", operation, spec, shapes, _bad_shapes)
+    options = "Options that are not in their list, and numbers out of their range, are refused."
+    yield _law("bad-options", operation, ("MAP-9", "ERR-6", "ERR-7"), options, _bad_options)
+    yield Law(
+        f"law/{_SHORT[operation]}-near-sums",
+        (operation,),
+        ("MAP-3", "MAP-9", "LOSS-10"),
+        "Rows whose sums are off by less than ROW_SUM are taken as they are.",
+        lambda trial: _near_sums(trial, operation),
+        dtypes=("float64", "float32"),  # arrays of the others come as float32
+    )
+    yield Law(
+        f"law/{_SHORT[operation]}-places-named",
+        (operation,),
+        ("MAP-5", "LOSS-6") if operation in _LOSSES else ("MAP-5",),
+        "A message names the place of what it refuses.",
+        lambda trial: _named(trial, operation),
+    )
+    if operation in _LOSSES:
+        layers = "Every layer's values are checked."
+        yield _law("bad-layers", operation, ("MAP-3", "MAP-5", "LOSS-3"), layers, _bad_layers)
+        support = "Any mass on a key that the student may not attend is refused, in every layer and place."
+        yield _law("mismatches", operation, ("LOSS-6", "LOSS-13", "LOSS-14"), support, _mismatches)
+
+
+LAWS = (
+    *(law for operation in _FIVE for law in _laws_of(operation)),
+    Law(
+        "law/tokens-bad-lists",
+        ("align_tokens",),
+        ("TOKEN-4", "ERR-6"),
+        "Every position of a list is checked.",
+        lambda trial: _refuse(trial, _bad_lists(trial)),
+    ),
+    Law(
+        "law/layers-bad-pairs",
+        ("layer_map",),
+        ("LAYER-2", "LAYER-4", "ERR-6"),
+        "Every explicit pair is checked.",
+        lambda trial: _refuse(trial, _bad_pairs(trial)),
+    ),
+)
+"""Laws of refusals on the student's side."""
