@@ -26,7 +26,7 @@ from shd_ref.conformance.laws.formulas import (
     intersected,
     loss_of,
 )
-from shd_ref.conformance.laws.law import Array, Law, Trial, exactly, require
+from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, exactly, require
 
 _COUNT = 104  # calls in which every two values of two options meet
 _PATIENCE = 32  # calls that one may lack the options for before the operation is taken as missing
@@ -83,9 +83,9 @@ def _check_kept(name: str, formula: Callable[..., tuple[Array, Array]]) -> Calla
         maps, dropped = formula(inputs)
         words = f"with {in_words(inputs)}"
         trial.agree(answer[name], maps, "probs", f"{name} {words}", times=2)
-        exactly(
-            np.asarray(answer[name], dtype=np.float64)[maps == 0.0], 0.0, f"{name} where nothing is left, {words},"
-        )
+        got = as_array(answer[name], name)
+        exactly(got[maps == 0.0], 0.0, f"{name} where nothing is left, {words},")
+        exactly(got[dropped == 0.0], maps[dropped == 0.0], f"{name} of rows that lose nothing, {words},")
         trial.agree(answer["dropped"], dropped, "probs", f"dropped {words}", times=2)
 
     return check
@@ -134,7 +134,7 @@ def _size_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
             if choice["divergence"] == divergence and choice["beta"] != "zero" and choice["layers"] != "many"
             and choice.get("scale") != "zero" and choice["samples"] != "1" and choice["numbers"] == "full"
         )  # fmt: skip
-        for shapes in (*([shape] for shape in _SHAPES), *([(1, 1, 1, 2)] * depth for depth in _DEPTHS)):
+        for shapes in (*([shape] for shape in _SHAPES), *([(2, 1, 2, 2)] * depth for depth in _DEPTHS)):
             choice = dict(next(fitting, every[number]))
             choice |= {"divergence": divergence, "layers": "alike" if len(shapes) > 1 else choice["layers"]}
             yield _sized_call(trial, number, choice, shapes)
@@ -155,7 +155,14 @@ def _sized_call(trial: Trial, number: int, choice: Choice, shapes: Sequence[Any]
 def _wide_queries(trial: Trial) -> Iterator[dict[str, Any]]:
     """Queries and keys of many features, of numbers that no power of two divides."""
     for number, (shape, kv, width) in enumerate(
-        (((1, 2, 3, 4), 1, 65), ((1, 6, 2, 3), 2, 131), ((2, 1, 2, 3), 1, 257), ((1, 9, 3, 3), 3, 9))
+        (
+            ((1, 2, 3, 4), 1, 65),
+            ((1, 6, 2, 3), 2, 131),
+            ((2, 1, 2, 3), 1, 257),
+            ((1, 9, 3, 3), 3, 9),
+            ((1, 8, 2, 3), 2, 5),
+            ((2, 15, 2, 2), 3, 3),
+        )
     ):
         make = Maker(trial, 4000 + number, full=True)
         batch, heads, rows, keys = shape
@@ -232,6 +239,9 @@ def _uneven_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
         given = {"supervision": trial.rounded(maps), "divergence": divergence}
         sunk = {"supervision": trial.rounded(maps * shares[..., None]), "row_sums": "at_most_one"}
         thin = {**sunk, "supervision": trial.rounded(maps * 2.0**-10), "beta": 2.0**10, "divergence": divergence}
+        # Keys of next to no mass: 2^-30 of the row's, where the dtype holds it.
+        little = trial.rounded(np.where(np.arange(4) == number, 2.0**-30, np.array([0.5, 0.25, 0.125, 0.125])))
+        few = {**given, "supervision": np.broadcast_to(little, shape).copy(), "row_sums": "at_most_one"}
         if operation.endswith("qk"):
             rest: dict[str, Any] = {
                 "queries": trial.rounded((make.draws(*shape[:3], 2) % 15 - 7) * (512.0 if number % 2 else 2.0**-9)),
@@ -245,6 +255,8 @@ def _uneven_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
         yield {**given, **rest}
         yield {**given, **sunk, **rest}
         yield {**thin, **rest}
+        if exact:
+            yield {**few, **rest}
 
 
 def _little_left(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:

@@ -151,6 +151,10 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
     maps = _arrays(operation)[0]
     good = _good(trial, operation)
     for place in _PLACES:
+        for share in (0.75, 0.25, 2.0**-10, 2.0**-20):
+            short = good[maps].copy()
+            short[place[:3]] *= share
+            yield Wrong(f"{share} of the mass of row {list(place[:3])}", _BAD, operation, {**good, maps: short})
         # The row keeps its sum, so that the sign alone is wrong.
         bad = _placed(trial, good[maps], place, -_tiny(trial))
         other = (*place[:3], (place[3] + 1) % 3)
@@ -177,14 +181,14 @@ def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
 
 
 def _bad_layers(trial: Trial, operation: str) -> Iterator[Wrong]:
-    """The fault lies in one layer of five."""
+    """The fault lies in one layer of ten."""
     for option in (_VARIANTS[0], _VARIANTS[1], _VARIANTS[-1]):
         good = _good(trial, operation)
         names = _arrays(operation)
-        for layer in (0, 2, 4):
+        for layer in (0, 4, 9):
             for name in names:
                 for words, codes, value, add in _faults(trial, name, option):
-                    lists = {other: [good[other]] * 5 for other in names}
+                    lists = {other: [good[other]] * 10 for other in names}
                     lists[name] = [*lists[name]]
                     lists[name][layer] = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
                     inputs = {**good, **lists, **option}
@@ -243,11 +247,11 @@ def _mismatches(trial: Trial, operation: str) -> Iterator[Wrong]:
             )  # fmt: skip
             inputs = {**good, **option, "supervision": holed, "divergence": "reverse_kl"}
             yield Wrong(f"a teacher's zero at {list(place)}", _MISMATCH, operation, inputs)
-    for layer in (0, 2, 4):
+    for layer in (0, 4, 9):
         mask = np.array([True, False, True])
         fitting = trial.rounded(np.broadcast_to([0.5, 0.0, 0.5], (3, 4, 3, 3)))
-        lists = {name: [good[name]] * 5 for name in _arrays(operation)}
-        lists["supervision"] = [fitting] * 5
+        lists = {name: [good[name]] * 10 for name in _arrays(operation)}
+        lists["supervision"] = [fitting] * 10
         lists["supervision"][layer] = _placed(trial, fitting, (-1, -1, -1, 1), _tiny(trial))
         yield Wrong(
             f"mass on a masked key in layer {layer}", _MISMATCH, operation, {**rest, **lists, "attn_mask": mask}
