@@ -28,9 +28,9 @@ from torch import Tensor
 
 from shd_ref.cache import packed_size
 from shd_torch import Factored, ShdError, attention_kl
-from shd_torch.coded import Coded
 from shd_torch.kl.backends import BACKENDS
-from shd_torch.supervision import Supervision
+from shd_torch.supervision.coded import Coded
+from shd_torch.supervision.supervision import Supervision
 
 RESULT = Path(__file__).with_suffix(".json")
 LENGTHS = (512, 1024, 2048, 4096, 8192)

@@ -43,7 +43,7 @@ from shd_ref.cache import (
 )
 from shd_ref.cache import Dataset as CachedData
 from shd_torch import SupervisedDataset
-from shd_torch.supervision import tile_entries
+from shd_torch.supervision.supervision import tile_entries
 
 RESULT = Path(__file__).with_suffix(".json")
 TARGET = 2.0

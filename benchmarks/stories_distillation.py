@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shd_ref.teacher.precompute import precompute_shapes
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute_shapes
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
-from shd_torch.train import ArrayDataset
+from shd_torch.demo.train import ArrayDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from torch_path.stories import Stories, load_stories  # the teacher's architecture, which tests use too

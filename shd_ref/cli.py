@@ -9,12 +9,8 @@ from typing import Any
 def load_app() -> Any:
     """The command with all its subcommands, some of which live in modules of their own."""
     # Each module registers its command.
-    import shd_ref.report.command
-    import shd_ref.teacher.cache_commands
-    import shd_ref.teacher.fidelity_command
-    import shd_ref.teacher.inspect_command
-    import shd_ref.teacher.plan_command  # noqa: F401
-    from shd_ref.teacher.commands import app
+    from shd_ref.commands import caches, fidelity, inspect, plan, report  # noqa: F401
+    from shd_ref.commands.app import app
 
     return app
 

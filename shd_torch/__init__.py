@@ -12,28 +12,35 @@ except ImportError as error:
 from shd_ref.errors import ERROR_CODES, ShdError
 from shd_ref.layers import layer_map
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
-from shd_torch.alpha import solve_alpha
-from shd_torch.attention import soften, softmax, value_outputs
-from shd_torch.attention_call import AttentionCall
-from shd_torch.capture import AttentionCapture, Captured, capture_attention, record_attention, record_query_key
-from shd_torch.coded import Coded
-from shd_torch.dataset import CodedSupervision, SupervisedDataset, check_cache
+from shd_torch.capture.call import AttentionCall
+from shd_torch.capture.capture import (
+    AttentionCapture,
+    Captured,
+    capture_attention,
+    record_attention,
+    record_query_key,
+)
+from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
+from shd_torch.data.stream import SupervisedStream
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
-from shd_torch.factored import Factored
-from shd_torch.factored_codes import FactoredCodes
-from shd_torch.factored_squeeze import FactoredSqueeze, squeeze_factored
-from shd_torch.gradients import shd_loss_gradient, shd_loss_gradient_qk
-from shd_torch.gram import gram_tensor, gram_tensor_from_qk, merge_gram, solve_alpha_from_gram
 from shd_torch.kl.loss import attention_kl, explain_backend
-from shd_torch.loss import shd_loss
-from shd_torch.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
-from shd_torch.online import OnlineSupervision, OnlineTeacher, layer_kls
-from shd_torch.schedules import BetaSchedule, LossBalancer
-from shd_torch.shares import batch_share
-from shd_torch.stream import SupervisedStream
-from shd_torch.supervision import Dense, Supervision
-from shd_torch.support import IntersectedMaps, intersect_support
-from shd_torch.tokens import AlignedMaps, align_tokens
+from shd_torch.maps.alpha import solve_alpha
+from shd_torch.maps.attention import soften, softmax, value_outputs
+from shd_torch.maps.gradients import shd_loss_gradient, shd_loss_gradient_qk
+from shd_torch.maps.gram import gram_tensor, merge_gram, solve_alpha_from_gram
+from shd_torch.maps.loss import shd_loss
+from shd_torch.maps.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_torch.maps.support import IntersectedMaps, intersect_support
+from shd_torch.maps.tokens import AlignedMaps, align_tokens
+from shd_torch.supervision.coded import Coded
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.factored_codes import FactoredCodes
+from shd_torch.supervision.supervision import Dense, Supervision
+from shd_torch.teacher.gram import gram_tensor_from_qk
+from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
+from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
+from shd_torch.training.schedules import BetaSchedule, LossBalancer
+from shd_torch.training.shares import batch_share
 
 __all__ = [
     "ERROR_CODES",

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shd_ref.cache.outputs import output_file, output_path
+from shd_ref.cache.storage.outputs import output_file, output_path
 from shd_ref.errors import ShdError
 
 app = typer.Typer(
@@ -91,12 +91,12 @@ def train(
 ) -> None:
     """Train one of the demo's students: a small vision transformer, on images, from a cache.
 
-    Run the demo first: it writes digits.npz and cache/. For your own model, copy the loop in shd_torch/train.py.
+    Run the demo first: it writes digits.npz and cache/. For your own model, copy the loop in shd_torch/demo/train.py.
     """
     from shd_ref.cache import CacheReader
     from shd_torch.demo.digits import choose_labelled
     from shd_torch.demo.students import make_student
-    from shd_torch.train import ArrayDataset, TrainOptions, load_training_arrays, measure_accuracy, train_student
+    from shd_torch.demo.train import ArrayDataset, TrainOptions, load_training_arrays, measure_accuracy, train_student
 
     with reported_errors():
         files = None if out is None else _result_files(out, cache)  # before the training, which may be long

@@ -142,15 +142,15 @@ def _program(*command: str) -> AbstractContextManager[Any]:
 
 
 def _torch(device: str) -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.adapter").Adapter(device))
+    return nullcontext(importlib.import_module("shd_torch.adapters.maps").Adapter(device))
 
 
 def _kl(backend: str, device: str = "cpu") -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.kl.adapter").KlAdapter(backend, device))
+    return nullcontext(importlib.import_module("shd_torch.adapters.kl").KlAdapter(backend, device))
 
 
 def _kernels() -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.kl.kernel_adapter").KernelAdapter("cuda"))
+    return nullcontext(importlib.import_module("shd_torch.adapters.kernels").KernelAdapter("cuda"))
 
 
 def _interpreted_kernels() -> AbstractContextManager[Any]:

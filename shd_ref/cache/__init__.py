@@ -3,7 +3,7 @@
 Needs numpy and xxhash. Nothing here imports a deep-learning framework.
 """
 
-from shd_ref.cache.codecs import (
+from shd_ref.cache.codecs.codecs import (
     CODECS,
     DEFAULT_CODEC,
     check_codes,
@@ -15,10 +15,9 @@ from shd_ref.cache.codecs import (
     sqrt8_table,
     u4_table,
 )
-from shd_ref.cache.compression import COMPRESSIONS
-from shd_ref.cache.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
-from shd_ref.cache.export import ExportSummary, export_webdataset
-from shd_ref.cache.factored import (
+from shd_ref.cache.codecs.compression import COMPRESSIONS
+from shd_ref.cache.codecs.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
+from shd_ref.cache.codecs.factored import (
     DEFAULT_FACTORED_CODEC,
     FACTORED_CODECS,
     CodedFactors,
@@ -32,16 +31,17 @@ from shd_ref.cache.factored import (
     row_bounds,
     unpack_factors,
 )
-from shd_ref.cache.format import FORMAT_VERSION, ON_ERROR, Manifest
-from shd_ref.cache.job import Dataset, KindLayers, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
-from shd_ref.cache.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
+from shd_ref.cache.codecs.packing import SUPPORTS, pack, packed_size, unpack
+from shd_ref.cache.documents.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
+from shd_ref.cache.documents.manifest import FORMAT_VERSION, ON_ERROR, Manifest
+from shd_ref.cache.documents.members import Dataset, KindLayers, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache.documents.receipts import Blob, Receipt, Record, Skipped
+from shd_ref.cache.documents.seal import Seal
+from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.listing import CacheListing, list_cache
 from shd_ref.cache.merge import MergeSummary, merge_caches
-from shd_ref.cache.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.receipts import Blob, Receipt, Record, Skipped
 from shd_ref.cache.records import NewRecord, StoredRecord
-from shd_ref.cache.seal import Seal
 from shd_ref.cache.verify import Problem, VerifyReport, verify_cache
 from shd_ref.cache.writer import CacheWriter
 

@@ -24,13 +24,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import MANIFEST_NAME, RECEIPTS_NAME
-from shd_ref.cache.outputs import output_path
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import Receipt
 from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.receipts import Receipt
 from shd_ref.cache.records import StoredRecord
-from shd_ref.cache.storage import Folder, write_errors
+from shd_ref.cache.storage.layout import MANIFEST_NAME, RECEIPTS_NAME
+from shd_ref.cache.storage.outputs import output_path
+from shd_ref.cache.storage.places import Folder
+from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 
 TEMP_SUFFIX: Final = ".tmp"

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shd_ref.cache.distortion import CodecError, merge_codec_errors
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
+from shd_ref.cache.codecs.distortion import CodecError, merge_codec_errors
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.documents.seal import Seal
 from shd_ref.cache.ranges import check_shard_size
-from shd_ref.cache.receipts import Receipt
-from shd_ref.cache.seal import Seal
-from shd_ref.cache.storage import Folder, open_storage
+from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
+from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
 
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shd_ref.cache.checksums import RunningHash
-from shd_ref.cache.documents import checksum_of
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import RECEIPTS_NAME, committed_shards, receipt_name, shard_name
-from shd_ref.cache.local_storage import LocalStorage
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import Receipt
 from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.receipts import Receipt
-from shd_ref.cache.storage import Folder, PendingFile, Storage, open_storage, write_errors
+from shd_ref.cache.storage.checksums import RunningHash
+from shd_ref.cache.storage.documents import checksum_of
+from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards, receipt_name, shard_name
+from shd_ref.cache.storage.local import LocalStorage
+from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
 from shd_ref.cache.writer import CacheWriter
 from shd_ref.errors import ShdError
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.layout import shard_name
-from shd_ref.cache.receipts import Receipt
-from shd_ref.cache.storage import Folder, open_storage
+from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.storage.layout import shard_name
+from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
 
 

@@ -11,20 +11,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.checksums import hex_64, xxh3_64
-from shd_ref.cache.codecs import decode
-from shd_ref.cache.compression import expand_blob
-from shd_ref.cache.distortion import CodecError, merge_codec_errors
-from shd_ref.cache.documents import checksum_of
-from shd_ref.cache.factored import decode_factors, rebuild_maps, unpack_factors
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
-from shd_ref.cache.packing import unpack
+from shd_ref.cache.codecs.codecs import decode
+from shd_ref.cache.codecs.compression import expand_blob
+from shd_ref.cache.codecs.distortion import CodecError, merge_codec_errors
+from shd_ref.cache.codecs.factored import decode_factors, rebuild_maps, unpack_factors
+from shd_ref.cache.codecs.packing import unpack
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import Blob, Receipt, Record, alphas_shape, count_rows, mixing_shape
+from shd_ref.cache.documents.seal import Seal
 from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.receipts import Blob, Receipt, Record, alphas_shape, count_rows, mixing_shape
 from shd_ref.cache.records import StoredRecord
-from shd_ref.cache.seal import Seal
-from shd_ref.cache.storage import Folder, open_storage
+from shd_ref.cache.storage.checksums import hex_64, xxh3_64
+from shd_ref.cache.storage.documents import checksum_of
+from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
+from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
 
 OPEN_SHARDS: Final = 32

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs import check_codes
-from shd_ref.cache.compression import compress_blob
-from shd_ref.cache.documents import MAX_INTEGER
-from shd_ref.cache.factored import CodedFactors, check_coded_factors, pack_factors
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.keys import check_key
-from shd_ref.cache.packing import pack
-from shd_ref.cache.receipts import alphas_shape, count_rows, mixing_shape
+from shd_ref.cache.codecs.codecs import check_codes
+from shd_ref.cache.codecs.compression import compress_blob
+from shd_ref.cache.codecs.factored import CodedFactors, check_coded_factors, pack_factors
+from shd_ref.cache.codecs.packing import pack
+from shd_ref.cache.documents.keys import check_key
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import alphas_shape, count_rows, mixing_shape
+from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.errors import ShdError
 
 

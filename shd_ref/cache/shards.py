@@ -14,13 +14,22 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.checksums import RunningHash, hex_64, xxh3_64
-from shd_ref.cache.distortion import CodecError
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import alphas_blob, layer_blob, mixing_blob
-from shd_ref.cache.receipts import Blob, Receipt, Record, RecordShape, Skipped, alphas_shape, count_rows, mixing_shape
+from shd_ref.cache.codecs.distortion import CodecError
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import (
+    Blob,
+    Receipt,
+    Record,
+    RecordShape,
+    Skipped,
+    alphas_shape,
+    count_rows,
+    mixing_shape,
+)
 from shd_ref.cache.records import NewRecord, check_record, float_blobs, layer_blobs
-from shd_ref.cache.storage import PendingFile
+from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
+from shd_ref.cache.storage.layout import alphas_blob, layer_blob, mixing_blob
+from shd_ref.cache.storage.storage import PendingFile
 
 _ALIGNMENT: Final = 8
 

@@ -9,10 +9,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.checksums import RunningHash
-from shd_ref.cache.documents import checksum_of
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import (
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.documents.seal import Seal, check_fingerprint
+from shd_ref.cache.ranges import ShardFile, check_shard_size
+from shd_ref.cache.shards import shard_header, shard_tensors
+from shd_ref.cache.storage.checksums import RunningHash
+from shd_ref.cache.storage.documents import checksum_of
+from shd_ref.cache.storage.layout import (
     LOCK_NAME,
     MANIFEST_NAME,
     RECEIPTS_NAME,
@@ -21,11 +25,8 @@ from shd_ref.cache.layout import (
     receipt_name,
     shard_name,
 )
-from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.receipts import Receipt
-from shd_ref.cache.seal import Seal, check_fingerprint
-from shd_ref.cache.shards import shard_header, shard_tensors
-from shd_ref.cache.storage import Folder, Storage, open_storage
+from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.storage import Storage
 from shd_ref.errors import ShdError
 
 READ_BYTES: Final = 2**23

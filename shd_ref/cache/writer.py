@@ -8,15 +8,16 @@ from typing import Final
 
 import numpy as np
 
-from shd_ref.cache.distortion import CodecError
-from shd_ref.cache.documents import checksum_of, read_document
-from shd_ref.cache.format import Manifest
-from shd_ref.cache.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
-from shd_ref.cache.receipts import Receipt, Skipped
+from shd_ref.cache.codecs.distortion import CodecError
+from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.documents.receipts import Receipt, Skipped
+from shd_ref.cache.documents.seal import Seal, check_fingerprint
 from shd_ref.cache.records import NewRecord
-from shd_ref.cache.seal import Seal, check_fingerprint
 from shd_ref.cache.shards import write_blobs
-from shd_ref.cache.storage import Folder, PendingFile, Storage, open_storage, write_errors
+from shd_ref.cache.storage.documents import checksum_of, read_document
+from shd_ref.cache.storage.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
+from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
 from shd_ref.errors import ShdError
 
 ATTEMPTS: Final = 5

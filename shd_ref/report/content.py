@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, Manifest, Receipt
-from shd_ref.cache.layout import RECEIPTS_NAME, committed_shards
-from shd_ref.cache.storage import open_storage
+from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
+from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan, merge_plan, merge_pool, plan_groups
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from shd_ref.cache import CacheReader
 from shd_ref.mixing import squeeze_heads
 from shd_ref.report.content import choose_example
-from shd_ref.teacher.reading import AttentionReader
-from shd_ref.teacher.recheck import rerun_teacher
+from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.sources import Arrays, Source
+from shd_ref.teacher.study.recheck import rerun_teacher
 
 STRATEGIES: Final[dict[str, tuple[str, str]]] = {
     "hard": ("hard", "map"),

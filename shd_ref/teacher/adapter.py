@@ -20,9 +20,9 @@ from shd_ref.attention import ROW_SUMS, check_option, check_temperature
 from shd_ref.errors import ShdError
 from shd_ref.mixing import ALPHA_FROM, STRATEGIES, check_teacher
 from shd_ref.plans import MergePlan, merge_plan, plan_groups
-from shd_ref.teacher.bare import GRAPH_DTYPES, build_bare_model
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rule import SqueezeOptions
+from shd_ref.teacher.rewrite.bare import GRAPH_DTYPES, build_bare_model
+from shd_ref.teacher.rewrite.rule import SqueezeOptions
 from shd_ref.teacher.session import open_session
 
 BACKENDS: Final[tuple[str, ...]] = ("onnxruntime", "onnx.reference")

@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.measure import Layout
 from shd_ref.teacher.packages import onnx
 
 FLOAT: Final = onnx.TensorProto.FLOAT
@@ -93,14 +92,3 @@ class Body:
 
     def _fresh(self, op_type: str) -> str:
         return f"{self.prefix}{op_type}_{len(self.nodes) + len(self.initializers)}"
-
-
-def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
-    """A map, V, queries or keys with the leading axes ``(B, H)``, whatever their layout."""
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
-        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
-        tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
-    if layout in ("heads-batch", "heads-folded"):
-        return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
-    return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.external import data_folder
+from shd_ref.teacher.opening.external import data_folder
 from shd_ref.teacher.packages import onnx
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.inputs import Batch
+    pass
 
 PROVIDERS: Final[dict[str, str]] = {
     "cpu": "CPUExecutionProvider",
@@ -132,29 +132,6 @@ def run_session(session: Any, inputs: Mapping[str, NDArray[Any]]) -> dict[str, N
     _check_inputs(session, inputs)
     names = [node.name for node in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-
-
-def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-    """Some outputs of a session on a batch of samples, by name; a fixed batch axis keeps its fill.
-
-    Args:
-        session: from ``open_session``.
-        names: of the outputs.
-        batch: arrays that the graph may not all take.
-
-    Raises:
-        ShdError: ``inputs-invalid``, naming the samples.
-    """
-    fed = {value.name for value in session.get_inputs()}
-    try:
-        values = session.run(list(names), {name: array for name, array in batch.arrays.items() if name in fed})
-    except Exception as error:  # onnxruntime's errors share no base class but Exception
-        raise ShdError(
-            "inputs-invalid",
-            f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
-            f"{len(batch.indices)} failed: {error}",
-        ) from error
-    return dict(zip(names, values, strict=True))
 
 
 def _check_inputs(session: Any, inputs: Mapping[str, NDArray[Any]]) -> None:

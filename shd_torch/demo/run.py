@@ -23,8 +23,8 @@ from scipy import stats
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan, merge_pool
-from shd_torch.capture import capture_attention
-from shd_torch.dataset import SupervisedDataset
+from shd_torch.capture.capture import capture_attention
+from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.demo.digits import IMAGE_SIZE, NUM_CLASSES, Digits, load_split
 from shd_torch.demo.pictures import draw_accuracy, draw_alphas, draw_losses, draw_maps
 from shd_torch.demo.students import (
@@ -36,9 +36,9 @@ from shd_torch.demo.students import (
     make_student,
     train_all,
 )
+from shd_torch.demo.train import ArrayDataset, measure_accuracy
 from shd_torch.demo.vit import VisionTransformer
 from shd_torch.export import export_teacher
-from shd_torch.train import ArrayDataset, measure_accuracy
 
 TEACHER_HEADS = 8
 TEACHER_LAYERS = 4

@@ -15,8 +15,8 @@ import torch
 
 from shd_ref.cache import CacheReader
 from shd_torch.demo.digits import IMAGE_SIZE, NUM_CLASSES, choose_labelled
+from shd_torch.demo.train import ArrayDataset, TrainOptions, measure_accuracy, train_student
 from shd_torch.demo.vit import VisionTransformer
-from shd_torch.train import ArrayDataset, TrainOptions, measure_accuracy, train_student
 
 PATCH_SIZE = 2
 STUDENT_HEADS = 2

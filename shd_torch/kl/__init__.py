@@ -1,1 +1,5 @@
-"""The loss from queries and keys: one request, several backends, no student map that outlives its tile."""
+"""The loss from queries and keys: one request, several backends, no student map that outlives its tile.
+
+``loss.py`` holds ``attention_kl``; ``request.py`` is what every backend reads; ``dense.py`` is the plain one beside
+``sdpa.py`` and ``triton.py``. Meaning: ``shd_torch.maps.loss``. Kernels: ``shd_torch.kernels``.
+"""

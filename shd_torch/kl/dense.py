@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
-from shd_torch.masks import is_allowed
-from shd_torch.supervision import ALL
+from shd_torch.supervision.mask import is_allowed
+from shd_torch.supervision.supervision import ALL
 
 
 def unsupported_reason(request: KlRequest) -> str | None:

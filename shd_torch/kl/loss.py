@@ -14,10 +14,10 @@ from shd_torch.checks import check_finite, check_option, check_temperature
 from shd_torch.kl.backends import BACKENDS, BackendChoice, choose_backend
 from shd_torch.kl.gradient import attach, refuse_transforms
 from shd_torch.kl.request import KlRequest, make_request
-from shd_torch.loss import REDUCTIONS, SUPPORTS
-from shd_torch.masks import AttentionMask
+from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
 from shd_torch.precision import without_autocast
-from shd_torch.supervision import Dense, Supervision
+from shd_torch.supervision.mask import AttentionMask
+from shd_torch.supervision.supervision import Dense, Supervision
 
 Layers: TypeAlias = Tensor | Sequence[Tensor]
 Supervisions: TypeAlias = Supervision | Tensor | Sequence[Supervision | Tensor]

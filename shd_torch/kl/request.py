@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.attention import temper
 from shd_torch.checks import check_mask, check_real, compute_dtype
-from shd_torch.masks import AttentionMask
-from shd_torch.supervision import Supervision
+from shd_torch.maps.attention import temper
+from shd_torch.supervision.mask import AttentionMask
+from shd_torch.supervision.supervision import Supervision
 
 
 @dataclass(frozen=True, eq=False)

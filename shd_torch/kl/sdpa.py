@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shd_torch.fused import MapFactors, attend_both_ways, center_keys, expand_heads, sum_heads
 from shd_torch.kl.dense import weighted_kl
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
+from shd_torch.supervision.fused import MapFactors, attend_both_ways, center_keys, expand_heads, sum_heads
 
 _SAMPLE_ROWS = 16
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from shd_torch import kernels
-from shd_torch.coded import Coded
-from shd_torch.factored import Factored
 from shd_torch.kernels import PackedCodes, RowsKl
 from shd_torch.kernels.coded import CODECS
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
-from shd_torch.masks import AttentionMask
+from shd_torch.supervision.coded import Coded
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.mask import AttentionMask
 
 
 def unsupported_reason(request: KlRequest) -> str | None:

@@ -24,7 +24,7 @@ from onnx import GraphProto, ModelProto, numpy_helper  # noqa: E402
 
 from shd_ref.conformance.vectors import Case, decode_expected, read_cases  # noqa: E402
 from shd_ref.teacher.adapter import GraphCall, make_call  # noqa: E402
-from shd_ref.teacher.load import MIN_OPSET  # noqa: E402
+from shd_ref.teacher.opening.load import MIN_OPSET  # noqa: E402
 
 VECTORS = SPECS / "vectors" / "v1" / "squeeze_heads.json"
 FOLDER = SPECS / "onnx"

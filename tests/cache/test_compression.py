@@ -22,7 +22,7 @@ from cache.makers import (
 )
 
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, NewRecord, Receipt, encode, verify_cache
-from shd_ref.cache.compression import compress_blob, expand_blob
+from shd_ref.cache.codecs.compression import compress_blob, expand_blob
 from shd_ref.errors import ShdError
 
 zstandard = pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
@@ -117,7 +117,7 @@ def test_memory_is_the_callers_own() -> None:
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shd_ref.cache import compression
+    from shd_ref.cache.codecs import compression
 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name=name)

@@ -12,7 +12,7 @@ import pytest
 from cache.makers import contents, job, temporary_files, write_cache, write_shards
 
 from shd_ref.cache import CacheWriter, merge_caches, verify_cache
-from shd_ref.cache.storage import open_storage
+from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
 
 JOB = job(num_samples=3)

@@ -15,7 +15,7 @@ from cache.makers import job, read_everything, write_cache
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
-from shd_ref.cache.local_storage import LocalStorage
+from shd_ref.cache.storage.local import LocalStorage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 

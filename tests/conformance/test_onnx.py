@@ -17,8 +17,8 @@ from shd_ref.conformance import cases, judge  # noqa: E402  (after the skips)
 from shd_ref.conformance.report import Status  # noqa: E402
 from shd_ref.conformance.specification import agreement  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
-from shd_ref.teacher import function  # noqa: E402
 from shd_ref.teacher.adapter import BACKENDS, OnnxAdapter  # noqa: E402
+from shd_ref.teacher.rewrite import function  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = sorted((ROOT / "specs" / "onnx" / "node").glob("test_*"))

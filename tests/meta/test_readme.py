@@ -26,8 +26,8 @@ def test_training_example_runs(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the example trains in PyTorch")
     from torch_path.stories import Stories
 
-    from shd_ref.teacher.precompute import precompute
-    from shd_ref.teacher.run import PrecomputeOptions
+    from shd_ref.teacher.precompute.engine import precompute
+    from shd_ref.teacher.run.teacher import PrecomputeOptions
     from shd_torch import export_teacher
 
     def model(heads: int) -> Stories:

@@ -60,8 +60,8 @@ def test_shd_never_imports_torch(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
     pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
     code = f"""
-from shd_ref.teacher.commands import app
-import shd_ref.teacher.precompute, shd_ref.teacher.recheck
+from shd_ref.commands.app import app
+import shd_ref.teacher.precompute.engine, shd_ref.teacher.study.recheck
 from typer.testing import CliRunner
 result = CliRunner().invoke(app, ["verify", {str(tmp_path)!r}])
 assert result.exit_code == 1 and "is no cache" in result.output, result.output

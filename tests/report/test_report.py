@@ -21,20 +21,20 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
 pytest.importorskip("jinja2", reason="the report is a jinja2 template")
 
-import shd_ref.report.command  # noqa: F401  (registers the command)
+import shd_ref.commands.report  # noqa: F401  (registers the command)
 from shd_ref import ShdError, squeeze_heads
 from shd_ref.cache import CacheReader, Matching
+from shd_ref.commands.app import app
 from shd_ref.report.content import mean_entropy, merge_labels, read_content
 from shd_ref.report.evidence import read_evidence
 from shd_ref.report.figures import SERIES, map_picture
 from shd_ref.report.page import render_page
-from shd_ref.teacher.commands import app
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.graph_inputs import input_specs
-from shd_ref.teacher.inputs import ModelInputs
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.reading import AttentionReader
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 
 NUM_SAMPLES, LENGTH = 9, 12
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -9,7 +9,7 @@ from shd_ref.cli import load_app
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["onnxruntime", "onnx.version_converter", "pytest", "shd_ref.cli", "shd_ref.teacher.precompute"]
+    ["onnxruntime", "onnx.version_converter", "pytest", "shd_ref.cli", "shd_ref.teacher.precompute.engine"]
 )
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, verify_cache
 from shd_ref.cli import load_app
-from shd_ref.teacher.inputs import ModelInputs
+from shd_ref.teacher.run.inputs import ModelInputs
 
 NUM_SAMPLES = 12
 APP = load_app()

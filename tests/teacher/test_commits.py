@@ -11,7 +11,7 @@ from cache.makers import MEASURED, contents, job, records_of, write_cache
 
 from shd_ref.cache import CacheWriter, CodecError, NewRecord, Receipt, Skipped, list_cache
 from shd_ref.errors import ShdError
-from shd_ref.teacher.commits import Commits
+from shd_ref.teacher.precompute.commits import Commits
 
 
 class SlowWriter(CacheWriter):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-MODULES = ("compare", "find", "load", "session", "squeeze")
+MODULES = ("precompute.compare", "graph.find", "opening.load", "session", "rewrite.squeeze")
 IMPORTS = f"import {', '.join(f'shd_ref.teacher.{module}' for module in MODULES)}"
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from teacher.attention_graphs import GraphBuilder
 
-from shd_ref.teacher.einsum import rewrite_einsum
+from shd_ref.teacher.opening.einsum import rewrite_einsum
 from shd_ref.teacher.session import open_session
 
 SIZES = dict(zip("bhlsdmkgijn", (2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6), strict=True))

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 
-from shd_ref.teacher.compare import compare_with_reference
-from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.precompute.compare import compare_with_reference
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 
 pytest.importorskip("torch", reason="exporting a model needs torch")
 transformers = pytest.importorskip("transformers", reason="exporting a model needs transformers")

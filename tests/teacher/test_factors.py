@@ -19,11 +19,12 @@ from teacher.attention_graphs import (
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, Body
-from shd_ref.teacher.factors import SiteFactors, add_factors, find_factors
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph.factors import SiteFactors, find_factors
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.rewrite.factors import add_factors
+from shd_ref.teacher.rewrite.squeeze import assemble_graph, site_tensors
 from shd_ref.teacher.session import open_session
-from shd_ref.teacher.squeeze import assemble_graph, site_tensors
 from shd_ref.tolerances import load_tolerances
 
 HEADS = 4

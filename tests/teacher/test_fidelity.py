@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from teacher.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
-import shd_ref.teacher.fidelity_command  # noqa: F401  (registers the command)
+import shd_ref.commands.fidelity  # noqa: F401  (registers the command)
 from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
-from shd_ref.teacher.commands import app
-from shd_ref.teacher.difference import CosineDistance, CrossEntropy, RelativeError, Targets
-from shd_ref.teacher.fidelity import ALPHAS, FidelityOptions, measure_fidelity
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.graph_inputs import input_specs
-from shd_ref.teacher.inputs import Batch, ModelInputs
-from shd_ref.teacher.reading import AttentionReader
-from shd_ref.teacher.replace import replace_attention
-from shd_ref.teacher.rule import SqueezeOptions, make_rule
-from shd_ref.teacher.run import RunOptions
+from shd_ref.commands.app import app
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.rewrite.replace import replace_attention
+from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
+from shd_ref.teacher.run.inputs import Batch, ModelInputs
+from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.teacher import RunOptions
 from shd_ref.teacher.session import open_session
+from shd_ref.teacher.study.difference import CosineDistance, CrossEntropy, RelativeError, Targets
+from shd_ref.teacher.study.fidelity import ALPHAS, FidelityOptions, measure_fidelity
 from shd_ref.tolerances import load_tolerances
 
 LENGTH = 7

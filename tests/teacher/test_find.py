@@ -11,12 +11,12 @@ from teacher import attention_graphs
 from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher import find
-from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph import find
+from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.graph.shapes import probe_shapes
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
-from shd_ref.teacher.shapes import probe_shapes
-from shd_ref.teacher.squeeze import squeeze_graph
 
 LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
 

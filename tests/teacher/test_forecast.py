@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from shd_ref.cache import CODECS, FACTORED_CODECS
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.forecast import Forecast, forecast_cache
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.forecast import Forecast, forecast_cache
 
 app = load_app()
 OPTIONS = PrecomputeOptions(num_student_heads=2)

@@ -21,14 +21,14 @@ from teacher.attention_graphs import (
 )
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.compare import Comparison, compare_with_reference
-from shd_ref.teacher.factors import find_factors
-from shd_ref.teacher.find import AttentionSite, find_sites, projection_of
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.replace import replace_attention
-from shd_ref.teacher.rule import SqueezeOptions, make_rule
+from shd_ref.teacher.graph.factors import find_factors
+from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.compare import Comparison, compare_with_reference
+from shd_ref.teacher.rewrite.replace import replace_attention
+from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import squeeze_graph
 
 Feeds = Mapping[str, NDArray[Any]]
 

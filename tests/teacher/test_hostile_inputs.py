@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSpec
-from shd_ref.teacher.inputs import ModelInputs
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.sources import open_source
 
 SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("input_ids", "attention_mask"))

@@ -15,13 +15,13 @@ from teacher.attention_graphs import GraphBuilder, encoder_layer, random_project
 
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
-from shd_ref.teacher import find
-from shd_ref.teacher.fidelity import FidelityOptions, measure_fidelity
-from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.forecast import forecast_cache
-from shd_ref.teacher.independence import Finding
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.graph import find
+from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.graph.independence import Finding
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
+from shd_ref.teacher.study.forecast import forecast_cache
 from shd_ref.tolerances import load_tolerances
 
 HEADS, WIDTH = 2, 6

@@ -19,11 +19,11 @@ pytest.importorskip("onnxruntime")
 from teacher import attention_kinds  # noqa: E402  (after the skips)
 from teacher.attention_kinds import CASES, HEADS, Together  # noqa: E402
 
-from shd_ref.teacher.compare import compare_with_reference  # noqa: E402
-from shd_ref.teacher.find import AttentionSite, find_sites  # noqa: E402
-from shd_ref.teacher.load import load_teacher  # noqa: E402
+from shd_ref.teacher.graph.find import AttentionSite, find_sites  # noqa: E402
+from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
+from shd_ref.teacher.precompute.compare import compare_with_reference  # noqa: E402
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph  # noqa: E402
 from shd_ref.teacher.session import open_session, run_session  # noqa: E402
-from shd_ref.teacher.squeeze import squeeze_graph  # noqa: E402
 from shd_torch.export import export_teacher  # noqa: E402
 
 SEQUENCE_FIRST = tuple(name for name, case in CASES.items() if case.sequence_first)

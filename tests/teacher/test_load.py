@@ -10,12 +10,12 @@ from onnx import TensorProto, helper
 from teacher.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.compare import compare_with_reference
-from shd_ref.teacher.external import data_folder, hash_teacher
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.external import data_folder, hash_teacher
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.compare import compare_with_reference
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import squeeze_graph
 
 
 def save_external(model: onnx.ModelProto, folder: Path) -> Path:

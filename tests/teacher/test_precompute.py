@@ -18,15 +18,15 @@ from teacher.attention_graphs import bare_attention, encoder_layer
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
-from shd_ref.teacher.external import hash_teacher
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.graph_inputs import input_specs
-from shd_ref.teacher.inputs import ModelInputs
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.recheck import recheck_records
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.opening.external import hash_teacher
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session
+from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 
 NUM_SAMPLES = 23
@@ -185,7 +185,7 @@ def test_maps_that_differ_are_found(teacher: Path, tmp_path: Path) -> None:
 def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
     """Put other codes in place of every record's, by its key, with valid checksums."""
     from shd_ref.cache import CacheWriter, CodecError, NewRecord
-    from shd_ref.cache.packing import unpack
+    from shd_ref.cache.codecs.packing import unpack
 
     reader = CacheReader(cache)
     manifest, records = reader.manifest, {record.index: record for record in map(reader.read, reader)}

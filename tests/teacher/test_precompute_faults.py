@@ -20,17 +20,17 @@ from teacher.attention_graphs import bare_attention, encoder_layer, token_teache
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, NewRecord, Receipt, sample_key, verify_cache
-from shd_ref.cache.storage import open_storage
+from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.buckets import group_samples, group_shards
-from shd_ref.teacher.inputs import Batch
-from shd_ref.teacher.job import PrecomputeJob
-from shd_ref.teacher.precompute import precompute, precompute_shapes
-from shd_ref.teacher.recheck import recheck_records
-from shd_ref.teacher.records import make_records
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions, TeacherRun
-from shd_ref.teacher.session import open_session, run_batch
+from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
+from shd_ref.teacher.precompute.job import PrecomputeJob
+from shd_ref.teacher.precompute.records import make_records
+from shd_ref.teacher.run.buckets import group_samples, group_shards
+from shd_ref.teacher.run.inputs import Batch, run_batch
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.session import open_session
+from shd_ref.teacher.study.recheck import recheck_records
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 60
@@ -78,7 +78,7 @@ def test_large_maps_are_checked_a_sample_at_a_time(
     """Check outputs of a large teacher do not fit a batch; what is stored does not change, its error is measured."""
     options, inputs, run = replace(OPTIONS, form=form), make_tokens(), RunOptions(batch_size=10, samples_per_shard=20)
     whole = precompute(teacher, inputs, tmp_path / "whole", options, run)
-    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 1)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 1)
     cut = precompute(teacher, inputs, tmp_path / "cut", options, run)
     assert (whole.compared_samples, cut.compared_samples) == (10, 1)
     one, two = CacheReader(tmp_path / "whole"), CacheReader(tmp_path / "cut")
@@ -108,7 +108,7 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
             runs.append((len(batch.indices), any("merged" in name for name in names)))
         return run_batch(session, names, batch)
 
-    monkeypatch.setattr("shd_ref.teacher.run.run_batch", counted)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.run_batch", counted)
     return runs
 
 
@@ -122,7 +122,7 @@ def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, monkeypatch: py
         "mask": np.ones((32, 12), np.int64),
     }
     inputs["values_0"][20, 1, 3] = np.nan
-    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 1)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 1)
     runs = count_runs(monkeypatch)
     options = replace(OPTIONS, on_error="skip")
     run = RunOptions(batch_size=16, samples_per_shard=16, mask="mask")
@@ -146,7 +146,7 @@ def test_check_outputs_are_counted_as_the_graph_gives_them(
     onnx.save(model, tmp_path / "teacher.onnx")
     mask = np.zeros((8, 64), np.int64)
     mask[:, :5] = 1
-    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 20_000)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 20_000)
     work = TeacherRun(tmp_path / "teacher.onnx", {"input_ids": mask, "attention_mask": mask}, OPTIONS, RUN)
     assert work.count_checked(range(8)) == most
 
@@ -154,7 +154,7 @@ def test_check_outputs_are_counted_as_the_graph_gives_them(
 def test_students_share_batches_also_where_check_outputs_do_not_fit(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shd_ref.teacher.run.CHECKED_BYTES", 1)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 1)
     runs = count_runs(monkeypatch)
     run = RunOptions(batch_size=10, samples_per_shard=20)
     precompute(teacher, make_tokens(), tmp_path / "one", OPTIONS, run)
@@ -174,7 +174,7 @@ def test_pending_records_keep_no_more_than_their_codes(
         made.extend(records)
         return records
 
-    monkeypatch.setattr("shd_ref.teacher.job.make_records", kept)
+    monkeypatch.setattr("shd_ref.teacher.precompute.job.make_records", kept)
     precompute(teacher, make_tokens(), tmp_path, OPTIONS, RunOptions(batch_size=8, samples_per_shard=2))
     owners = {}
     for record in made:
@@ -265,7 +265,7 @@ def test_several_students_share_one_pass_of_the_teacher(
         sessions.append(CountedSession(open_session(*arguments, **keywords)))
         return sessions[-1]
 
-    monkeypatch.setattr("shd_ref.teacher.run.open_session", counted)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.open_session", counted)
     run = RunOptions(batch_size=4, samples_per_shard=5)
     summaries = precompute_shapes(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
     assert [summary.folder.name for summary in summaries] == ["heads-3", "heads-2", "heads-1"]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from teacher.attention_graphs import GraphBuilder, random_projection
 
-from shd_ref.teacher.find import AttentionSite, find_sites
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.session import open_session
 
 HEADS, D_V, D_MODEL = 3, 2, 5

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from shd_ref.cache import list_cache, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute import precompute, precompute_shapes
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import ArraySource, Row
 
 ray = pytest.importorskip("ray", reason="--engine ray needs the extra 'ray'")
@@ -64,7 +64,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
 
     folder, driver = tmp_path / "cache", os.getpid()
     precompute(teacher, make_tokens(), tmp_path / "whole", OPTIONS, RUN)
@@ -98,7 +98,7 @@ def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
 
     driver = os.getpid()
 
@@ -121,7 +121,7 @@ def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_p
 
 
 def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
 
     inputs = ArraySource(make_tokens())
     with pytest.raises(ShdError, match="workers must be 1 to 2") as caught:
@@ -149,7 +149,7 @@ def test_from_the_command_line(teacher: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one student's cache holds more already than another's."""
-    from shd_ref.teacher.ray_engine import precompute_shapes_on_ray
+    from shd_ref.teacher.precompute.ray_engine import precompute_shapes_on_ray
 
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", **make_tokens())

@@ -9,8 +9,8 @@ from onnx import TensorProto
 from teacher.attention_graphs import GraphBuilder, encoder_layer
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSizes, InputSpec, batch_axes
-from shd_ref.teacher.shapes import Probe, probe_feeds
+from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes
+from shd_ref.teacher.graph.shapes import Probe, probe_feeds
 
 SIZES = InputSizes(batch=4, length=5)
 PAST = InputSpec("past_key_values.0.key", "float32", ("batch_size", 2, "past_sequence_length", 8))

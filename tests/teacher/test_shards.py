@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from shd_ref.cache import CacheReader, list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.buckets import share_shards
-from shd_ref.teacher.precompute import precompute, precompute_shapes
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
+from shd_ref.teacher.run.buckets import share_shards
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 
 NUM_SAMPLES = 41
 OPTIONS = PrecomputeOptions(num_student_heads=2)

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSpec
-from shd_ref.teacher.inputs import ModelInputs
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.sources import IndexedSource, Row, Source, open_source
 
 NUM_SAMPLES = 700  # more than two blocks of every reader

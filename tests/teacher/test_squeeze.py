@@ -15,12 +15,12 @@ from onnx.reference import ReferenceEvaluator
 from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
 
 from shd_ref import merge_plan, squeeze_heads, value_outputs
-from shd_ref.cache.codecs import encode
+from shd_ref.cache.codecs.codecs import encode
 from shd_ref.errors import ShdError
-from shd_ref.teacher.compare import compare_with_reference
-from shd_ref.teacher.find import find_sites
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.precompute.compare import compare_with_reference
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import SqueezedGraph, squeeze_graph
 from shd_ref.tolerances import load_tolerances
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]

@@ -9,8 +9,8 @@ import pytest
 
 from shd_ref.cache import sample_key
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph_inputs import InputSpec
-from shd_ref.teacher.inputs import ModelInputs
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.run.inputs import ModelInputs
 
 IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
 MASK = InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1"))

@@ -11,13 +11,13 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from shd_ref.teacher.compare import compare_with_reference
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.replace import replace_attention
-from shd_ref.teacher.rule import SqueezeOptions, make_rule
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.compare import compare_with_reference
+from shd_ref.teacher.rewrite.replace import replace_attention
+from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.squeeze import squeeze_graph
 
 
 class Verdict(NamedTuple):

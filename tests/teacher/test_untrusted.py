@@ -13,10 +13,10 @@ from onnx import TensorProto, helper
 from teacher.attention_graphs import GraphBuilder, attention_operator, encoder_layer
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
-from shd_ref.teacher.squeeze import squeeze_graph
 
 CODES = {"graph-invalid", "graph-unsupported"}
 GRAPHS = {

@@ -483,9 +483,9 @@ def test_support_error_names_where() -> None:
 def test_samples_and_rows_are_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(37, per_row=True, **both(is_causal=True, attn_mask=padded(2, 37, left=True)))
     expected = case.expected()
-    monkeypatch.setattr("shd_torch.supervision.TILE_ENTRIES", 300)
-    monkeypatch.setattr("shd_torch.masks.CHUNK", 8)
-    monkeypatch.setattr("shd_torch.fused.CHUNK", 8)
+    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 300)
+    monkeypatch.setattr("shd_torch.supervision.mask.CHUNK", 8)
+    monkeypatch.setattr("shd_torch.supervision.fused.CHUNK", 8)
     for backend in BACKENDS:
         for supervision in (case.supervision(torch.float64), torch.from_numpy(case.maps())):
             assert_close(run(case, supervision, backend, torch.float64), expected, "float64")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_path.architectures import GROUPED, HEADS, HUGGING_FACE, make_inputs, make_model
 
 from shd_torch import attention_kl, capture_attention, shd_loss
-from shd_torch.attention_call import AttentionCall
+from shd_torch.capture.call import AttentionCall
 
 transformers = pytest.importorskip("transformers", reason="these are Hugging Face architectures")
 

@@ -63,7 +63,7 @@ def test_tiles_are_the_decoded_maps(codec: str, support: str) -> None:
 @pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
 def test_the_loss_is_that_of_the_maps(backend: str, support: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shd_torch.supervision.TILE_ENTRIES", 100)
+    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 100)
     batch, _ = make_batch("sqrt8-row", support)
     generator = torch.Generator().manual_seed(0)
     arguments: dict[str, Any] = {"is_causal": support == "causal", "temperature": 2.0, "backend": backend}
@@ -122,7 +122,7 @@ def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, c
     starts = (0, sizes[0], sizes[0] + sizes[1])
     coded = Coded(buffer, starts, lengths, 3, codec, support, 10)
     whole = coded.mass()
-    monkeypatch.setattr("shd_torch.supervision.TILE_ENTRIES", 20)
+    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 20)
     assert torch.equal(coded.mass(), whole)
     assert torch.equal(whole != 0, coded.has_mass(slice(0, 10), slice(0, 10)).any(-1))
     assert 0 < (whole != 0).sum() < whole.numel()

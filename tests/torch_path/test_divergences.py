@@ -13,7 +13,7 @@ from torch_path.twins import DTYPES, TWINS, Implementation, assert_agrees, row_m
 import shd_ref
 import shd_torch
 from shd_ref import ShdError
-from shd_torch.divergences import DIVERGENCES
+from shd_torch.maps.divergences import DIVERGENCES
 
 SHAPE = (2, 3, 5, 7)  # (B, H_s, L, S)
 VARIANTS: dict[str, dict[str, Any]] = {

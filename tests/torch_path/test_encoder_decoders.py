@@ -15,18 +15,18 @@ from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.errors import ShdError
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.kinds import find_kinds
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.recheck import recheck_records
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.kinds import find_kinds
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 from shd_torch import SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls, squeeze_heads
-from shd_torch.attention import value_outputs
 from shd_torch.commands import app
 from shd_torch.export import example_inputs
-from shd_torch.trainer import SHDTrainer
+from shd_torch.maps.attention import value_outputs
+from shd_torch.training.trainer import SHDTrainer
 
 ENCODER_LENGTHS, DECODER_LENGTHS = (9, 5, 7, 9, 4, 6, 8), (3, 6, 6, 2, 5, 6, 4)
 HEADS = 2

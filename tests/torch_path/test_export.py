@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch_path.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
 
 import shd_torch.export
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
 from shd_torch import ShdError, export_teacher, load_hf_model
 
 onnx = pytest.importorskip("onnx", reason="export needs onnx")

@@ -25,7 +25,7 @@ from shd_torch import (
     check_cache,
     shd_loss,
 )
-from shd_torch.factored_codes import pack_factored
+from shd_torch.supervision.factored_codes import pack_factored
 
 INDICES = (3, 0, 7, 3)
 
@@ -155,8 +155,8 @@ def loss_change(exact: Tensor, coded: Tensor, student_probs: Tensor, counted: Te
 def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
-    from shd_ref.teacher.precompute import precompute
-    from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.precompute.engine import precompute
+    from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 
     inputs = hf_inputs(name, batch=6, length=12)
@@ -219,8 +219,8 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     pytest.importorskip("transformers", reason="these teachers come from transformers")
     from torch_path.architectures import HEADS, make_inputs, make_model
 
-    from shd_ref.teacher.precompute import precompute
-    from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.precompute.engine import precompute
+    from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 
     model = make_model(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))

@@ -19,8 +19,8 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.plans import MergePlan
-from shd_ref.teacher.fidelity import ALPHAS, FidelityOptions, FidelityReport, measure_fidelity
-from shd_ref.teacher.run import RunOptions
+from shd_ref.teacher.run.teacher import RunOptions
+from shd_ref.teacher.study.fidelity import ALPHAS, FidelityOptions, FidelityReport, measure_fidelity
 from shd_torch import export_teacher
 
 # The exporter and its own dependencies deprecate one another's interfaces.

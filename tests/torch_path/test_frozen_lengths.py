@@ -13,13 +13,13 @@ pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, sample_key
-from shd_ref.teacher.fidelity import FidelityOptions, measure_fidelity
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.recheck import recheck_records
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
-from shd_ref.teacher.shapes import Probe
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.shapes import Probe
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
+from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 
 HEADS, WIDTH, FROZEN = 4, 12, 7

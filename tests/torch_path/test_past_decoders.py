@@ -20,13 +20,13 @@ from teacher.past_decoders import DECODERS, VOCABULARY, export_with_past, make_d
 
 from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, sample_key, trim_sample
-from shd_ref.teacher.fidelity import FidelityOptions, measure_fidelity
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.forecast import forecast_cache
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.recheck import recheck_records
-from shd_ref.teacher.run import PrecomputeOptions, RunOptions
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
+from shd_ref.teacher.study.forecast import forecast_cache
+from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 from shd_torch import SupervisedDataset, attention_kl, capture_attention
 
@@ -156,7 +156,7 @@ def test_a_student_learns_from_the_cache(taught: Taught) -> None:
 
 
 def test_no_output_of_the_past_is_computed(taught: Taught) -> None:
-    from shd_ref.teacher.squeeze import squeeze_graph
+    from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 
     model = load_teacher(taught.graph)
     assert sum(value.name.startswith("present.") for value in model.graph.output) == 4

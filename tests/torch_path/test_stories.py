@@ -15,12 +15,12 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_ref.cache import CacheReader
-from shd_ref.teacher.find import find_sites
-from shd_ref.teacher.load import load_teacher
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run import PrecomputeOptions
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions
 from shd_torch import SupervisedDataset, capture_attention, check_cache, export_teacher, shd_loss
-from shd_torch.train import ArrayDataset
+from shd_torch.demo.train import ArrayDataset
 
 LENGTH = 64
 NUM_SAMPLES = 48

@@ -15,7 +15,7 @@ from cache.makers import is_skipped, job, length_of, write_cache
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import ShdError, SupervisedStream, attention_kl
-from shd_torch.stream import REMAINDERS
+from shd_torch.data.stream import REMAINDERS
 
 NUM_SAMPLES = 11
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_path.models import NUM_LAYERS, PlainViT, hf_inputs, hf_model
 
 from shd_torch import OnlineTeacher, ShdError, capture_attention
-from shd_torch.taps import record
+from shd_torch.capture.taps import record
 
 
 class Doubled:

@@ -15,12 +15,12 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_ref.cache import CacheReader
-from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run import PrecomputeOptions
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions
 from shd_torch import ShdError, capture_attention, export_teacher, shd_loss
-from shd_torch.dataset import SupervisedDataset
+from shd_torch.data.dataset import SupervisedDataset
+from shd_torch.demo.train import ArrayDataset, TrainOptions, kd_loss, measure_accuracy, train_student
 from shd_torch.demo.vit import VisionTransformer
-from shd_torch.train import ArrayDataset, TrainOptions, kd_loss, measure_accuracy, train_student
 
 NUM_IMAGES = 24
 

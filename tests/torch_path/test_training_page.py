@@ -17,7 +17,7 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 from torch_path.trainer_cases import make_model, make_samples, pad  # noqa: E402
 
 import shd_torch  # noqa: E402
-from shd_torch.trainer import SHDTrainer  # noqa: E402
+from shd_torch.training.trainer import SHDTrainer  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 LOOP, TRAINER, LIGHTNING, LIVE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

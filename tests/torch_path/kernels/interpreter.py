@@ -45,7 +45,7 @@ class InterpretedAdapter:
 
 def call_adapter(operation: str, inputs: dict[str, Any], dtype: str) -> Any:
     """One operation of the judge."""
-    from shd_torch.kl.kernel_adapter import KernelAdapter
+    from shd_torch.adapters.kernels import KernelAdapter
 
     return KernelAdapter("cpu").run_operation(operation, inputs, dtype)
 
@@ -83,7 +83,7 @@ def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: st
     from torch_path.twins import to_tensor
 
     from shd_torch import Factored, attention_kl, explain_backend
-    from shd_torch.coded import Coded
+    from shd_torch.supervision.coded import Coded
 
     def convert(fields: dict[str, Any]) -> dict[str, Any]:
         return {key: to_tensor(value, device) if hasattr(value, "dtype") else value for key, value in fields.items()}

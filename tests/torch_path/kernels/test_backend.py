@@ -16,11 +16,11 @@ from torch_path.kernels.interpreter import call_loss
 from shd_ref.cache import decode, encode, pack
 from shd_ref.tolerances import load_tolerances
 from shd_torch import Dense, Factored, attention_kl, explain_backend
-from shd_torch.coded import Coded
 from shd_torch.kernels import RowsKl
 from shd_torch.kl import backends
 from shd_torch.kl.backends import BACKENDS, choose_backend
 from shd_torch.kl.request import KlRequest
+from shd_torch.supervision.coded import Coded
 
 Loss = Callable[..., dict[str, Any]]
 

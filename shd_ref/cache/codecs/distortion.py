@@ -1,0 +1,113 @@
+"""What coding costs: KL divergence and total variation of decoded rows (CACHE-38, CACHE-39)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.codecs import SMALLEST_PROB, code_dtype
+from shd_ref.errors import ShdError
+
+
+@dataclass(frozen=True)
+class CodecError:
+    """Error measured over rows that have mass.
+
+    Attributes:
+        kl_mean: mean KL(exact || decoded), in nats per row.
+        kl_max: the largest such KL, in nats.
+        tv_mean: mean total variation, half the sum of absolute differences, in [0, 1].
+        rows: how many rows were measured; with 0 the other numbers are 0.
+    """
+
+    kl_mean: float
+    kl_max: float
+    tv_mean: float
+    rows: int
+
+
+def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
+    """The most that a codec can cost a row, in nats, stated before anything is coded (CACHE-39).
+
+    Args:
+        codec: one of ``CODECS``.
+        num_positive: S, how many entries of the row are positive; a number or an array of rows.
+        largest: m, the largest of them.
+
+    Raises:
+        ShdError: ``argument-value`` (codec).
+    """
+    code_dtype(codec)
+    bounds = {
+        "float32": 0.0 * num_positive,
+        "bf16": 1.01 / 2**16 + 0.0 * num_positive,
+        "sqrt8-row": num_positive * largest / 255**2,
+        "sqrt8-abs": num_positive / 255**2,
+        "u4": num_positive * largest / 206,
+    }
+    return bounds[codec]
+
+
+def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
+    """The most that a codec can move each row, in total variation: Pinsker's inequality on ``kl_bound`` (CACHE-39).
+
+    Args:
+        codec: one of ``CODECS``.
+        probs: ``(..., L, S)`` rows before coding.
+
+    Returns:
+        ``(..., L)`` float64.
+    """
+    bound = kl_bound(codec, (probs >= SMALLEST_PROB).sum(axis=-1), probs.max(axis=-1, initial=0.0).astype(np.float64))
+    return np.asarray(np.sqrt(bound / 2), dtype=np.float64)
+
+
+def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
+    """Compare exact rows with decoded ones, in float64 (CACHE-38).
+
+    Args:
+        probs: ``(..., L, S)`` exact rows; rows without mass are not measured.
+        decoded: the same shape, from ``decode``.
+
+    Returns:
+        The error; ``kl_max`` is infinite if a decoder lost part of the support.
+
+    Raises:
+        ShdError: ``argument-shape``.
+    """
+    if probs.shape != decoded.shape:
+        raise ShdError(
+            "argument-shape", f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}", "CACHE-38"
+        )
+    exact = probs.reshape(-1, probs.shape[-1]).astype(np.float64)
+    exact[exact < SMALLEST_PROB] = 0.0
+    counted = exact.sum(axis=-1) > 0
+    exact, coded = exact[counted], decoded.reshape(exact.shape)[counted].astype(np.float64)
+    if not len(exact):
+        return CodecError(0.0, 0.0, 0.0, 0)
+    exact /= exact.sum(axis=-1, keepdims=True)
+    ratios = np.ones_like(exact)
+    with np.errstate(divide="ignore"):
+        np.divide(exact, coded, out=ratios, where=exact > 0)
+    log_ratios = np.log(ratios, out=ratios)
+    kl = np.maximum((exact * log_ratios).sum(axis=-1), 0.0)  # rounding can leave -1e-17
+    tv = 0.5 * np.abs(exact - coded).sum(axis=-1)
+    return CodecError(float(kl.mean()), float(kl.max()), float(tv.mean()), len(exact))
+
+
+def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
+    """The error over all rows of several measurements, such as the batches of one shard."""
+    parts = list(errors)
+    rows = sum(part.rows for part in parts)
+    if not rows:
+        return CodecError(0.0, 0.0, 0.0, 0)
+    return CodecError(
+        kl_mean=sum(part.kl_mean * part.rows for part in parts) / rows,
+        kl_max=max(part.kl_max for part in parts),
+        tv_mean=sum(part.tv_mean * part.rows for part in parts) / rows,
+        rows=rows,
+    )

@@ -1,0 +1,328 @@
+"""Factored records: the teacher's queries and keys in place of maps (CACHE-100 to CACHE-111).
+
+A map is the softmax of scaled products of queries and keys, so for long samples these are smaller, and whoever has
+them can train without a map. Keys are centred first: what is added to all keys of a head changes no map, and smaller
+numbers are rounded by less.
+
+What rounding costs can be said beforehand (CACHE-109): if it moves no logit of a row by more than e, the row's KL
+is at most ``e^2 / 2`` (Hoeffding's lemma, as the KL is ``log E exp(d) - E d`` of the moves d); mixing only lowers it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.packing import SUPPORTS
+from shd_ref.cache.storage.documents import MAX_INTEGER, optional
+from shd_ref.errors import ShdError
+
+Array32 = NDArray[np.float32]
+Array64 = NDArray[np.float64]
+
+FACTORED_CODECS: Final = ("float16", "int8")
+DEFAULT_FACTORED_CODEC: Final = "int8"
+
+INT8_LEVELS: Final = 127
+"""Code of a vector's largest component; -128 is not used."""
+
+_CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {"float16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """How a layer's queries and keys make its maps; one for each layer of a manifest (CACHE-101).
+
+    Attributes:
+        num_key_heads: H_kv, a divisor of H_t: query head t reads key head ``t // (H_t / H_kv)``.
+        width: d, components of a query and of a key.
+        scale: of their products, above 0.
+        window: a row looks at keys less than this many positions from it; None for all (CACHE-112).
+    """
+
+    num_key_heads: int
+    width: int
+    scale: float
+    window: int | None = optional(None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", float(self.scale))  # a document tells 1 from 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class CodedFactors:
+    """Queries and keys of one sample and layer as codes.
+
+    Attributes:
+        queries: ``(H_t, n, d)`` float16 or int8.
+        keys: ``(H_kv, n, d)``, centred.
+        query_steps: float32 ``(H_t, n)``, what a code of one is worth; None for float16.
+        key_steps: float32 ``(H_kv, n)``, likewise.
+    """
+
+    queries: NDArray[Any]
+    keys: NDArray[Any]
+    query_steps: Array32 | None = None
+    key_steps: Array32 | None = None
+
+
+def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> CodedFactors:
+    """Code queries and centred keys (CACHE-103 to CACHE-106).
+
+    Args:
+        codec: one of ``FACTORED_CODECS``.
+        queries: ``(H_t, n, d)`` float32, as the teacher multiplies them; without padding.
+        keys: ``(H_kv, n, d)`` float32, likewise.
+
+    Raises:
+        ShdError: ``argument-value`` (codec, a number beyond float16), ``argument-shape``, ``argument-dtype``,
+            ``not-finite``.
+    """
+    check_factored_codec(codec)
+    for name, values in (("queries", queries), ("keys", keys)):
+        if values.ndim != 3 or values.shape[1:] != queries.shape[1:] or not values.size:
+            raise ShdError("argument-shape", f"{name} must be (heads, n, d); got {values.shape}", "CACHE-103")
+        if values.dtype != np.float32:
+            raise ShdError("argument-dtype", f"{name} must be float32; got {values.dtype}", "CACHE-103")
+        if not np.isfinite(values).all():
+            raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-103")
+    centred = keys - keys.mean(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
+    if codec == "float16":
+        return CodedFactors(_to_float16("queries", queries), _to_float16("keys", centred))
+    query_codes, query_steps = _to_int8(queries)
+    key_codes, key_steps = _to_int8(centred)
+    return CodedFactors(query_codes, key_codes, query_steps, key_steps)
+
+
+def decode_factors(coded: CodedFactors) -> tuple[Array32, Array32]:
+    """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32 (CACHE-105, CACHE-106)."""
+    queries, keys = coded.queries.astype(np.float32), coded.keys.astype(np.float32)
+    if coded.query_steps is not None and coded.key_steps is not None:
+        queries *= coded.query_steps[..., None]
+        keys *= coded.key_steps[..., None]
+    return queries, keys
+
+
+def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) -> int:
+    """Bytes of one blob (CACHE-107).
+
+    Args:
+        codec: one of ``FACTORED_CODECS``.
+        num_heads: H_t.
+        layer: of the manifest.
+        length: n.
+    """
+    check_factored_codec(codec)
+    vectors = (num_heads + layer.num_key_heads) * length
+    return vectors * (2 * layer.width if codec == "float16" else layer.width + 4)
+
+
+def pack_factors(coded: CodedFactors) -> NDArray[np.uint8]:
+    """Codes of one layer as bytes: steps if there are any, then codes, queries before keys (CACHE-107)."""
+    parts = [coded.query_steps, coded.key_steps, coded.queries, coded.keys]
+    return np.concatenate([_little_bytes(part) for part in parts if part is not None])
+
+
+def unpack_factors(
+    blob: NDArray[np.uint8], codec: str, num_heads: int, layer: LayerFactors, length: int
+) -> CodedFactors:
+    """The inverse of ``pack_factors``.
+
+    Raises:
+        ShdError: ``argument-value`` (codec), ``argument-shape`` for a blob of the wrong size.
+    """
+    size = factored_size(codec, num_heads, layer, length)
+    if blob.dtype != np.uint8 or blob.shape != (size,):
+        raise ShdError(
+            "argument-shape",
+            f"blob must be ({size},) uint8 for {num_heads} and {layer.num_key_heads} heads x {length} positions of "
+            f"width {layer.width} ({codec}); got {blob.shape} {blob.dtype}",
+            "CACHE-107",
+        )
+    heads = (num_heads, layer.num_key_heads)
+    steps: list[Array32 | None] = [None, None]
+    start = 0
+    if codec == "int8":
+        for place, count in enumerate(heads):
+            end = start + 4 * count * length
+            # A copy: blobs lie in a shard without alignment.
+            steps[place] = blob[start:end].copy().view("<f4").astype(np.float32, copy=False).reshape(count, length)
+            start = end
+    dtype = _CODE_DTYPES[codec]
+    codes = blob[start:].copy().view(dtype.newbyteorder("<")).astype(dtype, copy=False)
+    split = num_heads * length * layer.width
+    queries, keys = (
+        part.reshape(count, length, layer.width)
+        for part, count in zip((codes[:split], codes[split:]), heads, strict=True)
+    )
+    return CodedFactors(queries, keys, *steps)
+
+
+def check_coded_factors(coded: CodedFactors) -> None:
+    """Refuse codes that no encoder makes (CACHE-108).
+
+    Raises:
+        ShdError: ``not-finite``, ``argument-value``.
+    """
+    for values in (coded.queries, coded.keys, coded.query_steps, coded.key_steps):
+        if values is not None and values.dtype != np.int8 and not np.isfinite(values).all():
+            raise ShdError("not-finite", "queries and keys must be finite; got NaN or infinity", "CACHE-108")
+    for codes, steps in ((coded.queries, coded.query_steps), (coded.keys, coded.key_steps)):
+        if steps is not None and ((steps < 0).any() or (codes == -INT8_LEVELS - 1).any()):
+            raise ShdError("argument-value", "steps must not be negative, and no code -128", "CACHE-108")
+
+
+def rebuild_maps(
+    queries: NDArray[Any],
+    keys: NDArray[Any],
+    scale: float,
+    support: str,
+    mixing: NDArray[Any] | None = None,
+    *,
+    window: int | None = None,
+    first: int = 0,
+) -> Array32:
+    """Maps from queries and keys: the teacher's, or mixed to the student's (CACHE-110).
+
+    Args:
+        queries: ``(H_t, n - first, d)``.
+        keys: ``(H_kv, n - first, d)``.
+        scale: of their products.
+        support: ``"full"`` or ``"causal"``.
+        mixing: ``(H_s, H_t)``, or None for the teacher's own maps.
+        window: see ``LayerFactors``.
+        first: positions of padding before the first that counts; their rows and columns are zero.
+
+    Returns:
+        ``(H_s or H_t, n, n)`` float32, made in float64 head by head.
+
+    Raises:
+        ShdError: ``argument-value`` (support).
+    """
+    if support not in SUPPORTS:
+        raise ShdError("argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-40")
+    (heads, length), share = queries.shape[:2], len(queries) // len(keys)
+    weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
+    positions = np.arange(length)
+    low, high = (bound[:, None] for bound in row_bounds(length, support, window))
+    hidden = (positions < low) | (positions > high)
+    merged = np.zeros((len(weights), length, length))
+    for head in range(heads):
+        logits = scale * (queries[head].astype(np.float64) @ keys[head // share].astype(np.float64).T)
+        logits[hidden] = -np.inf
+        probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probs /= probs.sum(axis=-1, keepdims=True)
+        for student in np.flatnonzero(weights[:, head]):
+            merged[student] += weights[student, head] * probs
+    return np.pad(merged.astype(np.float32), ((0, 0), (first, 0), (first, 0)))
+
+
+def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last key that each row looks at (CACHE-112).
+
+    Args:
+        length: positions, padding not counted.
+        support: ``"full"`` or ``"causal"``.
+        window: see ``LayerFactors``.
+
+    Returns:
+        Two arrays ``(length,)``; a row looks at all keys between.
+    """
+    rows = np.arange(length, dtype=np.int64)
+    reach = length if window is None else min(window, length)
+    low = np.maximum(rows - reach + 1, 0)
+    return low, rows if support == "causal" else np.minimum(rows + reach - 1, length - 1)
+
+
+def factored_kl_bound(
+    codec: str, queries: NDArray[Any], keys: NDArray[Any], scale: float, support: str = "full"
+) -> Array64:
+    """The most that coding can cost each row of the teacher's maps, in nats (CACHE-109).
+
+    Args:
+        codec: one of ``FACTORED_CODECS``.
+        queries: ``(H_t, n, d)``, before coding.
+        keys: ``(H_kv, n, d)``, likewise.
+        scale: of their products.
+        support: ``"full"`` or ``"causal"``: which keys a row looks at. Within a window there are fewer, and the bound
+            holds all the more.
+
+    Returns:
+        ``(H_t, n)`` float64. A row of a mixed map costs at most the largest of its members'.
+    """
+    check_factored_codec(codec)
+    share = len(queries) // len(keys)
+    keys = np.repeat(keys.astype(np.float64) - keys.mean(axis=1, keepdims=True, dtype=np.float64), share, axis=0)
+    queries = queries.astype(np.float64)
+    moved_queries, moved_keys = _largest_move(codec, queries), _largest_move(codec, keys)  # (H_t, n)
+    key_sums = np.abs(keys).sum(axis=-1)
+    # A rounded query is longer than the query by at most d times its move.
+    query_sums = np.abs(queries).sum(axis=-1) + queries.shape[-1] * moved_queries
+    if support == "causal":  # row i looks at keys 0 to i
+        key_sums, moved_keys = (np.maximum.accumulate(part, axis=1) for part in (key_sums, moved_keys))
+    else:
+        key_sums, moved_keys = (part.max(axis=1, keepdims=True) for part in (key_sums, moved_keys))
+    moved = scale * (moved_queries * key_sums + moved_keys * query_sums)
+    return np.asarray(moved**2 / 2, dtype=np.float64)
+
+
+def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> str | None:
+    """What is wrong with the factors of a manifest's layers (CACHE-101), if anything."""
+    if codec not in FACTORED_CODECS:
+        return f"codec must be one of {FACTORED_CODECS} where factors are given; got {codec!r}"
+    for layer in layers:
+        if not (1 <= layer.num_key_heads <= num_heads and num_heads % layer.num_key_heads == 0):
+            return f"num_key_heads must be a divisor of num_teacher_heads={num_heads}; got {layer.num_key_heads}"
+        if not 1 <= layer.width <= 10_000:
+            return f"width must be 1 to 10000; got {layer.width}"
+        if not 0 < layer.scale < math.inf:
+            return f"scale must be finite and above 0; got {layer.scale}"
+        if layer.window is not None and not 1 <= layer.window <= MAX_INTEGER:
+            return f"window must be 1 to {MAX_INTEGER}; got {layer.window}"
+    return None
+
+
+def check_factored_codec(codec: str) -> None:
+    """Refuse a codec that is none of ``FACTORED_CODECS`` (``argument-value``)."""
+    if codec not in FACTORED_CODECS:
+        raise ShdError(
+            "argument-value", f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}", "CACHE-102"
+        )
+
+
+def _to_float16(name: str, values: Array32) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        codes = values.astype(np.float16)
+    if not np.isfinite(codes).all():
+        raise ShdError(
+            "argument-value",
+            f"{name} must be below 65520 for float16; got {np.abs(values).max():g}: use int8",
+            "CACHE-105",
+        )
+    return codes
+
+
+def _to_int8(values: Array32) -> tuple[NDArray[np.int8], Array32]:
+    steps = np.abs(values).max(axis=-1) / np.float32(INT8_LEVELS)
+    steps[steps < np.finfo(np.float32).tiny] = 0.0  # subnormal numbers, which accelerators flush
+    divisors = np.where(steps > 0, steps, np.float32(np.inf))[..., None]
+    codes = np.clip(np.rint(values / divisors), -INT8_LEVELS, INT8_LEVELS)
+    return codes.astype(np.int8), steps
+
+
+def _largest_move(codec: str, values: Array64) -> Array64:
+    """How far rounding moves a component of each vector at most: u of CACHE-109."""
+    largest = np.abs(values).max(axis=-1)
+    if codec == "int8":
+        return np.asarray(largest / (2 * INT8_LEVELS) * (1 + 2.0**-14), dtype=np.float64)
+    return np.asarray(np.maximum(largest * 2.0**-11, 2.0**-25) * (1 + 2.0**-10), dtype=np.float64)
+
+
+def _little_bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
+    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8)

@@ -1,0 +1,186 @@
+"""JSON documents of the cache: one spelling, their own checksum, strict reading (CACHE-10 to CACHE-15).
+
+A document is refused unless its bytes are exactly what ``encode_document`` writes for its content, so one
+flipped byte anywhere, even in white space, is an error. Content becomes dataclasses by their type hints:
+unknown, missing and mistyped members are errors, and nothing is converted. Fields made with ``optional`` are
+members that later versions of the format added: left out, never spelled out, where they have their default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from typing import Any, Final, TypeVar
+
+from shd_ref.cache.storage.checksums import xxh3_128
+from shd_ref.cache.storage.storage import Storage
+from shd_ref.errors import ShdError
+
+MAX_DOCUMENT_BYTES: Final = 1 << 28
+"""Larger documents are refused unread (CACHE-14)."""
+
+MAX_INTEGER: Final = 2**53 - 1
+"""Integers are 0 to this, exact in every JSON reader (CACHE-12)."""
+
+_Content = TypeVar("_Content")
+_PRIMITIVES: Final = (int, str, float)
+_OPTIONAL: Final = "optional"
+
+
+def optional(default: Any) -> Any:
+    """A dataclass field that a document leaves out where it has this default (CACHE-16)."""
+    return dataclasses.field(default=default, metadata={_OPTIONAL: True})
+
+
+def encode_document(content: Any, **more: str) -> bytes:
+    """Canonical bytes of a dataclass and further members, with the checksum added (CACHE-11, CACHE-13)."""
+    members = _fields_of(content) | more
+    return _serialise(members | {"checksum": xxh3_128(_serialise(members))})
+
+
+def checksum_of(content: Any) -> str:
+    """The checksum of a dataclass: XXH3-128 of its canonical bytes without the checksum (CACHE-13)."""
+    return xxh3_128(_serialise(_fields_of(content)))
+
+
+def read_document(storage: Storage, name: str) -> bytes:
+    """The bytes of a document file that is regular and not too large (CACHE-14).
+
+    Raises:
+        ShdError: ``path-unsafe`` for a link or device, ``cache-corrupt`` for an absurd size.
+        FileNotFoundError: no such file; what that means depends on the file.
+    """
+    size = storage.size(name)
+    if size > MAX_DOCUMENT_BYTES:
+        message = f"{storage.locate(name)} must hold at most {MAX_DOCUMENT_BYTES} bytes; got {size}"
+        raise ShdError("cache-corrupt", message, "CACHE-14")
+    return storage.read(name)
+
+
+def parse_members(data: bytes, source: object) -> dict[str, Any]:
+    """The members of a document, after its spelling and checksum were found right.
+
+    Args:
+        data: the bytes of the file.
+        source: the file's path, for messages.
+
+    Raises:
+        ShdError: ``cache-corrupt``.
+    """
+    try:
+        members = json.loads(data)
+        canonical = isinstance(members, dict) and _serialise(members) == data
+    except (ValueError, RecursionError) as error:  # not JSON, NaN, a huge number, or nested too deep
+        raise _corrupt(source, f"not a document of this format: {error}", "CACHE-11") from error
+    if not canonical:
+        raise _corrupt(
+            source, "not in canonical form: its bytes were changed, or another tool wrote them", "CACHE-11"
+        )
+    found = members.pop("checksum", None)
+    expected = xxh3_128(_serialise(members))
+    if found != expected:
+        raise _corrupt(source, f"its checksum must be {expected}; got {found}", "CACHE-13")
+    return typing.cast(dict[str, Any], members)
+
+
+def build(kind: type[_Content], members: dict[str, Any], source: object) -> _Content:
+    """A dataclass from the members of a document.
+
+    Raises:
+        ShdError: ``cache-corrupt`` naming the file and the member, also when the dataclass itself refuses.
+    """
+    try:
+        return typing.cast(_Content, _build(kind, members, ""))
+    except ShdError as error:
+        raise _corrupt(source, str(error), None) from error
+
+
+def _fields_of(content: Any) -> dict[str, Any]:
+    return {
+        field.name: value
+        for field in dataclasses.fields(content)
+        if (value := getattr(content, field.name)) != field.default or _OPTIONAL not in field.metadata
+    }
+
+
+def _serialise(members: dict[str, Any]) -> bytes:
+    text = json.dumps(members, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_fields_of)
+    return text.encode("ascii") + b"\n"
+
+
+def _corrupt(source: object, message: str, spec_id: str | None) -> ShdError:
+    advice = "restore the file from a copy, or delete the shard's receipt and write the shard again"
+    return ShdError("cache-corrupt", f"{source}: {message}; {advice}", spec_id)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+@functools.cache
+def _optional_members(kind: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
+
+
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    origin = typing.get_origin(hint)
+    return origin, typing.get_args(hint) if origin else tuple(_hints(hint).values())
+
+
+def _build(hint: Any, value: Any, where: str) -> Any:
+    if hint in _PRIMITIVES:
+        if type(value) is hint and (hint is not int or 0 <= value <= MAX_INTEGER):
+            return value
+        raise _mistyped(hint.__name__, value, where)
+    origin, arguments = _parts(hint)
+    if origin is types.UnionType:  # X | None
+        return None if value is None else _build(arguments[0], value, where)
+    if origin is tuple:
+        return _build_tuple(arguments, value, where)
+    if issubclass(hint, tuple):  # a named tuple is stored as a list
+        return hint(*_build_tuple(arguments, value, where))
+    return _build_fields(hint, value, where)
+
+
+def _build_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list:
+        raise _mistyped("a list", value, where)
+    if hints[-1] is Ellipsis:
+        return tuple([_build(hints[0], item, where) for item in value])
+    if len(value) != len(hints):
+        raise _mistyped(f"{len(hints)} items", value, where)
+    return tuple([_build(hint, item, where) for hint, item in zip(hints, value, strict=True)])
+
+
+def _build_fields(kind: type, value: Any, where: str) -> Any:
+    hints = _hints(kind)
+    if type(value) is not dict:
+        raise _mistyped("an object", value, where)
+    defaults = _optional_members(kind)
+    for name, default in defaults.items():
+        if name in value and value[name] == (list(default) if isinstance(default, tuple) else default):
+            message = f"{where or 'the document'} must leave out {name} where it is {value[name]!r}"
+            raise ShdError("cache-corrupt", message, "CACHE-16")
+    unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys() - defaults.keys())
+    if unknown or missing:
+        raise ShdError(
+            "cache-corrupt",
+            f"{where or 'the document'} must have the members of the spec; unknown {unknown}, missing {missing}",
+            "CACHE-15",
+        )
+    return kind(
+        **{
+            name: _build(hint, value[name], f"{where}.{name}" if where else name)
+            for name, hint in hints.items()
+            if name in value
+        }
+    )
+
+
+def _mistyped(expected: str, value: Any, where: str) -> ShdError:
+    return ShdError("cache-corrupt", f"{where} must be {expected}; got {str(value)[:80]!r}", "CACHE-15")

@@ -1,0 +1,242 @@
+"""Where a cache lies: a local folder, or an object store through fsspec (CACHE-70 to CACHE-79).
+
+Everything above this module asks for files by their names inside the cache, such as ``receipts/000123.json``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class PendingFile(abc.ABC):
+    """A file that is visible only after ``commit``; leaving the ``with`` block without it discards the bytes."""
+
+    @abc.abstractmethod
+    def write(self, data: Any) -> None:
+        """Append a bytes-like object."""
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Wait until the bytes are safe."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Give the file its final name. Call ``sync`` first."""
+
+    @abc.abstractmethod
+    def stands(self) -> bool:
+        """Whether the committed file still holds these bytes, not a racing writer's."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Discard what was not committed."""
+
+
+class RangeFile(abc.ABC):
+    """An open file that is read by position."""
+
+    @abc.abstractmethod
+    def read(self, start: int, end: int) -> NDArray[np.uint8]:
+        """Bytes ``start`` to ``end``, fewer where the file ends before, in memory of the caller's own.
+
+        Raises:
+            ShdError: as ``Storage.read``.
+            FileNotFoundError: the file vanished.
+        """
+
+    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
+        """Fill these arrays, one after another, with the bytes from ``start`` on.
+
+        Returns:
+            How many bytes there were; fewer than wanted where the file ends before.
+
+        Raises:
+            ShdError: as ``read``.
+            FileNotFoundError: likewise.
+        """
+        data = self.read(start, start + sum(map(len, parts)))
+        place = 0
+        for part in parts:
+            held = data[place : place + len(part)]
+            part[: len(held)] = held
+            place += len(part)
+        return len(data)
+
+
+class Storage(abc.ABC):
+    """The files of one cache. Safe to pickle, to fork and to share between threads.
+
+    Attributes:
+        root: the folder (absolute) or the address, for messages and to open it again.
+    """
+
+    root: Path | str
+
+    @abc.abstractmethod
+    def locate(self, name: str) -> Path | str:
+        """Path or address of a file, for messages."""
+
+    @abc.abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            ShdError: ``path-unsafe`` for a link or device (CACHE-8); as ``read``.
+            FileNotFoundError: no such file.
+        """
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file.
+
+        Raises:
+            ShdError: as ``size``.
+        """
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes:
+        """A whole file.
+
+        Raises:
+            ShdError: naming the file (CACHE-85): ``read-failed`` where the system or store refuses;
+                ``cache-incomplete`` or ``cache-corrupt`` for a file in a folder's place, or a folder in a file's.
+            FileNotFoundError: no such file.
+        """
+
+    @abc.abstractmethod
+    def open(self, name: str) -> RangeFile:
+        """A file to be read by position.
+
+        Raises:
+            ShdError: as ``read``.
+            FileNotFoundError: no such file; some storages find that out at the first read.
+        """
+
+    @abc.abstractmethod
+    def names(self, folder: str = "") -> list[str]:
+        """Every file below a folder, ascending; no file where there is no folder.
+
+        Raises:
+            ShdError: as ``read``.
+        """
+
+    def links(self) -> list[str]:
+        """Names that are links, of which a cache holds none."""
+        return []
+
+    def check_place(self, name: str) -> None:  # noqa: B027  (a store has no folders)
+        """Refuse a place where no file can be written, because a folder is there or a file in a folder's place.
+
+        Raises:
+            ShdError: ``cache-corrupt`` naming what is in the way (CACHE-85).
+        """
+
+    @abc.abstractmethod
+    def prepare(self) -> None:
+        """Make the place ready for its first file.
+
+        Raises:
+            ShdError: ``cache-exists`` when a file is in its place.
+        """
+
+    def check_held(self) -> None:  # noqa: B027  (a prefix cannot be moved away)
+        """Refuse to go on where the place is no longer the one that was prepared.
+
+        Raises:
+            ShdError: ``write-failed`` (CACHE-80).
+        """
+
+    @abc.abstractmethod
+    def remove_stale(self) -> None:
+        """Remove what dead writers left behind."""
+
+    @abc.abstractmethod
+    def is_leftover(self, name: str) -> bool:
+        """Whether a file is a lock or temporary, so that a place that holds only such files is empty."""
+
+    @abc.abstractmethod
+    def pending(self, name: str) -> PendingFile:
+        """A new file, invisible until it is committed."""
+
+    @abc.abstractmethod
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small file, unless it exists; of racing writers one succeeds and the others do nothing."""
+
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+
+    @abc.abstractmethod
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Exclude other writers, where the storage can; where it cannot, ``PendingFile.stands`` tells."""
+
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Write a small file atomically."""
+        with self.pending(name) as file:
+            file.write(data)
+            file.sync()
+            file.commit()
+
+    def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+        """Apply a function that reads files to each item, in order; many at once where each one waits long."""
+        return map(function, items)
+
+
+def check_path(path: str | os.PathLike[str], argument: str = "the cache") -> str | os.PathLike[str]:
+    """The path itself, if a file system can have it.
+
+    Args:
+        path: what the user gave.
+        argument: what it is, for messages.
+
+    Raises:
+        ShdError: ``argument-value`` for a NUL, or text that is none.
+    """
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise ShdError("argument-value", f"{argument} must be a path that a file system can have; got {str(path)!a}")
+    return path
+
+
+@contextlib.contextmanager
+def write_errors(path: Path | str) -> Iterator[None]:
+    """Turn what the operating system or the store refuses into ``write-failed`` naming the file."""
+    try:
+        yield
+    except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        message = f"{path} could not be written: {error.strerror or error}: a file is where a folder is meant"
+        advice = "(or the reverse): move it away, or choose another place"
+        raise ShdError("write-failed", f"{message} {advice}", "CACHE-74") from error
+    except OSError as error:
+        raise ShdError(
+            "write-failed",
+            f"{path} could not be written: {error.strerror or error}; everything committed is intact: "
+            "make room or regain access, then run again to resume",
+            "CACHE-74",
+        ) from error

@@ -1,0 +1,157 @@
+"""``shd ls``, ``shd seal``, ``shd merge`` and ``shd export``: caches as files, without their teacher."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+from rich.table import Table
+
+from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
+from shd_ref.cache.listing import spans
+from shd_ref.commands.app import app, console, messages, reported_errors, show_progress
+from shd_ref.commands.options import CacheArgument, refuse_nothing
+from shd_ref.commands.terminal import marked
+
+
+class ExportFormat(StrEnum):
+    """What a cache can be written as."""
+
+    webdataset = "webdataset"
+
+
+SHOWN_SPANS = 8
+"""Runs of missing shards that are printed."""
+
+
+@app.command(name="ls")
+def list_contents(
+    cache: CacheArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Say what a cache holds and which shards are missing, while it is written too.
+
+    Reads the receipts, not the maps; shd verify checks every byte. Exit code 1 where a file is damaged.
+    """
+    with reported_errors():
+        listing = list_cache(cache)
+    if as_json:
+        print(json.dumps(listing.to_json()))
+    else:
+        console.print(_listing_table(listing))
+    if listing.damaged:
+        for problem in listing.damaged:
+            messages.print(f"damaged: {problem}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def seal(cache: CacheArgument) -> None:
+    """State that a cache is complete, after every shard was found and the sample keys are the data set's.
+
+    A run that writes the last shard seals by itself; this is for those that stopped just before.
+    """
+    with reported_errors():
+        sealed = CacheWriter(cache, Manifest.read(cache)).seal()
+    console.print(marked("sealed", "green", f": {sealed.num_samples} samples in {len(sealed.receipts)} shards"))
+
+
+@app.command()
+def merge(
+    caches: Annotated[
+        list[str],
+        typer.Argument(help="Caches of one job, complete or not.", metavar="CACHE...", callback=refuse_nothing),
+    ],
+    out: Annotated[
+        str, typer.Option(help="The merged cache; give the same one again to resume.", callback=refuse_nothing)
+    ],
+    link: Annotated[
+        bool, typer.Option("--link", help="Hard links in place of copies, where both lie on one file system.")
+    ] = False,
+) -> None:
+    """Bring together the shards of one job that were made in several folders; seal them if none is missing.
+
+    Every byte is checked against its receipt. Caches of different jobs, and shards that differ, are refused.
+    """
+    with reported_errors(), show_progress("shards") as (bar, task):
+        summary = merge_caches(
+            caches, out, link=link, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    console.print(
+        f"{summary.copied} shards taken over ({decimal(summary.bytes)}), {summary.present} were there",
+        highlight=False,
+    )
+    if summary.sealed:
+        console.print(marked("sealed", "green", ": the cache is complete"))
+    else:
+        remedy = f": missing {_shard_ranges(summary.missing)}: write them, then merge again"
+        console.print(marked("partial", "yellow", remedy), soft_wrap=True)
+
+
+@app.command(name="export")
+def export_cache(
+    cache: CacheArgument,
+    out: Annotated[str, typer.Option(help="Folder of the export; give the same one again to resume.")],
+    kind: Annotated[ExportFormat, typer.Option("--format", help="webdataset: tar files.")] = ExportFormat.webdataset,
+) -> None:
+    """Write a sealed cache, decoded, as files that other tools read: a tar a shard, a .npy a layer.
+
+    Larger than the cache, as the maps become float32; each sample's .json has its key.
+    """
+    with reported_errors(), show_progress("shards") as (bar, task):
+        summary = export_webdataset(
+            cache, out, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    console.print(
+        f"{kind}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
+        f"{summary.present} files were there",
+        highlight=False,
+    )
+
+
+def _listing_table(listing: CacheListing) -> Table:
+    manifest = listing.manifest
+    table = Table(title=f"cache {listing.folder}", title_justify="left", show_header=False)
+    total, missing = manifest.shards.num_shards, listing.missing
+    if listing.sealed:
+        table.add_row("state", marked("sealed", "green", ": complete"))
+    else:
+        remedy = "shd seal states that it is complete" if not missing else "give the command that made it again"
+        table.add_row("state", marked("partial", "yellow", f": {remedy}"))
+    teacher = manifest.teacher
+    table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")
+    table.add_row(
+        "heads", f"{manifest.num_teacher_heads} -> {manifest.num_student_heads}, strategy {manifest.strategy}"
+    )
+    pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in manifest.layers)
+    table.add_row("layers", f"{len(manifest.layers)} (student:teacher {pairs})")
+    table.add_row(
+        "maps",
+        f"{manifest.support} support, temperature {manifest.temperature:g}, one alpha per {manifest.alpha_per}",
+    )
+    zstd = "" if manifest.compression == "none" else f" + {manifest.compression}"
+    table.add_row("codec", f"{manifest.codec}{zstd}, KL {listing.codec_error.kl_mean:.2g} nats a row")
+    skipped = f", {listing.skipped} skipped" if listing.skipped else ""
+    mean = listing.positions / max(listing.samples, 1)
+    table.add_row(
+        "samples", f"{listing.samples} of {manifest.dataset.num_samples}{skipped}, {mean:.0f} positions on average"
+    )
+    table.add_row(
+        "shards", f"{len(listing.written)} of {total}" + (f", missing {_shard_ranges(missing)}" * bool(missing))
+    )
+    ratio = listing.float32_bytes / max(listing.map_bytes, 1)
+    table.add_row(
+        "size",
+        f"{decimal(listing.shard_bytes)}, maps {decimal(listing.map_bytes)}, {ratio:.1f}x smaller than float32",
+    )
+    table.add_row("id", manifest.id)
+    return table
+
+
+def _shard_ranges(shards: tuple[int, ...]) -> str:
+    runs = spans(shards)
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:SHOWN_SPANS])
+    return shown + ", ..." * (len(runs) > SHOWN_SPANS)

@@ -1,0 +1,108 @@
+"""Tables that ``shd`` prints."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+from rich.filesize import decimal
+from rich.table import Table
+
+from shd_ref.commands.terminal import marked
+from shd_ref.teacher.precompute.summary import PrecomputeSummary
+from shd_ref.teacher.study.forecast import Forecast
+
+
+def summary_table(summary: PrecomputeSummary) -> Table:
+    """What ``shd precompute`` did."""
+    table = Table(title=f"cache {summary.folder}", title_justify="left", show_header=False)
+    rate = summary.written / max(summary.seconds, 1e-9)
+    table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
+    if summary.missing_shards:
+        left = marked(f"{summary.missing_shards} shards", "yellow", " are left to other processes")
+        table.add_row("partial", left)
+    if summary.skipped:
+        why = ": the teacher gave NaN; their receipts name them"
+        table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
+    ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
+    table.add_row("stored", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than its maps in float32")
+    alphas = summary.alphas
+    if alphas.size:
+        low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
+        table.add_row("alpha", f"median {middle:.3f}, 90% in [{low:.3f}, {high:.3f}], of {alphas.size}")
+        table.add_row("clipped", f"{summary.num_clipped} outside [0, 1]; {summary.num_degenerate} without preference")
+    comparison = summary.comparison
+    table.add_row(
+        "residual",
+        f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
+        f"(first {summary.compared_samples} samples)",
+    )
+    error = summary.codec_error
+    table.add_row(
+        "codec", f"KL {error.kl_mean:.2g} nats a row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
+    )
+    table.add_row(
+        "graph = reference",
+        f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
+    )
+    return table
+
+
+def forecast_table(forecast: Forecast) -> Table:
+    """What ``shd plan`` found, a codec a row."""
+    title = (
+        f"{forecast.num_samples} samples, {forecast.mean_length:.0f} positions on average (longest "
+        f"{forecast.max_length}, {forecast.support} support)"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("codec")
+    for column in ("a sample", "in all", "with zstd", "break-even read", "KL a row", "largest", "variation"):
+        table.add_column(column, justify="right")
+    for row in forecast.codecs:
+        error = row.error
+        table.add_row(
+            marked(row.codec, "bold", " <-") if row.codec == forecast.recommended else row.codec,
+            decimal(round(row.bytes_per_sample)),
+            decimal(round(row.total_bytes)),
+            "?" if row.zstd_ratio is None else f"x {row.zstd_ratio:.2f}",
+            f"{decimal(round(row.break_even))}/s",
+            f"{error.kl_mean:.2g}",
+            f"{error.kl_max:.2g}",
+            f"{error.tv_mean:.2%}",
+        )
+    for form in forecast.factored:
+        sizes = decimal(round(form.bytes_per_sample)), decimal(round(form.total_bytes))
+        error = form.error
+        table.add_row(
+            f"factored, {form.dtype}",
+            *sizes,
+            "",
+            "",
+            f"{error.kl_mean:.2g}",
+            f"{error.kl_max:.2g}",
+            f"{error.tv_mean:.2%}",
+        )
+    return table
+
+
+def forecast_advice(forecast: Forecast) -> str:
+    """What to do, in words."""
+    duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
+    (best,) = [row for row in forecast.codecs if row.codec == forecast.recommended]
+    milliseconds = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
+    times = (
+        f"teacher {milliseconds[0]:.3g} ms a sample, squeezed {milliseconds[1]:.3g} ms: {duration} in all "
+        f"on this machine (measured on {forecast.measured_samples} samples)"
+    )
+    verdict = (
+        f"store {best.codec}: {decimal(round(best.total_bytes))}, faster to read than the teacher is to run"
+        if forecast.pays
+        else f"run the teacher while training: reading {best.codec} pays only above "
+        f"{decimal(round(best.break_even))}/s per training device"
+    )
+    if forecast.form == "factored":
+        verdict += (
+            "\nat this length the teacher's queries and keys are smaller than its maps: store them "
+            "(shd precompute --form factored), if the errors above suit you"
+        )
+    return f"{times}\n{verdict}"

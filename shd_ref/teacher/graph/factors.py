@@ -1,0 +1,201 @@
+"""Queries and keys of a teacher's attention sites: what factored supervision keeps in place of maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.logits import Logits, read_logits
+from shd_ref.teacher.graph.measure import Layout, replay
+from shd_ref.teacher.graph.nodes import constant_of, float_attribute, int_attribute, name_of
+from shd_ref.teacher.graph.shapes import probe_tensors
+from shd_ref.teacher.graph.tracing import before_rounding, operands, repeat_chain
+from shd_ref.teacher.opening.external import read_graph
+from shd_ref.teacher.opening.operators import SCALING_OPS
+from shd_ref.teacher.packages import ir, onnx
+
+# exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
+_MASKED: Final = -1e3
+_FOLDED: Final[dict[Layout | None, Layout]] = {"batch-heads": "batch-folded", "heads-batch": "heads-folded"}
+_UNFOLDED: Final = {folded: split for split, folded in _FOLDED.items()}
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class SiteFactors:
+    """Where a site's queries and keys are: its map is ``softmax(scale * q @ k^T)`` over the keys its mask allows.
+
+    Attributes:
+        site: the attention site.
+        queries: name of the tensor that the product consumes, after rotary embedding and norms.
+        keys: likewise; transposed where ``keys_transposed``.
+        keys_transposed: the tensor's last axes are ``(d, S)``.
+        layout: as of the site, but of the product's operands.
+        logits_layout: as of the site, but of what its softmax reads.
+        num_kv_heads: key heads before they are repeated for grouped queries.
+        key_heads: which of the product's key heads to keep, one of each; empty for all.
+        d: width of a query and of a key.
+        scale: all constant factors of the product together.
+        multipliers: names of computed factors ``(..., 1)`` with their operators, applied to the queries.
+        supported: whether ``add_factors`` can output them.
+        reason: why queries and keys cannot stand for the map, and what to do about it.
+    """
+
+    site: AttentionSite
+    queries: str = ""
+    keys: str = ""
+    keys_transposed: bool = True
+    layout: Layout | None = None
+    logits_layout: Layout | None = None
+    num_kv_heads: int = 0
+    key_heads: tuple[int, ...] = ()
+    d: int = 0
+    scale: float = 1.0
+    multipliers: tuple[tuple[str, str], ...] = ()
+    supported: bool = False
+    reason: str | None = None
+
+
+def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:
+    """Queries, keys and scale of each site; the graph is not changed.
+
+    Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
+    zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are no function of
+    queries and keys alone, and are refused.
+
+    Args:
+        model: the teacher, from ``load_teacher``.
+        sites: of this model, from ``find_sites``.
+
+    Returns:
+        One for each site, in order: an unsupported one has its ``reason``.
+
+    Raises:
+        ShdError: ``graph-unsupported`` where the graph does not run on the probe.
+    """
+    graph = read_graph(model)
+    values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    read = [read_logits(values[site.logits]) if site.supported else None for site in sites]
+    wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
+    wanted |= {name for site in sites if site.supported for name in (site.probs, site.logits)}
+    arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
+    return tuple(_factors(site, logits, arrays) for site, logits in zip(sites, read, strict=True))
+
+
+def _tensors(logits: Logits) -> Iterator[ir.Value]:
+    """What has to be measured of a site: computed tensors only."""
+    values = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
+    if logits.product is not None:
+        queries, keys = operands(logits.product)
+        values += [queries, keys, logits.product.outputs[0]]
+        for node in repeat_chain(keys):
+            values += [value for value in (*node.inputs, node.outputs[0]) if value is not None]
+    yield from (value for value in values if constant_of(value) is None)
+
+
+def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> SiteFactors:
+    if logits is None:
+        return SiteFactors(site, reason=site.reason)
+    reason = logits.reason or _reason(logits, arrays)
+    product = logits.product
+    if product is None or reason is not None:
+        return _refused(site, reason or "its logits come from no product of queries and keys")
+    if any(int_attribute(product, flag) for flag in ("transA", "transBatchA", "transBatchB")):
+        return _refused(site, f"its logits come from {product.op_type} with transposed queries")
+    queries, keys = operands(product)
+    wide_queries, wide_keys = before_rounding(queries), before_rounding(keys)
+    layout = _layout(site, arrays[site.probs].ndim, arrays[name_of(product.outputs[0])].ndim)
+    transposed = not int_attribute(product, "transB")
+    shape = arrays[name_of(keys)].shape
+    logits_layout = _layout(site, arrays[site.probs].ndim, arrays[site.logits].ndim)
+    if layout is None or logits_layout is None or len(shape) != arrays[name_of(queries)].ndim:
+        return _refused(site, "queries and keys have other axes than the map")
+    heads = site.num_heads or 1
+    kept = _distinct_heads(keys, layout, heads, arrays)
+    shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
+    return SiteFactors(
+        site,
+        queries=name_of(wide_queries),
+        keys=name_of(wide_keys),
+        keys_transposed=transposed,
+        layout=layout,
+        logits_layout=logits_layout,
+        num_kv_heads=1 if shared else len(kept) or heads,
+        key_heads=() if shared else kept,
+        d=shape[-2 if transposed else -1],
+        scale=logits.scale * float_attribute(product, "alpha"),
+        multipliers=tuple((op_type, name_of(value)) for op_type, value in logits.multipliers),
+        supported=True,
+    )
+
+
+def _refused(site: AttentionSite, reason: str) -> SiteFactors:
+    return SiteFactors(site, reason=f"{reason}: keep its maps instead of queries and keys")
+
+
+def _reason(logits: Logits, arrays: Arrays) -> str | None:
+    """Why the map is no function of queries, keys and a mask."""
+    if logits.sinks:
+        return "attention sinks take part of each row"
+    if logits.softcap is not None:
+        return f"its logits are softcapped at {logits.softcap:g}"
+    for _, value in logits.multipliers:
+        factor = _value(value, arrays)
+        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > _product_rank(logits, arrays)):
+            return "its logits are multiplied entry by entry"
+    for scale, value in logits.addends:
+        added = scale * _value(value, arrays).astype(np.float64)
+        if not ((added == 0) | (added <= _MASKED)).all():
+            return "a bias is added to its logits"
+    if any((scale * _value(value, arrays).astype(np.float64) > _MASKED).any() for scale, value in logits.fills):
+        return "its masked logits are replaced by numbers that still count"
+    return None
+
+
+def _product_rank(logits: Logits, arrays: Arrays) -> int:
+    return 0 if logits.product is None else arrays[name_of(logits.product.outputs[0])].ndim
+
+
+def _value(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
+    constant = constant_of(value)
+    return arrays[name_of(value)] if constant is None else constant
+
+
+def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | None:
+    """The layout of the product's operands: logits may be folded, or unfolded, on their way to the softmax."""
+    if map_rank == product_rank:
+        return site.layout
+    return (_UNFOLDED if product_rank > map_rank else _FOLDED).get(site.layout)  # type: ignore[arg-type]
+
+
+def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
+    """The first of each run of equal key heads, where all runs are equally long; else none.
+
+    The operators that repeat heads are replayed on indices, so that equal heads are the same numbers for sure.
+    """
+    chain = repeat_chain(keys)
+    scaled = (place for place, node in enumerate(chain) if node.op_type in SCALING_OPS)
+    uneven = (place for place in scaled if _value(operands(chain[place])[1], arrays).size != 1)
+    chain = tuple(reversed(chain[: next(uneven, None)]))
+    source = None if not chain else chain[0].inputs[0]
+    if source is None or constant_of(source) is not None:
+        return ()
+    shapes = {name: array.shape for name, array in arrays.items()}
+    indices = replay(chain, shapes[name_of(source)], shapes)
+    if indices is None:
+        return ()
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, heads) if layout == "batch-folded" else (heads, -1)
+        indices = indices.reshape(*sizes, *indices.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        indices = indices.swapaxes(0, 1)
+    if indices.shape[1] != heads:
+        return ()
+    first = [head for head in range(heads) if not head or (indices[:, head] != indices[:, head - 1]).any()]
+    return tuple(first) if heads % len(first) == 0 and first == list(range(0, heads, heads // len(first))) else ()

@@ -1,0 +1,214 @@
+"""Find the attention of a teacher's ONNX graph by following data, not by matching patterns.
+
+Each softmax whose map meets values is a site: ``walk`` follows its data, ``shapes`` knows or measures the sizes on
+the way, ``measure`` reads heads and layout off them, and ``independence`` runs the graph to see whose maps they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.independence import Finding, probe_samples
+from shd_ref.teacher.graph.measure import Layout, Measure, describe_contradiction, measure_site
+from shd_ref.teacher.graph.nodes import dtype_name, int_attribute, name_of
+from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, static_shapes
+from shd_ref.teacher.graph.walk import Walk, walk_graph
+from shd_ref.teacher.opening.bounds import check_inferred
+from shd_ref.teacher.opening.external import read_graph
+from shd_ref.teacher.opening.load import old_opset_reason
+from shd_ref.teacher.packages import ir, onnx
+
+_LARGEST_WEIGHT: Final = 1e15
+"""Products of larger weights leave the range of float32."""
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention block of a teacher graph.
+
+    Attributes:
+        layer: position among the graph's attention sites, from 0.
+        name: name of the softmax (or fused operator) node, made unique.
+        op_type: ``"Softmax"``, ``"Div"`` for one written out, or the fused operator.
+        logits: name of what the softmax reads; empty where ``supported`` is False.
+        probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
+        values: name of V's tensor, as the product consumes it; empty likewise.
+        layout: how the map's and V's leading axes hold samples and heads; None where unknown.
+        num_heads: H.
+        num_kv_heads: value heads before they are repeated for grouped queries.
+        shared_values: V has a single head, which the product broadcasts to all.
+        joined_values: every head reads the values of all, side by side, since maps are mixed among heads behind the
+            softmax by a constant (talking heads); the constant is part of W_o, and maps are those of the softmax.
+        d_k: width of a query head.
+        d_v: width of a value head, or of all of them where they are joined.
+        d_model: D, columns of W_o.
+        dtype: of the map, such as ``"float32"``; None where shape inference does not tell.
+        cross: True where queries and keys come from different tensors; None where undecided.
+        row_sums: ``"one"``, or ``"at_most_one"`` where attention sinks take part of a row's mass (MAP-9).
+        output_projection: W_o ``(H * d_v, D)``, rows in head order, float32 or float64.
+        supported: whether ``squeeze_graph`` can squeeze this site.
+        reason: why not, and what to do about it.
+        note: of a supported site, what a probe run could not show: that its maps are those of single samples.
+    """
+
+    layer: int
+    name: str
+    op_type: str
+    logits: str = ""
+    probs: str = ""
+    values: str = ""
+    layout: Layout | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    shared_values: bool = False
+    joined_values: bool = False
+    d_k: int | None = None
+    d_v: int | None = None
+    d_model: int | None = None
+    dtype: str | None = None
+    cross: bool | None = None
+    row_sums: str = "one"
+    output_projection: NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    supported: bool = False
+    reason: str | None = None
+    note: str | None = None
+
+    @property
+    def folded(self) -> bool:
+        """Whether the heads are folded into the batch axis: maps ``(B * H, L, S)``."""
+        return self.layout in ("batch-folded", "heads-folded")
+
+
+def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
+    """Every attention site of a graph, in the order in which data flows; nothing is changed.
+
+    Shapes come from ONNX shape inference; where that leaves the heads undecided, one probe run with tiny inputs
+    measures them. A few more such runs show that the maps are those of single samples. A softmax that never meets a
+    product (a classifier's, a router's) is no site.
+
+    Args:
+        model: a graph without local functions, see ``load_teacher``.
+
+    Returns:
+        All sites, supported or not: an unsupported one has its ``reason``.
+
+    Raises:
+        ShdError: ``graph-invalid`` for a graph that is no graph.
+    """
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:  # inference raises what its C++ throws
+        inferred = model  # a graph that inference rejects can still be probed
+    check_inferred(inferred)
+    graph = read_graph(inferred)
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ShdError("graph-invalid", f"the graph's nodes feed one another in a circle: {error}") from error
+    walks = list(walk_graph(graph))
+    shapes: Shapes = static_shapes(inferred)
+    measures = [measure_site(walk, shapes) for walk in walks]
+    probe_error = None
+    # Symbolic sizes can mislead; only heads that fall into place are believed without a probe.
+    undecided = [
+        w for w, m in zip(walks, measures, strict=True) if w.reason is None and (m is None or m.layout is None)
+    ]
+    if undecided:
+        names = {name for walk in walks if walk.reason is None for name in walk.tensors()}
+        try:
+            shapes = probe_shapes(model, sorted(names))
+        except ShdError as error:
+            probe_error = str(error)
+        else:
+            measures = [measure_site(walk, shapes) for walk in walks]
+    too_old = old_opset_reason(model)
+    if too_old is not None:
+        walks = [replace(walk, reason=walk.reason or too_old) for walk in walks]
+    names_seen: set[str] = set()
+    return _judge_samples(
+        model,
+        [
+            _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error, shapes)
+            for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True))
+        ],
+    )
+
+
+def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
+    """The sites, without those whose maps are not of single samples."""
+    maps = {site.probs: (site.layout, site.num_heads or 1) for site in sites if site.supported}
+    found = probe_samples(model, maps) if maps else {}
+    judged = []
+    for site in sites:
+        finding = found.get(site.probs, Finding()) if site.supported else Finding()
+        reason = site.reason or finding.reason
+        judged.append(replace(site, supported=reason is None, reason=reason, note=finding.note))
+    return tuple(judged)
+
+
+def _site(
+    layer: int, walk: Walk, measure: Measure | None, name: str, probe_error: str | None, shapes: Shapes
+) -> AttentionSite:
+    weight = None if measure is None else measure.weight
+    terms = walk.projection.terms
+    reason = walk.reason
+    if reason is None and measure is None:
+        reason = (
+            describe_contradiction(walk, shapes)
+            if probe_error is None
+            else f"the number of heads cannot be determined: {probe_error}"
+        )
+    if reason is None and measure is not None and measure.layout is None:
+        reason = (
+            "the output projection reads only a part of the heads' outputs: re-export with eager attention, so that "
+            "it reads every head at every position"
+        )
+    if reason is None and weight is not None and not (np.abs(weight) < _LARGEST_WEIGHT).all():
+        reason = "its output projection holds NaN or numbers beyond reason: copy or export the model again"
+    return AttentionSite(
+        layer=layer,
+        name=name,
+        op_type=walk.node.op_type,
+        logits="" if walk.logits is None else name_of(walk.logits),
+        probs="" if walk.probs is None else name_of(walk.probs),
+        values="" if walk.values is None else name_of(walk.values),
+        layout=None if measure is None else measure.layout,
+        num_heads=int_attribute(walk.node, "num_heads", "q_num_heads") if measure is None else measure.num_heads,
+        num_kv_heads=int_attribute(walk.node, "kv_num_heads") if measure is None else measure.num_kv_heads,
+        shared_values=measure is not None and measure.shared_values,
+        joined_values=measure is not None and measure.joined_values,
+        d_k=None if measure is None else measure.d_k,
+        d_v=None if measure is None else measure.d_v,
+        d_model=int(terms[0].weight.shape[-1]) if terms else None,
+        dtype=dtype_name(walk.probs),
+        cross=walk.cross,
+        row_sums="at_most_one" if walk.sinks else "one",
+        output_projection=weight,
+        supported=reason is None,
+        reason=reason,
+    )
+
+
+def _unique(node: ir.Node, layer: int, seen: set[str]) -> str:
+    name = node.name or f"{node.op_type}_{layer}"
+    while name in seen:
+        name = f"{name}_{layer}"
+    seen.add(name)
+    return name
+
+
+def projection_of(site: AttentionSite) -> NDArray[Any]:
+    """W_o of a supported site.
+
+    Raises:
+        ShdError: ``graph-unsupported`` for a site without one.
+    """
+    if site.output_projection is None:
+        raise ShdError("graph-unsupported", f"site {site.name} cannot be squeezed: it has no output projection")
+    return site.output_projection

@@ -1,0 +1,308 @@
+"""Whether a site's maps are those of single samples: shown by running the graph, as no shape alone can show it.
+
+Different samples run together, and then copies of one of them. Its maps must be the same in both batches, one for
+every copy. That fails where the first axis of the graph's inputs is the sequence, where a sample has several maps
+(one for every window of an image), and where samples change one another (batch normalisation in training mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.measure import Layout
+from shd_ref.teacher.graph.shapes import Probe, probe_feeds
+from shd_ref.teacher.opening.parts import all_nodes, all_tensors
+from shd_ref.teacher.packages import onnx
+from shd_ref.tolerances import load_tolerances
+
+if TYPE_CHECKING:
+    pass
+
+Arrays = Mapping[str, NDArray[Any]]
+Maps = NDArray[np.float64]
+"""One for each of N samples: ``(N, H, L, S)``."""
+
+_DYNAMIC_QUANTISERS: Final = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"})
+_HALVES: Final = ((int(onnx.TensorProto.BFLOAT16), "bfloat16"), (int(onnx.TensorProto.FLOAT16), "float16"))
+
+
+_SEQUENCE_FIRST: Final = (
+    "its maps run between samples, because the first axis of the graph's inputs is the sequence and not the sample, "
+    "as torch.nn.MultiheadAttention and torch.nn.TransformerEncoder have it by default: build them with "
+    "batch_first=True, or export a wrapper that takes the samples first and transposes them itself"
+)
+_RANDOM: Final = (
+    "its maps differ from run to run on the same inputs, as with dropout or batch normalisation in training "
+    "mode: export the model in evaluation mode (model.eval())"
+)
+_MIXED: Final = (
+    "its maps of a sample change with the other samples of the batch, as with batch normalisation in training mode: "
+    "export the model in evaluation mode (model.eval()), without layers that compute over the batch"
+)
+_OTHER_AXIS: Final = (
+    "its maps do not follow the samples along the first axis of the graph's inputs: export a wrapper that takes the "
+    "samples on the first axis of every input and does not mix them"
+)
+
+
+NOT_TOLD: Final = "its maps are the same for all samples that were tried, so whose they are cannot be told"
+_FROZEN: Final = (
+    "the exporter left the length {length} of its example in the constants, although the axes of the graph's inputs "
+    "are dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., "
+    "dynamo=True, dynamic_shapes=...)"
+)
+_SHARED_SCALES: Final = (
+    "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "
+    "batch: use the float or the statically quantised form of the model, or --batch-size 1"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What running a graph showed of one site.
+
+    Attributes:
+        reason: why its maps are not those of single samples, and what to do about it.
+        note: what could not be shown, or holds with a restriction; None with a reason.
+    """
+
+    reason: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """How far maps of a sample may move when others of its batch change.
+
+    Attributes:
+        share: of the distance to another sample's maps, for rounding.
+        least: distance of two samples that tells them apart.
+        rounding: of maps as such.
+        same_samples: the others may change places alone, as dynamic quantisation takes its scales from all of them.
+    """
+
+    share: float
+    least: float
+    rounding: float
+    same_samples: bool
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto) -> Allowed:
+        """By the precision in which a graph computes."""
+        precision, tolerances = _precision(model), load_tolerances()
+        table, rounding = tolerances["samples"], tolerances["graph"]["probs"]
+        return cls(
+            share=table["share"][precision],
+            least=table["least"],
+            rounding=rounding.get(precision, rounding["float32"]),
+            same_samples=precision == "int8",
+        )
+
+
+class Trial:
+    """A graph that runs on different samples, and on others of them that tell whether its maps keep to samples.
+
+    Those are copies of sample 1, one more than before where the graph takes as many; or the same samples in another
+    order and one of them twice, where others may change the graph's scales.
+
+    Args:
+        run: gives maps by name.
+        feeds: some samples, the first two of them different; of a single one only the number of maps is judged.
+        sampled: names of the inputs whose first axis is the sample.
+        allowed: see there.
+        grows: whether the graph takes larger batches.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Arrays], Arrays],
+        feeds: Arrays,
+        sampled: Collection[str],
+        allowed: Allowed,
+        *,
+        grows: bool,
+    ) -> None:
+        self._run, self._feeds, self._sampled, self._allowed = run, feeds, sampled, allowed
+        self._samples = min(len(feeds[name]) for name in sampled)
+        self._places = self._choose_places(self._samples, grows)
+        self._first = run(feeds)
+        self._second = run(self._take(self._places, 0))
+
+    def judge(self, name: str, layout: Layout | None, num_heads: int) -> Finding:
+        """What was found about the maps of this name.
+
+        Args:
+            name: of the tensor.
+            layout: of its first axes.
+            num_heads: H.
+        """
+
+        def maps_of(run: Arrays) -> Maps:
+            return _by_sample(run[name], layout, num_heads)
+
+        first, second = maps_of(self._first), maps_of(self._second)
+        if (len(first), len(second)) != (self._samples, len(self._places)):
+            return Finding(self._why_as_many(first, second, maps_of))
+        if self._samples == 1:
+            return Finding()
+        if self._keeps_samples(first, second, self._places):
+            if _distance(first[1], first[0]) <= self._allowed.least:
+                return Finding(note=NOT_TOLD)
+            return Finding(note=_SHARED_SCALES if self._allowed.same_samples else None)
+        return Finding(self._why_different(first, maps_of))
+
+    def _why_as_many(self, first: Maps, second: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
+        """Why there is not one map a sample."""
+        if self._runs_between_samples(first, maps_of):
+            return _SEQUENCE_FIRST
+        number, rest = divmod(len(first), self._samples)
+        if number > 1 and not rest and len(second) == number * len(self._places):
+            parts = [maps.reshape(-1, number, *maps.shape[1:]) for maps in (first, second)]
+            if self._samples == 1 or self._keeps_samples(parts[0], parts[1], self._places):
+                return (
+                    f"it has {number} maps a sample, such as those of windows of an image, and a record holds one: "
+                    "select other sites (--sites), or take a teacher whose attention spans the whole sample"
+                )
+        return _OTHER_AXIS
+
+    def _why_different(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
+        """Why a sample's maps are not what they are beside others."""
+        if self._runs_between_samples(first, maps_of):
+            return _SEQUENCE_FIRST
+        if _distance(first, maps_of(self._run(self._feeds))) > self._allowed.rounding:
+            return _RANDOM
+        places = range(self._samples)[::-1]
+        follows = self._keeps_samples(first, maps_of(self._run(self._take(places, 0))), places)
+        return _MIXED if follows else _OTHER_AXIS
+
+    def _runs_between_samples(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> bool:
+        """Whether maps follow the second axis of the inputs."""
+        sizes = {self._feeds[name].shape[1] for name in self._sampled if self._feeds[name].ndim > 1}
+        if len(sizes) != 1 or len(first) not in sizes:
+            return False
+        places = self._choose_places(len(first), False)
+        second = maps_of(self._run(self._take(places, 1)))
+        return len(second) == len(first) and (len(first) == 1 or self._keeps_samples(first, second, places))
+
+    def _keeps_samples(self, first: Maps, second: Maps, places: Sequence[int]) -> bool:
+        """Whether maps of samples 0 and 1 are the same in both runs; ``places`` says which the second run has."""
+        return all(
+            self._are_close(first[place], maps, first[1 - place])
+            for place, maps in zip(places, second, strict=True)
+            if place < 2
+        )
+
+    def _are_close(self, expected: Maps, found: Maps, other: Maps) -> bool:
+        if not expected.shape == found.shape == other.shape:
+            return False
+        apart = _distance(expected, other)
+        limit = self._allowed.share * apart if apart > self._allowed.least else self._allowed.rounding
+        return _distance(expected, found) <= limit
+
+    def _choose_places(self, samples: int, grows: bool) -> Sequence[int]:
+        """Which samples run the second time."""
+        if self._allowed.same_samples:
+            return [*range(samples)[::-1], *[0] * grows]
+        return [min(1, samples - 1)] * (samples + grows)
+
+    def _take(self, places: Sequence[int], axis: int) -> Arrays:
+        return {
+            name: array.take(places, axis) if name in self._sampled and array.ndim > axis else array
+            for name, array in self._feeds.items()
+        }
+
+
+def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int]]) -> dict[str, Finding]:
+    """Whether maps are those of single samples, by one session on tiny inputs.
+
+    Args:
+        model: the teacher.
+        maps: layout and number of heads of every map, by its name.
+
+    Returns:
+        What was found, by name.
+    """
+    try:
+        probe = Probe(model, sorted(maps))
+        trial = _open_trial(probe, Allowed.of(model))
+        found = {name: trial.judge(name, *kind) for name, kind in maps.items()}
+        if probe.is_frozen_inside():
+            frozen = Finding(note=_FROZEN.format(length=probe.frozen_length))
+            found = {name: frozen if finding == Finding() else finding for name, finding in found.items()}
+        return found
+    except ShdError as error:
+        problem = str(error)
+    except Exception as error:  # onnxruntime raises its own types, which share no base class
+        problem = f"the graph does not run on samples that differ ({error})"
+    note = f"a probe run could not show that its maps are of single samples, as precompute will: {problem}"
+    return dict.fromkeys(maps, Finding(note=note))
+
+
+def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
+    specs = {spec.name: spec for spec in probe.specs}
+    feeds = _different_samples(probe)
+    data = [name for name, spec in specs.items() if spec.part == "data" and spec.shape]
+    if not data:
+        raise ShdError("graph-unsupported", "the graph takes no data")
+    samples = min(len(feeds[name]) for name in data)
+    sampled = [name for name, array in feeds.items() if array.ndim and len(array) == samples]
+    if probe.frozen_batch is None and not any(isinstance(specs[name].shape[0], int) for name in sampled):
+        try:
+            return Trial(probe.run, feeds, sampled, allowed, grows=True)
+        except Exception:  # as above; inputs that hold samples on other axes do not grow with these
+            pass
+    return Trial(probe.run, feeds, sampled, allowed, grows=False)
+
+
+def _different_samples(probe: Probe) -> dict[str, NDArray[Any]]:
+    """Inputs that differ from sample to sample wherever the graph runs on such ones."""
+    feeds = probe_feeds(probe.specs, probe.sizes, largest=probe.largest)
+    drawn = probe_feeds(probe.specs, probe.sizes, samples=range(probe.sizes.batch), largest=probe.largest)
+    for name, array in drawn.items():
+        if array.ndim and array.dtype.kind == "f":  # other statistics, not only other numbers
+            spread = np.arange(1, 1 + len(array)).reshape(-1, *[1] * (array.ndim - 1))
+            drawn[name] = (array * spread).astype(array.dtype)
+    if _gives_numbers(probe, drawn):
+        return drawn
+    for name, array in drawn.items():
+        changed = feeds | {name: array}
+        feeds = changed if _gives_numbers(probe, changed) else feeds
+    return feeds
+
+
+def _gives_numbers(probe: Probe, feeds: Arrays) -> bool:
+    try:
+        return all(np.isfinite(array).all() for array in probe.run(feeds).values())
+    except Exception:  # as above
+        return False
+
+
+def _precision(model: onnx.ModelProto) -> str:
+    """The key of the tolerances: what rounds most in this graph."""
+    nodes = list(all_nodes(model.graph))
+    if any(node.op_type in _DYNAMIC_QUANTISERS for node in nodes):
+        return "int8"
+    types = {int(tensor.data_type) for tensor in all_tensors(model)}
+    types |= {int(attribute.i) for node in nodes if node.op_type == "Cast" for attribute in node.attribute}
+    return next((name for kind, name in _HALVES if kind in types), "float32")
+
+
+def _by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> Maps:
+    """``(N, H, L, S)``; empty where the first axis is no multiple of the heads."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
+        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        array = array.swapaxes(0, 1)
+    return np.nan_to_num(array.astype(np.float64))
+
+
+def _distance(maps: Maps, other: Maps) -> float:
+    """Root mean square of the difference."""
+    return float(np.sqrt(np.mean((maps - other) ** 2)))

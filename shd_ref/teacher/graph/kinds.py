@@ -1,0 +1,120 @@
+"""Encoder, decoder and cross attention of one graph, told apart by what feeds what.
+
+Where a graph has cross attention, the positions of its maps are those of two sequences: keys are made from what
+the encoder gives, queries from what the decoder was fed. A site that the keys of a cross site are made from belongs
+to the encoder; every other is the decoder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.packages import onnx
+
+DECODER_MASK: Final = "decoder_attention_mask"
+"""The decoder's mask, where none is named."""
+
+
+@dataclass(frozen=True)
+class SiteKinds:
+    """What the sites of a graph are to each other.
+
+    Attributes:
+        kinds: ``"encoder"``, ``"decoder"`` or ``"cross"`` by the site's number; empty for a graph without cross
+            attention, whose sites are all of one kind.
+        own_keys: cross sites whose keys are made by the decoder, not by the encoder (such as what reads a latent
+            array out): no mask says how many count.
+        decoder_inputs: the graph's inputs that belong to the decoder's sequence, sorted.
+        decoder_mask: their mask, or None.
+    """
+
+    kinds: Mapping[int, str]
+    own_keys: Collection[int] = ()
+    decoder_inputs: tuple[str, ...] = ()
+    decoder_mask: str | None = None
+
+    def kind(self, site: AttentionSite) -> str | None:
+        """The kind of a site; None where the graph has one alone."""
+        return self.kinds.get(site.layer)
+
+    def has_decoder_rows(self, site: AttentionSite) -> bool:
+        """Whether the rows of its maps are the decoder's positions."""
+        return self.kinds.get(site.layer) in ("decoder", "cross")
+
+    def has_decoder_keys(self, site: AttentionSite) -> bool:
+        """Whether the columns of its maps are the decoder's positions."""
+        return self.kinds.get(site.layer) == "decoder"
+
+
+def find_kinds(
+    model: onnx.ModelProto,
+    sites: Sequence[AttentionSite],
+    specs: Sequence[InputSpec] = (),
+    decoder_mask: str | None = None,
+) -> SiteKinds:
+    """Tell the kinds of all sites of a graph apart.
+
+    Args:
+        model: the teacher, from ``load_teacher``.
+        sites: all of this model's, from ``find_sites``.
+        specs: the inputs that a caller must feed.
+        decoder_mask: name of the decoder's mask, if it is not the usual.
+
+    Raises:
+        ShdError: ``inputs-invalid`` for a decoder mask that is none.
+    """
+    readable = [site for site in sites if site.probs and site.values]
+    crosses = [site for site in readable if site.cross]
+    if not crosses:
+        if decoder_mask is not None:
+            raise _no_mask(decoder_mask, ())
+        return SiteKinds({})
+    upstream = _Upstream(model)
+    below = [upstream.of(site.values) for site in crosses]  # what keys and values of cross attention are made from
+    encoder_tensors = frozenset().union(*below)
+    cross_maps = {site.probs for site in crosses}
+    kinds: dict[int, str] = {}
+    for site in readable:
+        if site.cross:
+            kinds[site.layer] = "cross"
+        else:
+            follows_cross = not cross_maps.isdisjoint(upstream.of(site.probs))
+            kinds[site.layer] = "encoder" if site.probs in encoder_tensors and not follows_cross else "decoder"
+    own_keys = {s.layer for s, tensors in zip(crosses, below, strict=True) if not cross_maps.isdisjoint(tensors)}
+    sequences = [spec.name for spec in specs if len(spec.shape) > 1]
+    decoder = tuple(sorted(n for n in sequences if n not in encoder_tensors and not n.startswith("encoder_")))
+    masks = [spec.name for spec in specs if spec.name in decoder and len(spec.shape) == 2 and spec.part == "mask"]
+    if decoder_mask is None:
+        decoder_mask = DECODER_MASK if DECODER_MASK in masks else None
+    elif decoder_mask not in [s.name for s in specs if s.name in decoder and len(s.shape) == 2]:
+        raise _no_mask(decoder_mask, masks)
+    return SiteKinds(kinds, own_keys, decoder, decoder_mask)
+
+
+def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
+    return ShdError(
+        "inputs-invalid",
+        f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}",
+    )
+
+
+class _Upstream:
+    """Everything that a tensor is made from, its own name included."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._sources = {name: node.input for node in model.graph.node for name in node.output}
+
+    def of(self, tensor: str) -> frozenset[str]:
+        """Names of tensors and inputs."""
+        seen, queue = {tensor}, [tensor]
+        while queue:
+            for source in self._sources.get(queue.pop(), ()):
+                if source and source not in seen:
+                    seen.add(source)
+                    queue.append(source)
+        return frozenset(seen)

@@ -1,0 +1,287 @@
+"""Heads, widths and layout of an attention site, from the shapes along its walk.
+
+Which axis holds the heads is not guessed: the layout operators between ``map @ V`` and W_o are replayed on an array
+of indices, and W_o's rows say where every number came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.teacher.graph.nodes import constant_of, data_inputs, int_attribute, name_of
+from shd_ref.teacher.graph.projection import Term
+from shd_ref.teacher.graph.shapes import Shapes
+from shd_ref.teacher.graph.walk import Walk
+from shd_ref.teacher.opening.operators import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS
+from shd_ref.teacher.packages import ir
+
+Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
+"""Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
+
+_MOST_INDICES: Final = 2**26  # 512 MB
+
+_HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 0}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a site's shapes tell; fields as in ``AttentionSite``."""
+
+    layout: Layout | None  # None: W_o does not read every head at every position
+    num_heads: int
+    num_kv_heads: int
+    shared_values: bool
+    d_k: int | None
+    d_v: int
+    weight: NDArray[Any] | None  # W_o (H * d_v, D), rows in head order
+    joined_values: bool
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one product reads: a row for each row of the attention output."""
+
+    indices: NDArray[np.int64]  # (rows, in): places in the heads' outputs
+    factors: NDArray[Any]  # (in,): what these numbers were multiplied by on the way
+    weight: NDArray[Any]  # (in, out)
+
+
+def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
+    """Heads, widths and layout from the shapes; None where a shape is missing or contradicts another."""
+    if walk.reason is not None or not walk.projection.terms:
+        return None
+    probs, values, context, query = (
+        None if value is None else shapes.get(name_of(value))
+        for value in (walk.probs, walk.values, walk.context, walk.query)
+    )
+    if probs is None or values is None or context is None or len(context) not in (3, 4):
+        return None
+    d_v = context[-1]
+    repeats = _repeat_factor(walk.repeats, shapes)
+    rows = _rows_of_terms(walk, context, shapes)
+    if repeats is None or rows is None:
+        return None
+    num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
+    if rest or num_heads % repeats:
+        return None
+    layout, weight = _layout(rows, context, num_heads)
+    one_head = tuple(1 if axis == _HEAD_AXES.get(layout) else size for axis, size in enumerate(context[:-2]))
+    shared = values[:-2] == one_head != context[:-2]
+    if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
+        return None
+    if walk.mixing is not None:
+        if layout != "batch-heads" or len(walk.mixing) != num_heads or weight is None:
+            return None
+        weight, d_v = _unmix(weight, walk.mixing), num_heads * d_v
+    return Measure(
+        layout=layout,
+        num_heads=num_heads,
+        num_kv_heads=1 if shared else num_heads // repeats,
+        shared_values=shared,
+        d_k=None if query is None else query[-1],
+        d_v=d_v,
+        weight=weight,
+        joined_values=walk.mixing is not None,
+    )
+
+
+def _unmix(weight: NDArray[Any], mixing: NDArray[Any]) -> NDArray[Any]:
+    """W_o for maps before they are mixed: head h gives ``sum_g mixing[h, g] V_g W_g``, of all values side by side."""
+    by_head = weight.reshape(len(mixing), -1, weight.shape[1])
+    unmixed: NDArray[Any] = mixing.astype(weight.dtype)[:, :, None, None] * by_head
+    return unmixed.reshape(-1, weight.shape[1])
+
+
+def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
+    """Why a site with known sizes has no measure, and what to do about it."""
+    sizes = {
+        name: list(shapes.get(name_of(value), ()))
+        for name, value in (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
+        if value is not None
+    }
+    probs, context = sizes.get("map", []), sizes.get("outputs", [])
+    if len(context) > 4:
+        return (
+            f"its map has {len(probs)} axes {probs}, as those of windows of an image or of frames of a video have, "
+            "and only (B, H, L, S) and (B * H, L, S) are understood: select other sites (--sites), or take a teacher "
+            "whose attention spans the whole sample"
+        )
+    if probs[:-2] != context[:-2]:
+        return (
+            f"its map {probs} is one for several samples or heads, whose outputs are {context}: select other sites "
+            "(--sites), as such a map is no attention of a sample"
+        )
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return (
+        f"the number of heads cannot be determined from its sizes ({listed}): re-export with eager attention, so "
+        "that the output projection reads the heads side by side, or select other sites (--sites)"
+    )
+
+
+def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
+    """How often value heads are repeated: elements out over elements in, whatever the axis."""
+    factor = 1
+    for node in nodes:
+        sizes = [shapes.get(name_of(value)) for value in (*data_inputs(node), node.outputs[0])]
+        if sizes[0] is None or sizes[1] is None:
+            return None
+        factor *= max(1, int(np.prod(sizes[1]) // np.prod(sizes[0])))
+    return factor
+
+
+def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:
+    """Apply operators that move or repeat numbers to an array of flat indices, of the shape that the first reads.
+
+    None where a shape is missing or absurd, or an operator does something else.
+    """
+    if math.prod(context) > _MOST_INDICES:
+        return None
+    indices: NDArray[np.int64] = np.arange(math.prod(context)).reshape(context)
+    for node in path:
+        moved = _move(node, [indices] * (len(node.inputs) if node.op_type == "Concat" else 1), shapes)
+        if moved is None:
+            return None
+        indices = moved[0]
+    return indices
+
+
+def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
+    """The outputs of an operator that moves, picks or repeats numbers; None where it cannot be told."""
+    try:
+        return _apply(node, arrays, shapes)
+    except (IndexError, ValueError):  # its attributes do not fit the shapes
+        return None
+
+
+def _apply(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
+    array, *_ = arrays
+    shape = shapes.get(name_of(node.outputs[0]))
+    axis = int_attribute(node, "axis") or 0
+    if node.op_type == "Transpose":
+        return [array.transpose(node.attributes["perm"].as_ints() if "perm" in node.attributes else None)]
+    if node.op_type == "Concat":
+        return [np.concatenate(arrays, axis)]
+    if node.op_type == "Gather":
+        places = constant_of(node.inputs[1])
+        return None if places is None else [array.take(places, axis=axis)]
+    if node.op_type == "Slice":
+        return _slice(node, array)
+    if node.op_type == "Split":
+        parts = [shapes.get(name_of(value)) for value in node.outputs]
+        sizes = [part[axis] for part in parts if part is not None]
+        if len(sizes) < len(parts) or sum(sizes) != array.shape[axis]:
+            return None
+        return np.split(array, np.cumsum(sizes)[:-1], axis)
+    if shape is None:
+        return [array] if node.op_type not in (*MOVING_OPS, *REPEAT_OPS, *ADDING_OPS, *SCALING_OPS) else None
+    if node.op_type in MOVING_OPS:
+        return [array.reshape(shape)] if np.prod(shape) == array.size else None
+    if node.op_type == "Expand":
+        return [np.broadcast_to(array, shape)]
+    if node.op_type == "Tile":
+        return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
+    return [array] if node.op_type not in ADDING_OPS | SCALING_OPS or shape == array.shape else None
+
+
+def _slice(node: ir.Node, array: NDArray[Any]) -> list[NDArray[Any]] | None:
+    starts, ends, *more = (constant_of(value) for value in node.inputs[1:])
+    if starts is None or ends is None or any(value is None for value in more):
+        return None
+    axes = more[0].tolist() if more and more[0] is not None else range(len(starts))
+    steps = more[1].tolist() if len(more) > 1 and more[1] is not None else [1] * len(starts)
+    parts = [slice(None)] * array.ndim
+    for axis, start, end, step in zip(axes, starts.tolist(), ends.tolist(), steps, strict=True):
+        parts[axis] = slice(start, end, step)
+    return [array[tuple(parts)]]
+
+
+def _rows_of_terms(walk: Walk, context: tuple[int, ...], shapes: Shapes) -> list[_Rows] | None:
+    """Replay what lies between the heads' outputs and the products, on flat indices and, if need be, on factors."""
+    if walk.context is None or math.prod(context) > _MOST_INDICES:
+        return None
+    first: list[NDArray[Any]] = [np.arange(math.prod(context)).reshape(context)]
+    if any(node.op_type in SCALING_OPS for node in walk.projection.path):
+        first.append(np.ones(context))
+    known: dict[ir.Value, list[NDArray[Any]]] = {walk.context: first}
+    for node in walk.projection.path:
+        sources = [known[value] for value in node.inputs if value is not None and value in known]
+        moved = [made for arrays in zip(*sources, strict=True) if (made := _move(node, list(arrays), shapes))]
+        if len(moved) < len(first):
+            return None
+        if node.op_type in SCALING_OPS:
+            factor = next(array for value in node.inputs if (array := constant_of(value)) is not None)
+            moved[1] = [moved[1][0] * factor if node.op_type == "Mul" else moved[1][0] / factor]
+            if moved[1][0].shape != moved[0][0].shape:
+                return None
+        known.update(zip(node.outputs, (list(arrays) for arrays in zip(*moved, strict=True)), strict=False))
+    rows = [_rows_of(term, *known[term.source]) for term in walk.projection.terms]
+    return None if any(row is None for row in rows) else [row for row in rows if row is not None]
+
+
+def _rows_of(term: Term, indices: NDArray[np.int64], *factors: NDArray[Any]) -> _Rows | None:
+    """The rows that a product reads; a matrix a head is one matrix for the heads side by side."""
+    weight, both = term.weight, [indices, *factors]
+    if weight.ndim == 3:
+        if indices.ndim < 3 or indices.shape[-3] != len(weight):
+            return None
+        both = [np.moveaxis(array, -3, -2).reshape(-1, indices.shape[-3] * indices.shape[-1]) for array in both]
+        weight = weight.reshape(-1, weight.shape[-1])
+    else:
+        both = [np.moveaxis(array, term.axis, -1) for array in both]
+    if both[0].shape[-1] != len(weight):
+        return None
+    both = [array.reshape(-1, len(weight)) for array in both]
+    if not factors:
+        return _Rows(both[0], np.ones(len(weight)), weight)
+    return _Rows(both[0], both[1][0], weight) if (both[1] == both[1][0]).all() else None
+
+
+def _layout(rows: list[_Rows], context: tuple[int, ...], num_heads: int) -> tuple[Layout | None, NDArray[Any] | None]:
+    """The reading of the context's leading axes under which every row of indices is all heads at one position.
+
+    And W_o under it: the rows of the weights at the places of the numbers that they multiply.
+    """
+    indices = np.arange(np.prod(context)).reshape(context)
+    batch, rest = divmod(context[0], num_heads)
+    readings: dict[Layout, NDArray[np.int64]] = {}
+    if len(context) == 4:
+        readings = {"batch-heads": indices, "heads-batch": indices.swapaxes(0, 1)}
+    elif not rest:
+        readings = {
+            "batch-folded": indices.reshape(batch, num_heads, *context[1:]),
+            "heads-folded": indices.reshape(num_heads, batch, *context[1:]).swapaxes(0, 1),
+        }
+    for layout, reading in readings.items():
+        if reading.shape[1] != num_heads:
+            continue
+        joined = reading.swapaxes(1, 2).reshape(-1, num_heads * context[-1])  # (B * L, H * d_v)
+        weight = _weight_in_order(rows, joined)
+        if weight is not None:
+            return layout, weight
+    return None, None
+
+
+def _weight_in_order(rows: list[_Rows], joined: NDArray[np.int64]) -> NDArray[Any] | None:
+    """W_o with a row for each column of ``joined``; None where the products read other rows than these.
+
+    Rows may stand in any order, (B, L) or (L, B), but in the same one in all products.
+    """
+    count, width = joined.shape
+    row_of, column_of = np.empty((2, joined.size), dtype=np.int64)
+    row_of[joined], column_of[joined] = np.arange(count)[:, None], np.arange(width)
+    dtype = np.result_type(*(row.weight for row in rows))
+    weight = np.zeros((width, rows[0].weight.shape[1]), dtype=np.float64)
+    order = row_of[rows[0].indices[:, 0]]
+    for row in rows:
+        columns = column_of[row.indices[0]]
+        is_same = (row_of[row.indices] == order[:, None]).all() if len(row.indices) == len(order) else False
+        if not is_same or not (column_of[row.indices] == columns).all():
+            return None
+        np.add.at(weight, columns, row.factors[:, None] * row.weight)
+    return weight.astype(dtype) if np.array_equal(np.sort(order), np.arange(count)) else None

@@ -1,0 +1,328 @@
+"""The output projection behind the heads' outputs: all that is linear in them, in every form that graphs give it.
+
+Forward from ``map @ V`` every tensor is read as a sum of products of the heads' outputs with constant matrices. W_o
+is that sum where everything made of them has met again: one product in most models, several beside an adapter that
+was not merged, one a head where heads are projected apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.teacher.graph.nodes import constant_of, float_attribute, is_constant
+from shd_ref.teacher.graph.weights import Weight, product_weight
+from shd_ref.teacher.opening.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS
+from shd_ref.teacher.packages import ir
+
+_SIZES: Final = frozenset({"Shape", "Size"})
+_PICKING: Final = frozenset({"Gather", "Slice", "Split"})
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A product of the heads' outputs with a constant.
+
+    Attributes:
+        source: the heads' outputs as the product reads them: moved, picked and scaled, and nothing else.
+        axis: of the source, over which the product sums; from the end, so negative.
+        weight: ``(in, out)``; ``(H, in, out)`` where the third last axis of the source says which matrix.
+    """
+
+    source: ir.Value
+    axis: int
+    weight: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What becomes of the heads' outputs.
+
+    Attributes:
+        terms: whose sum is the attention output, but for what does not depend on the heads' outputs.
+        path: the operators between the heads' outputs and the products, in the order of the graph.
+        reason: why there is no such sum; None where there is.
+    """
+
+    terms: tuple[Term, ...] = ()
+    path: tuple[ir.Node, ...] = ()
+    reason: str | None = None
+
+
+NO_PROJECTION: Final = Projection()
+"""Of a walk that ends before it."""
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A tensor that is linear in the heads' outputs, plus anything that does not depend on them."""
+
+    terms: tuple[Term, ...] = ()  # none: the heads' outputs themselves
+    axis: int = -1  # the columns of the weights
+    moves: tuple[tuple[str, tuple[int, ...]], ...] = ()  # since the products
+    by_head: bool = False  # the products of the heads are not summed yet
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.terms) and not self.by_head
+
+
+class _Other:
+    """A tensor that is made of the heads' outputs in another way."""
+
+
+_BENT: Final = _Other()  # of the heads' outputs themselves
+_BEHIND: Final = _Other()  # of a sum of products
+
+_Reading: TypeAlias = _Linear | _Other
+
+
+def follow_to_projection(context: ir.Value) -> Projection:
+    """Read forward from the heads' outputs to the first tensor in which all that is made of them has met.
+
+    Args:
+        context: the heads' outputs, ``map @ V``.
+    """
+    return _Sweep(context).run()
+
+
+class _Sweep:
+    """The readings of all that is made of the heads' outputs, operator by operator in the order of the graph."""
+
+    def __init__(self, context: ir.Value) -> None:
+        producer = context.producer()
+        graph = None if producer is None else producer.graph
+        self.places = {id(node): place for place, node in enumerate(graph or ())}
+        self.readings: dict[ir.Value, _Reading] = {}
+        self.waiting: dict[ir.Value, set[int]] = {}  # the operators that are still to read a tensor, if any
+        self.queue: list[int] = []
+        self.nodes: dict[int, ir.Node] = {}
+        self.path: list[ir.Node] = []
+        self.sums: list[_Linear] = []  # as they are read by something that is not linear
+        self.bends: list[ir.Node] = []
+        self.is_bent = False
+        self._note(context, _Linear())
+
+    def run(self) -> Projection:
+        while self.queue and not self.is_bent:
+            linear = [reading for value in self.waiting if isinstance(reading := self.readings[value], _Linear)]
+            if not linear or (len(self.waiting) == 1 and linear[0].is_whole):
+                break
+            self._take(self.nodes.pop(heapq.heappop(self.queue)))
+        last = [self.readings[value] for value in self.waiting]
+        sums = self.sums + [reading for reading in last if isinstance(reading, _Linear) and reading.is_whole]
+        if self.is_bent or not sums:
+            return Projection(reason=_describe_bends(self.bends))
+        if any(other.terms != sums[0].terms for other in sums):
+            return Projection(
+                reason="the heads' outputs meet several weights whose products are used apart, so none of them is "
+                "the output projection: choose other layers, or export the model up to one of these products"
+            )
+        return self._found(sums[0])
+
+    def _found(self, reading: _Linear) -> Projection:
+        needed, path = {term.source for term in reading.terms}, []
+        for node in reversed(self.path):
+            if not needed.isdisjoint(node.outputs):
+                path.append(node)
+                needed.update(value for value in node.inputs if value is not None)
+        return Projection(reading.terms, tuple(reversed(path)))
+
+    def _note(self, value: ir.Value, reading: _Reading) -> None:
+        self.readings[value] = reading
+        waiting = self.waiting[value] = set[int]()
+        for node, _ in value.uses():
+            place = self.places.get(id(node))
+            if node.op_type in _SIZES:
+                continue
+            if place is None:  # in the body of a control-flow operator
+                self.bends.append(node)
+                continue
+            waiting.add(place)
+            if place not in self.nodes:
+                self.nodes[place] = node
+                heapq.heappush(self.queue, place)
+        self._drop_if_read(value)
+
+    def _take(self, node: ir.Node) -> None:
+        """Read one operator."""
+        sources = [value for value in dict.fromkeys(node.inputs) if value is not None and value in self.readings]
+        readings = [self.readings[value] for value in sources]
+        for value in sources:
+            self.waiting[value].discard(self.places[id(node)])
+            self._drop_if_read(value)
+        linear = [reading for reading in readings if isinstance(reading, _Linear)]
+        result: _Reading | None = None
+        if len(linear) == len(readings):
+            result = read_operator(node, dict(zip(sources, linear, strict=True)))
+            if isinstance(result, _Linear) and not result.terms:
+                self.path.append(node)
+        if result is None:
+            self.sums += [reading for reading in linear if reading.is_whole]
+            parts = [reading for reading in linear if not reading.is_whole]
+            if parts:
+                self.bends.append(node)
+            self.is_bent |= bool(linear) and _BENT in readings
+            result = _BENT if parts or _BENT in readings else _BEHIND
+        # A quantiser's scale and zero point are no numbers of the heads' outputs.
+        for output in node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs:
+            self._note(output, result)
+
+    def _drop_if_read(self, value: ir.Value) -> None:
+        reading = self.readings[value]
+        is_result = value.is_graph_output() and isinstance(reading, _Linear) and reading.is_whole
+        if not self.waiting[value] and not is_result:
+            del self.waiting[value]
+
+
+def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | None:
+    """What an operator makes of linear tensors; None where its result is not linear in them."""
+    places = {place: known[value] for place, value in enumerate(node.inputs) if value in known}
+    if node.op_type in ADDING_OPS:
+        if node.op_type == "Sub" and 1 in places:
+            if not places[1].terms:
+                return None
+            places[1] = _scale(places[1], -1.0)
+        return _join(list(places.values()))
+    if node.op_type == "Concat":
+        return _Linear() if not any(r.terms for r in places.values()) and len(places) == len(node.inputs) else None
+    if node.op_type == "Gemm" and len(places) == 2 and 2 in places:
+        product = _multiply(node, 0, places[0]) if 0 in places else None
+        return None if product is None else _join([product, _scale(places[2], float_attribute(node, "beta"))])
+    if len(places) != 1:
+        return None
+    ((place, reading),) = places.items()
+    others = [value for number, value in enumerate(node.inputs) if number != place and value is not None]
+    if node.op_type in LAYOUT_OPS:
+        return _move(node, reading) if place == 0 else None
+    if node.op_type in _PICKING:
+        fixed = place == 0 and all(is_constant(value) for value in others)
+        return reading if fixed and not reading.terms else None
+    if node.op_type == "Mul" or (node.op_type == "Div" and place == 0):
+        return _scale_by(node.op_type, reading, others[0])
+    if node.op_type == "ReduceSum":
+        return _sum_heads(node, reading)
+    return _multiply(node, place, reading)
+
+
+def _join(readings: list[_Linear]) -> _Linear | None:
+    first, *rest = readings
+    alike = all((r.axis, r.moves, r.by_head) == (first.axis, first.moves, first.by_head) for r in rest)
+    if rest and not (alike and all(r.terms for r in readings)):
+        return None
+    return replace(first, terms=tuple(term for reading in readings for term in reading.terms))
+
+
+def _scale(reading: _Linear, factor: NDArray[Any] | float) -> _Linear:
+    """Multiply the weights; a reading without any is left to whoever replays the path."""
+    if isinstance(factor, float) and factor == 1.0:
+        return reading
+    terms = tuple(replace(term, weight=_as_weight(term.weight * factor, term.weight)) for term in reading.terms)
+    return replace(reading, terms=terms)
+
+
+def _scale_by(op_type: str, reading: _Linear, value: ir.Value) -> _Linear | None:
+    factor = constant_of(value)
+    if factor is None:
+        return None
+    if not reading.terms:
+        return reading
+    by_column = reading.axis == -1 and factor.shape[-1:] == (reading.terms[0].weight.shape[-1],)
+    if factor.size != 1 and not (by_column and factor.size == factor.shape[-1]):
+        return None
+    wide = factor.astype(np.float64).reshape(-1)
+    return _scale(reading, wide if op_type == "Mul" else 1.0 / wide)
+
+
+def _move(node: ir.Node, reading: _Linear) -> _Linear | None:
+    if not reading.terms or node.op_type not in MOVING_OPS:
+        return reading
+    order = tuple(node.attributes["perm"].as_ints()) if "perm" in node.attributes else ()
+    axis = reading.axis
+    if node.op_type == "Transpose":
+        if not order:
+            return None
+        axis = order.index(axis % len(order)) - len(order)
+    elif axis != -1:
+        source, shape = node.inputs[0], node.outputs[0].shape  # axes before the columns stay
+        if source is None or source.shape is None or shape is None:
+            return None
+        axis += len(source.shape) - len(shape)
+    return replace(reading, axis=axis, moves=(*reading.moves, (node.op_type, order)))
+
+
+def _sum_heads(node: ir.Node, reading: _Linear) -> _Linear | None:
+    """The sum over the third last axis, which said which head's matrix was meant."""
+    axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    source = node.inputs[0]
+    rank = 4 if source is None or source.shape is None else len(source.shape)
+    if not reading.by_head or reading.moves or axes is None or axes.tolist() not in ([-3], [rank - 3]):
+        return None
+    return replace(reading, by_head=False)
+
+
+def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
+    """The product with a constant; of a product, the product of both matrices."""
+    found: Weight | None = product_weight(node, place)
+    source = node.inputs[place]
+    if found is None or source is None:
+        return None
+    if not reading.terms:
+        return _Linear((Term(source, found.axis, found.matrix),), found.out_axis, by_head=found.matrix.ndim == 3)
+    if reading.axis != found.axis or reading.by_head or found.matrix.ndim != 2:
+        return None
+    if reading.terms[0].weight.shape[-1] != len(found.matrix):
+        return None
+    wide = found.matrix.astype(np.float64)
+    terms = tuple(replace(term, weight=_as_weight(term.weight @ wide, term.weight)) for term in reading.terms)
+    return replace(reading, terms=terms, axis=found.out_axis)
+
+
+def _as_weight(product: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
+    return product.astype(like.dtype)
+
+
+def _describe_bends(bends: list[ir.Node]) -> str:
+    met = {node.op_type for node in bends}
+    between = f" (they go to {', '.join(sorted(met))})" if met else ""
+    if met & NORMS:
+        return (
+            f"a norm stands between the heads' outputs and their projection{between}, so the attention output is not "
+            "the sum of what the heads give: choose other layers, or export a model without it"
+        )
+    if any(node.op_type in SCALING_OPS and not any(is_constant(v) for v in node.inputs) for node in bends):
+        return (
+            "the heads' outputs are multiplied by a computed tensor, such as a gate, before their projection"
+            f"{between}, so the attention output is not the sum of what the heads give: choose other layers, or "
+            "export a model without it"
+        )
+    fed = next((name for node in bends if (name := _fed_weight(node)) is not None), None)
+    if fed is not None:
+        return (
+            f"the weight of its output projection is an input of the graph ({fed}), so there is no output projection "
+            "in it: export the model with its weights inside"
+        )
+    if not met:
+        return (
+            "the heads' outputs are results of the graph and reach no weight, so there is no output projection: "
+            "export the model up to and including the attention block's output projection"
+        )
+    return (
+        f"the heads' outputs reach no product with a constant weight before other operators change them{between}, so "
+        "there is no output projection: choose other layers (--sites), or a model that projects its heads first"
+    )
+
+
+def _fed_weight(node: ir.Node) -> str | None:
+    """Name of the graph's input that a product multiplies by, behind what only moves its numbers."""
+    for value in node.inputs if node.op_type in (*PRODUCTS, "Gemm") else ():
+        source = value
+        while source is not None and (producer := source.producer()) is not None and producer.op_type in LAYOUT_OPS:
+            source = producer.inputs[0]
+        if source is not None and source.is_graph_input():
+            return source.name
+    return None

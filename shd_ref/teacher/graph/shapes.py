@@ -1,0 +1,236 @@
+"""Sizes of a graph's tensors: as shape inference states them, or measured by tiny runs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.session import open_session
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+_PROBE_SIZES: Final = InputSizes(batch=2, length=3)
+_LONGEST_FROZEN: Final = 4096
+_MOST_TRIED: Final = 6
+_SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
+
+
+def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors whose dimensions are all numbers or names, each name bound to its own small number."""
+    numbers: dict[str, int] = {}
+    shapes = {}
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if not value.type.tensor_type.HasField("shape") or not all(d.dim_param or d.dim_value for d in dims):
+            continue
+        shapes[value.name] = tuple(
+            numbers.setdefault(d.dim_param, len(numbers) + _PROBE_SIZES.batch) if d.dim_param else d.dim_value
+            for d in dims
+        )
+    return shapes
+
+
+def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
+    """The graph's inputs, with the length and batch fixed that its constants fix, whatever its inputs say.
+
+    A tracer leaves the example's length in the constants of reshapes and masks. Shape inference then knows the sizes
+    of the attention maps while the inputs are open; a run at that length and at no smaller one confirms it.
+
+    Args:
+        model: from ``load_teacher``.
+        maps: names of its attention maps ``(..., L, S)``.
+    """
+    specs = input_specs(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:  # inference raises what its C++ throws
+        return specs
+    values = [value for value in inferred.graph.value_info if value.name in maps]
+    lengths = {tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim[-2:]) for value in values}
+    if not lengths or min(min(sizes, default=0) for sizes in lengths) < 2:
+        return specs
+    try:
+        probe = Probe(model, maps[:1])
+    except ShdError:  # nothing is known; a sample's own run will tell
+        return specs
+    return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
+
+
+def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors in one tiny run, see ``Probe``."""
+    return {name: array.shape for name, array in probe_tensors(model, names).items()}
+
+
+def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Tensors of one tiny run of a graph, see ``Probe``."""
+    probe = Probe(model, names)
+    return probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+
+
+def probe_feeds(
+    specs: Sequence[InputSpec], sizes: InputSizes, *, samples: Sequence[int] | None = None, largest: int = 1
+) -> dict[str, NDArray[Any]]:
+    """Inputs that a graph can run on: masks of ones, positions from 0, an empty past.
+
+    Args:
+        specs: the graph's inputs.
+        sizes: batch and length; sizes that the graph fixes stay as they are.
+        samples: ``batch`` numbers, each of which stands for one sample: integers from 0 to ``largest`` and normal
+            floats drawn from it, so that equal numbers are equal samples wherever they stand. Default: integers are
+            ``largest`` and floats 1. Masks and positions are the same in all samples.
+        largest: of token numbers and the like; 0 for tables of one row.
+    """
+    sizes = sizes.fitted(specs)
+    shapes, axes = sizes.shapes(specs), batch_axes(specs, sizes)
+    feeds: dict[str, NDArray[Any]] = {}
+    for spec in specs:
+        shape, dtype = shapes[spec.name], np.dtype(spec.dtype)
+        if spec.part == "positions":
+            feeds[spec.name] = np.broadcast_to(np.arange(shape[-1]) * min(largest, 1), shape).astype(dtype)
+        elif spec.part == "branch":
+            feeds[spec.name] = np.zeros(shape, dtype)
+        elif samples is None or spec.part == "mask":
+            value = largest if dtype.kind in "iu" and spec.part == "data" else 1
+            feeds[spec.name] = np.full(shape, value, dtype)
+        else:
+            feeds[spec.name] = _drawn(spec, shape, axes[spec.name], samples, largest)
+    return feeds
+
+
+def _drawn(
+    spec: InputSpec, shape: tuple[int, ...], batch_axis: int | None, samples: Sequence[int], largest: int
+) -> NDArray[Any]:
+    def draw(sample: int, size: tuple[int, ...]) -> NDArray[Any]:
+        rng = np.random.default_rng([sample, *spec.name.encode()])
+        kind = np.dtype(spec.dtype).kind
+        array = rng.normal(size=size) if kind == "f" else rng.integers(0, min(largest, 1), size, endpoint=True)
+        return array.astype(spec.dtype)
+
+    if batch_axis is None:
+        return draw(0, shape)
+    rest = shape[:batch_axis] + shape[batch_axis + 1 :]
+    return np.stack([draw(sample, rest) for sample in samples[: shape[batch_axis]]], axis=batch_axis)
+
+
+class Probe:
+    """A graph that runs on tiny inputs and gives any of its tensors, on the CPU.
+
+    Opening it finds sizes that it runs on: a batch of 2 and length 3, or what the graph fixes. A graph traced with
+    open axes may still have the example's length, and its batch, in its constants: those are tried next.
+
+    Args:
+        model: from ``load_teacher``; not changed.
+        names: of its tensors.
+
+    Attributes:
+        specs: the graph's inputs.
+        sizes: that it runs on.
+        largest: integer that it runs on, 1 or 0.
+        frozen_length: the length that its inputs or its constants fix, as far as is known; None where it is open.
+        frozen_batch: likewise of the batch.
+
+    Raises:
+        ShdError: ``graph-unsupported`` where the graph does not run.
+    """
+
+    def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
+        probe = onnx.ModelProto()
+        probe.CopyFrom(model)
+        del probe.graph.output[:]
+        probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        self._names = tuple(names)
+        self._session = open_session(probe, num_threads=1)
+        self.specs = input_specs(model)
+        self.sizes = _PROBE_SIZES.fitted(self.specs)
+        other = InputSizes(_PROBE_SIZES.batch + 1, _PROBE_SIZES.length + 1).fitted(self.specs)
+        self.frozen_length = self.sizes.length if self.sizes.length == other.length else None
+        self.frozen_batch = self.sizes.batch if self.sizes.batch == other.batch else None
+        self.largest, failure = self._try(self.sizes)
+        for sizes in () if failure is None else self._other_sizes(model):
+            self.largest, problem = self._try(sizes)
+            if problem is None:
+                self.frozen_length = sizes.length
+                self.frozen_batch = self.frozen_batch if sizes.batch == self.sizes.batch else sizes.batch
+                self.sizes = sizes
+                return
+        if failure is not None:
+            raise ShdError(
+                "graph-unsupported",
+                f"the graph does not run on a probe of batch {self.sizes.batch} and length {self.sizes.length} "
+                f"({failure}): {_remedy(self.specs)}",
+            )
+
+    def is_frozen_inside(self) -> bool:
+        """Whether the constants fix the length while the inputs leave it open: a longer sample does not run."""
+        sequences = [spec for spec in self.specs if spec.part != "past" and len(spec.shape) > 1]
+        if self.frozen_length is None or all(isinstance(spec.shape[1], int) for spec in sequences):
+            return False
+        return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The tensors by name, on inputs such as ``probe_feeds`` makes."""
+        outputs = self._session.run(list(self._names), dict(feeds))
+        return {name: np.asarray(output) for name, output in zip(self._names, outputs, strict=True)}
+
+    def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
+        """The integer on which it runs at these sizes, or what went wrong."""
+        failure: Exception | None = None
+        for largest in (1, 0):
+            try:
+                self.run(probe_feeds(self.specs, sizes, largest=largest))
+            except Exception as error:  # onnxruntime raises its own types, which share no base class
+                failure = error
+            else:
+                return largest, None
+        return 1, failure
+
+    def _other_sizes(self, model: onnx.ModelProto) -> Iterator[InputSizes]:
+        """Lengths that may be frozen into the constants, each with the probe's batch and with a batch of one."""
+        if self.frozen_length is not None:
+            return
+        for length in _frozen_lengths(model):
+            for batch in dict.fromkeys((self.sizes.batch, 1)):
+                yield InputSizes(batch, length).fitted(self.specs)
+
+
+def _remedy(specs: Sequence[InputSpec]) -> str:
+    """What to do about a graph that does not run, by what its inputs say."""
+    problem = past_problem(specs)
+    if problem is not None:
+        return problem
+    if all(isinstance(axis, int) for spec in specs for axis in spec.shape):
+        return "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
+    return (
+        "its axes are dynamic, so either the exporter left the sizes of its example in the constants, as PyTorch's "
+        "older one does (export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)), or the graph itself "
+        "is at fault: see whether onnxruntime runs it at all"
+    )
+
+
+def _frozen_lengths(model: onnx.ModelProto) -> list[int]:
+    """Numbers in constant shapes, and sizes of constants that are no matrices, the most frequent first."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            constants[node.output[0]] = node.attribute[0].t
+    counts: Counter[int] = Counter()
+    for node in model.graph.node:
+        place = _SHAPE_PLACES.get(node.op_type)
+        for number, name in enumerate(node.input):
+            tensor = constants.get(name)
+            if tensor is None:
+                continue
+            if number == place and not tensor.external_data and math.prod(tensor.dims) <= 8:
+                counts.update(onnx.numpy_helper.to_array(tensor).ravel().tolist())
+            elif len(tensor.dims) > 2:
+                counts.update(tensor.dims[-2:])
+    lengths = [size for size, _ in counts.most_common() if 1 < size <= _LONGEST_FROZEN]
+    return lengths[:_MOST_TRIED]

@@ -1,0 +1,283 @@
+"""Follow data through a graph, from a softmax to the output projection; no pattern, and no size.
+
+Forward from the softmax, the first product with something that is not a weight is ``map @ V``; forward from that,
+what weights make of it is the output projection W_o. Backward from the softmax, the first product is ``Q K^T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from shd_ref.teacher.graph.nodes import (
+    constant_of,
+    data_inputs,
+    float_attribute,
+    int_attribute,
+    is_constant,
+    name_of,
+)
+from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection
+from shd_ref.teacher.graph.tracing import (
+    before_rounding,
+    is_cross,
+    is_value_product,
+    list_repeats,
+    operands,
+    trace_back,
+)
+from shd_ref.teacher.graph.weights import product_weight
+from shd_ref.teacher.opening.operators import (
+    CONTRIB_DOMAIN,
+    FUSED_OPS,
+    INTEGER_PRODUCTS,
+    LOGIT_OPS,
+    MAP_CARRIERS,
+    OPAQUE_PRODUCTS,
+    STANDARD_DOMAINS,
+)
+from shd_ref.teacher.packages import ir
+
+_AXES: Final = (-4, -3, -2, -1)
+_HEADS: Final = -3
+"""Axes of a map (B, H, L, S), from the end."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What following the data from one node brought, before any size is known."""
+
+    node: ir.Node
+    reason: str | None = None
+    logits: ir.Value | None = None
+    probs: ir.Value | None = None
+    values: ir.Value | None = None
+    context: ir.Value | None = None  # the heads' outputs, map @ V
+    projection: Projection = NO_PROJECTION
+    query: ir.Value | None = None
+    cross: bool | None = None
+    sinks: bool = False  # columns of the softmax are cut off
+    repeats: tuple[ir.Node, ...] = ()  # operators that repeat V's heads
+    mixing: NDArray[Any] | None = None  # (H, H): what value head g reads is sum_h mixing[h, g] map_h
+
+    def tensors(self) -> Iterator[str]:
+        """Names of all tensors whose shapes decide the sizes."""
+        values = [self.probs, self.values, self.context, self.query]
+        values += [value for node in (*self.projection.path, *self.repeats) for value in node.outputs]
+        values += [value for node in self.repeats for value in data_inputs(node)]
+        yield from (name_of(value) for value in values if value is not None and not is_constant(value))
+
+
+def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
+    """All walks of a graph, in the order of its nodes."""
+    opset = graph.opset_imports.get("", 1)
+    for node in graph:
+        yield from _walk_from(node, opset)
+        for inner in _nodes_inside(node):
+            for walk in _walk_from(inner, opset):
+                yield Walk(walk.node, _inside_reason(node, graph))
+
+
+def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
+    inside = f"it lies inside the body of {node.op_type}, which decides whether its map exists"
+    chosen_by = node.inputs[0] if node.inputs else None
+    if node.op_type == "If" and chosen_by is not None and chosen_by in graph.inputs:
+        return (
+            f"{inside}: this is a merged decoder, whose input {name_of(chosen_by)!r} chooses one of two bodies; "
+            "take the file with one body beside it (decoder_model.onnx, or model.onnx of a newer export), or export "
+            "it again unmerged (optimum-cli export onnx --no-post-process)"
+        )
+    return f"{inside}: re-export the model without control flow (one forward pass, use_cache off)"
+
+
+def _nodes_inside(node: ir.Node) -> Iterator[ir.Node]:
+    """The nodes of a control-flow operator's bodies."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            for body in attribute.as_graphs():
+                yield from body.all_nodes()
+
+
+def _walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
+    """The walk that starts at this node, if any does."""
+    if node.op_type in FUSED_OPS and node.domain in (*STANDARD_DOMAINS, CONTRIB_DOMAIN):
+        yield Walk(
+            node,
+            f"{node.op_type} is fused, so its attention map never exists as a tensor: "
+            "re-export with attention fusion off (eager attention, opset 18, no transformer optimiser)",
+        )
+    elif node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
+        yield from _walk_softmax(node, node.inputs[0], _over_last_axis(node, opset))
+    elif node.op_type == "QLinearSoftmax":
+        yield _quantised(node, "its softmax gives integers (QLinearSoftmax)")
+    elif node.op_type == "Div" and (logits := _exponent(node)) is not None:
+        yield from _walk_softmax(node, logits, True)
+
+
+def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: bool) -> Iterator[Walk]:
+    met = _meet_values(softmax.outputs[0])
+    if met is None:
+        return
+    product = met.product
+    if product.op_type in INTEGER_PRODUCTS:
+        yield _quantised(softmax, f"map and values meet in {product.op_type}")
+        return
+    if product.op_type in OPAQUE_PRODUCTS:
+        yield _refused(softmax, f"map and values meet in {product.op_type}")
+        return
+    if not over_last_axis:
+        yield _refused(softmax, "its softmax is not over the last axis")
+        return
+    if met.trail.is_mixed and (met.trail.mixing is None or met.trail.axes != _AXES):
+        yield Walk(
+            softmax,
+            "its maps are mixed after the softmax in a way that is no matrix over heads, so what multiplies the "
+            "values is not made of them alone: choose other layers, or export a model without it",
+        )
+        return
+    if met.trail.axes[-1] != -1:
+        yield _refused(softmax, "the map is transposed on its way to the values")
+        return
+    if met.place != 0 or not _is_plain(product):
+        yield _refused(softmax, f"map and values meet in {product.op_type} with the map transposed or scaled")
+        return
+    raw_map, raw_values = operands(product)
+    raw_map = met.trail.source if met.trail.is_mixed else raw_map
+    probs, values = before_rounding(raw_map), before_rounding(raw_values)
+    projection = follow_to_projection(product.outputs[0])
+    common: dict[str, Any] = {"node": softmax, "probs": probs, "values": values, "context": product.outputs[0]}
+    if projection.reason is not None:
+        yield Walk(reason=projection.reason, **common)
+        return
+    scores = trace_back(logits, LOGIT_OPS, is_value_product)
+    yield Walk(
+        logits=logits,
+        projection=projection,
+        query=None if scores is None else scores.inputs[0],
+        cross=None if scores is None else is_cross(scores),
+        sinks=trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, _is_slice) is not None,
+        repeats=list_repeats(values),
+        mixing=met.trail.mixing,
+        **common,
+    )
+
+
+def _quantised(softmax: ir.Node, why: str) -> Walk:
+    return Walk(softmax, f"{why}: use the float or the QDQ form of the model")
+
+
+def _refused(softmax: ir.Node, why: str) -> Walk:
+    return Walk(
+        softmax, f"{why}: re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
+    )
+
+
+def _over_last_axis(softmax: ir.Node, opset: int) -> bool:
+    axis = int_attribute(softmax, "axis")
+    axis = (-1 if opset >= 13 else 1) if axis is None else axis
+    shape = softmax.outputs[0].shape
+    # Maps have at least three axes, so without a known rank a later axis than 1 is taken for the last.
+    return axis == -1 or (axis >= 2 if shape is None else axis == len(shape) - 1)
+
+
+def _exponent(quotient: ir.Node) -> ir.Value | None:
+    """The logits of a softmax written out: ``Exp(logits) / ReduceSum(Exp(logits))`` over the last axis."""
+    powers, total = (None if value is None else value.producer() for value in quotient.inputs)
+    if powers is None or total is None or (powers.op_type, total.op_type) != ("Exp", "ReduceSum"):
+        return None
+    axes = list(total.attributes["axes"].as_ints()) if "axes" in total.attributes else None
+    if axes is None and len(total.inputs) > 1:
+        constant = constant_of(total.inputs[1])
+        axes = None if constant is None else constant.ravel().tolist()
+    shape = powers.outputs[0].shape
+    last = (-1,) if shape is None else (-1, len(shape) - 1)
+    over_last = axes is not None and len(axes) == 1 and axes[0] in last and int_attribute(total, "keepdims") != 0
+    return powers.inputs[0] if over_last and total.inputs[0] is powers.outputs[0] else None
+
+
+def _is_slice(node: ir.Node) -> bool:
+    return node.op_type == "Slice"
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """A tensor that a map leads to.
+
+    Attributes:
+        value: the tensor.
+        source: the last tensor before heads were mixed that had its axes in their order.
+        axes: which of the map's axes each of its last four is; both from the end.
+        is_mixed: whether it was multiplied by a constant over another axis than the keys'.
+        mixing: that constant where the axis is the heads', and nothing but moves came after it.
+    """
+
+    value: ir.Value
+    source: ir.Value
+    axes: tuple[int, ...] = _AXES
+    is_mixed: bool = False
+    mixing: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where a map meets values."""
+
+    product: ir.Node
+    place: int  # of the map among the product's inputs
+    trail: _Trail
+
+
+def _meet_values(probs: ir.Value) -> _Meeting | None:
+    """Breadth first to the nearest product with a computed tensor, with the map's axes in view."""
+    queue = [_Trail(probs, probs)]
+    for trail in queue:
+        for node, place in trail.value.uses():
+            if is_value_product(node):
+                return _Meeting(node, place, trail)
+            step = _step(trail, node, place)
+            if step is not None and all(step.value is not seen.value for seen in queue):
+                queue.append(step)
+    return None
+
+
+def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
+    """Through one operator; None where what comes out is no map any more."""
+    output = node.outputs[0]
+    in_order = trail.axes == _AXES
+    if node.op_type == "Transpose" and "perm" in node.attributes:
+        order = node.attributes["perm"].as_ints()
+        if len(order) > len(_AXES):
+            return None
+        turned = tuple(trail.axes[place - len(order)] for place in order)
+        return replace(trail, value=output, axes=trail.axes[: -len(order)] + turned)
+    if node.op_type in MAP_CARRIERS and place in _data_places(node):
+        if node.op_type == "Reshape" and trail.axes[-1] != -1:
+            return None
+        keeps = node.op_type in ("Cast", "Dropout", "Identity")
+        source = output if in_order and not trail.is_mixed else trail.source
+        return replace(trail, value=output, source=source, mixing=trail.mixing if keeps else None)
+    if trail.is_mixed and node.op_type in ("Add", "BatchNormalization"):
+        is_bias = node.op_type == "Add" and any(is_constant(value) for value in node.inputs)
+        return replace(trail, value=output, mixing=trail.mixing if is_bias else None)
+    weight = product_weight(node, place)
+    # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
+    if weight is None or weight.matrix.ndim != 2 or len(set(weight.matrix.shape)) != 1 or weight.axis < -len(_AXES):
+        return None
+    axis = trail.axes[weight.axis]
+    mixing = weight.matrix if axis == _HEADS and not trail.is_mixed else None
+    return None if axis == -1 else replace(trail, value=output, is_mixed=True, mixing=mixing)
+
+
+def _is_plain(product: ir.Node) -> bool:
+    """Whether a product multiplies its operands as they are."""
+    flags = ("transA", "transB", "transBatchA", "transBatchB")
+    return not any(int_attribute(product, flag) for flag in flags) and float_attribute(product, "alpha") == 1.0
+
+
+def _data_places(node: ir.Node) -> tuple[int, ...]:
+    return {"Where": (1, 2), "Mul": (0, 1)}.get(node.op_type, (0,))

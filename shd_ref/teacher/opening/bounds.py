@@ -1,0 +1,258 @@
+"""Sizes in a graph that nobody vouches for: what would fill the memory before anything is computed is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.opening.parts import all_graphs, all_nodes, all_tensors, function_nodes
+from shd_ref.teacher.packages import ir, onnx
+
+_MOST_ENTRIES: Final = 2**28  # a mask of 16384 x 16384
+_MOST_ACTIVATIONS: Final = 2**36  # of one tensor that depends on the inputs, for the machines there are
+_MOST_JOINED: Final = 2**20  # inference writes down shapes that are joined, entry by entry
+_MOST_NODES: Final = 100_000
+_MOST_NESTED: Final = 128  # the inliner calls itself
+_SMALL: Final = 2**10  # entries of a constant that may be a shape
+_SHAPE_ARITHMETIC: Final = frozenset(
+    [
+        "Abs",
+        "Add",
+        "Cast",
+        "Concat",
+        "Div",
+        "Gather",
+        "Identity",
+        "Max",
+        "Min",
+        "Mul",
+        "Neg",
+        "Pow",
+        "ReduceProd",
+        "ReduceSum",
+        "Reshape",
+        "Shape",
+        "Size",
+        "Slice",
+        "Squeeze",
+        "Sub",
+        "Transpose",
+        "Unsqueeze",
+    ]
+)
+_SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
+
+
+def check_sizes(model: onnx.ModelProto, file: Path) -> None:
+    """Tensors must hold what their shapes say, and no shape that the graph states may be absurd.
+
+    Args:
+        model: parsed, with its external data checked (``check_external_data``) but not read.
+        file: where it is from, for messages.
+
+    Raises:
+        ShdError: ``graph-invalid``.
+    """
+    for tensor in all_tensors(model):
+        if min(tensor.dims, default=0) < 0 or not _holds(tensor):
+            raise ShdError(
+                "graph-invalid",
+                f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
+                f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again",
+            )
+    for name, shape in _stated_shapes(model):
+        _check_shape(file, name, shape)
+
+
+def check_functions(model: onnx.ModelProto, file: Path) -> None:
+    """Local functions may not call one another so often, or so deep, that a few of them make an endless graph.
+
+    Raises:
+        ShdError: ``graph-invalid``.
+    """
+    functions = {(each.domain, each.name): each for each in model.functions}
+    calls = {
+        key: Counter((node.domain, node.op_type) for node in function_nodes(each)) for key, each in functions.items()
+    }
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}  # nodes after inlining, and how deep
+    for key in calls:
+        waiting, under_way = [key], set()
+        while waiting:
+            current = waiting[-1]
+            unknown = [name for name in calls[current] if name in calls and name not in sizes]
+            if unknown and current not in under_way:
+                under_way.add(current)
+                waiting += unknown
+                continue
+            waiting.pop()  # what is unknown now calls itself in a circle, which the inliner refuses
+            held = [(sizes.get(name, (1, 0)), count) for name, count in calls[current].items()]
+            nodes = sum(size[0] * count for size, count in held)
+            sizes[current] = min(nodes, _MOST_NODES + 1), 1 + max((size[1] for size, _ in held), default=0)
+    total = sum(sizes.get((node.domain, node.op_type), (1, 0))[0] for node in all_nodes(model.graph))
+    depth = max((deep for _, deep in sizes.values()), default=0)
+    if total > _MOST_NODES or depth > _MOST_NESTED:
+        raise ShdError(
+            "graph-invalid",
+            f"functions of teacher graph {file} must make at most {_MOST_NODES} nodes, and call one another at most "
+            f"{_MOST_NESTED} deep; they make {total if total <= _MOST_NODES else 'more'}, {depth} deep: export the "
+            "model without functions",
+        )
+
+
+def check_growth(model: onnx.ModelProto, file: Path) -> None:
+    """Tensors that are joined with themselves again and again may not grow without bound.
+
+    Args:
+        model: without local functions.
+        file: where it is from, for messages.
+
+    Raises:
+        ShdError: ``graph-invalid``.
+    """
+    sizes = {tensor.name: math.prod(tensor.dims) for graph in all_graphs(model.graph) for tensor in graph.initializer}
+    most = max(_MOST_JOINED, 8 * sum(sizes.values()))
+    for node in all_nodes(model.graph):
+        if node.op_type == "Concat":
+            size = sum(sizes.get(name, 1) for name in node.input)
+            if size > most:
+                raise ShdError(
+                    "graph-invalid",
+                    f"teacher graph {file} joins tensors to one of {size} entries at node {node.name!r} (Concat): "
+                    "export it again",
+                )
+        else:  # what depends on the inputs has sizes that are theirs, and counts as one
+            carriers = node.input if node.op_type in _SHAPE_ARITHMETIC else []
+            size = max((sizes.get(name, 1) for name in carriers[node.op_type == "Gather" :]), default=1)
+        sizes.update(dict.fromkeys(node.output, size))
+
+
+def check_folded(model: onnx.ModelProto, file: Path) -> None:
+    """What operators make of constant shapes, also of computed ones, may not be absurdly large.
+
+    onnxruntime computes such tensors before it runs anything.
+
+    Args:
+        model: without local functions, its nodes checked (``check_nodes``).
+        file: where it is from, for messages.
+
+    Raises:
+        ShdError: ``graph-invalid``.
+    """
+    known: dict[str, NDArray[Any]] = {}
+    for graph in all_graphs(model.graph):
+        for tensor in graph.initializer:
+            if math.prod(tensor.dims) <= _SMALL and not tensor.external_data:
+                known[tensor.name] = onnx.numpy_helper.to_array(tensor)
+    for node in all_nodes(model.graph):
+        if node.op_type == "Constant":
+            tensor = node.attribute[0].t if node.attribute and node.attribute[0].HasField("t") else None
+            if tensor is not None and math.prod(tensor.dims) <= _SMALL and not tensor.external_data:
+                known[node.output[0]] = onnx.numpy_helper.to_array(tensor)
+            continue
+        inputs = [known.get(name) for name in node.input]
+        shape = _made_shape(node.op_type, inputs)
+        if shape is not None:
+            _check_shape(file, node.name, shape)
+        elif node.op_type in _SHAPE_ARITHMETIC and all(i is not None for i in inputs):
+            # What cannot be computed is refused by onnxruntime.
+            with contextlib.suppress(Exception), np.errstate(all="ignore"):
+                feeds = dict(zip(node.input, inputs, strict=True))
+                (value,) = onnx.reference.ReferenceEvaluator(node).run(None, feeds)
+                if np.size(value) <= _SMALL:
+                    known[node.output[0]] = np.asarray(value)
+
+
+def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int] | None:
+    """The shape that an operator makes, as far as its constant inputs tell; None where they tell nothing."""
+    place = _SHAPE_INPUTS.get(op_type)
+    if op_type == "Resize" and len(inputs) > 3:
+        place = 3
+    if op_type == "OneHot" and inputs[1] is not None:
+        indices = 1 if inputs[0] is None else inputs[0].size
+        return [indices, *(abs(int(size)) for size in inputs[1].ravel()[:1])]
+    if op_type == "Range" and not any(each is None or each.size != 1 for each in inputs):
+        start, stop, step = (float(each.ravel()[0]) for each in inputs if each is not None)
+        count = (stop - start) / step if step else 0.0
+        return [int(min(max(count, 0.0), 2.0**62))] if math.isfinite(count) else [2**62]
+    shape = inputs[place] if place is not None and place < len(inputs) else None
+    if shape is None or shape.dtype.kind not in "iu":
+        return None
+    held = inputs[0].size if op_type == "Tile" and inputs[0] is not None else 1
+    return [held, *(abs(int(size)) for size in shape.ravel())]
+
+
+def check_inferred(model: onnx.ModelProto) -> None:
+    """No tensor may be absurdly large that follows from constants, as onnxruntime makes it before it runs anything.
+
+    Args:
+        model: with its shapes inferred.
+
+    Raises:
+        ShdError: ``graph-invalid``.
+    """
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    folded = set(sizes) | {tensor.values.name for tensor in model.graph.sparse_initializer}
+    for node in model.graph.node:
+        if all(name in folded for name in node.input if name):
+            folded.update(node.output)
+    weights = sum(sizes.values())
+    for value in model.graph.value_info:
+        dims = value.type.tensor_type.shape.dim
+        size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
+        most = max(_MOST_ENTRIES, weights) if value.name in folded else max(_MOST_ACTIVATIONS, weights)
+        if size > most:
+            raise ShdError(
+                "graph-invalid",
+                f"tensor {value.name!r} of the teacher graph must have at most {most} entries; its shape is "
+                f"{[dim.dim_value for dim in dims][:8]}: export the model again, with dynamic axes in place of large "
+                "fixed ones",
+            )
+
+
+def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
+    if any(size < 0 for size in shape) or math.prod(shape) > _MOST_ENTRIES:
+        raise ShdError(
+            "graph-invalid",
+            f"shapes of teacher graph {file} must be of at most {_MOST_ENTRIES} entries; got {list(shape)[:8]} "
+            f"for {name!r}: export it again, with dynamic axes in place of large fixed ones",
+        )
+
+
+def _holds(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor's data has the size of its shape; a weight may be of any size that is there."""
+    count = math.prod(tensor.dims)
+    try:
+        bits = round(ir.DataType(tensor.data_type).itemsize * 8)
+        if onnx.external_data_helper.uses_external_data(tensor):
+            length = onnx.external_data_helper.ExternalDataInfo(tensor).length
+            return length is None or bool(length == -(-count * bits // 8))
+        if tensor.HasField("raw_data"):
+            return bool(len(tensor.raw_data) == -(-count * bits // 8))
+        return bits < 8 or len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type))) >= count
+    except (KeyError, TypeError, ValueError):  # no data type, or one without numbers
+        return tensor.data_type == onnx.TensorProto.STRING
+
+
+def _stated_shapes(model: onnx.ModelProto) -> Iterator[tuple[str, list[int]]]:
+    for value in model.graph.input:
+        yield value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
+    shapes: dict[str, onnx.TensorProto] = {
+        tensor.name: tensor for graph in all_graphs(model.graph) for tensor in graph.initializer
+    }
+    for node in all_nodes(model.graph):
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            shapes.update(dict.fromkeys(node.output, node.attribute[0].t))
+    for node in all_nodes(model.graph):
+        place = _SHAPE_INPUTS.get(node.op_type, len(node.input))
+        tensor = shapes.get(node.input[place]) if place < len(node.input) else None
+        if tensor is not None and tensor.data_type == onnx.TensorProto.INT64 and not tensor.external_data:
+            stated = onnx.numpy_helper.to_array(tensor).ravel().tolist()
+            yield node.name, [abs(size) for size in stated]  # Expand takes -1 for 1

@@ -1,0 +1,256 @@
+"""Einsum as the products that it stands for: Transpose, Reshape and MatMul say which axis is which, letters do not.
+
+Only products of two or more operands are rewritten, to the same numbers but for rounding. An equation that repeats a
+letter in one operand, that sums over no letter that two operands share, or whose axes are unknown stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from shd_ref.teacher.body import Body
+from shd_ref.teacher.opening.operators import MAP_CARRIERS, STANDARD_DOMAINS
+from shd_ref.teacher.packages import onnx
+
+_MOST_STEPS: Final = 16
+"""Back from an operand to the softmax that it is the map of."""
+
+_SPARE_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor and the letter of each of its axes."""
+
+    name: str
+    letters: str
+    is_map: bool = False
+
+
+def rewrite_einsum(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with its products by equation as MatMul; the model itself where it has none.
+
+    Args:
+        model: of operator set 13 or later; not changed.
+    """
+    equations = [node for node in model.graph.node if node.op_type == "Einsum" and node.domain in STANDARD_DOMAINS]
+    if not equations:
+        return model
+    rewritten = onnx.ModelProto()
+    rewritten.CopyFrom(model)
+    graph, opset = rewritten.graph, max(e.version for e in model.opset_import if e.domain in STANDARD_DOMAINS)
+    sizes = _known_sizes(model)
+    producers = {name: node for node in model.graph.node for name in node.output}
+    nodes = []
+    for node in model.graph.node:
+        body = Body(f"{node.output[0]}/product/", opset)
+        is_product = node.op_type == "Einsum" and node.domain in STANDARD_DOMAINS
+        if is_product and _rewrite(body, node, sizes, producers):
+            nodes += body.nodes
+        else:
+            nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return rewritten
+
+
+def _known_sizes(model: onnx.ModelProto) -> dict[str, list[int | None]]:
+    """The size of each axis where it is a number, by tensor; tensors of unknown rank are missing."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model)
+    except Exception:  # inference raises what its C++ throws
+        inferred = model
+    sizes: dict[str, list[int | None]] = {
+        value.name: [d.dim_value or None for d in value.type.tensor_type.shape.dim]
+        for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output)
+        if value.type.tensor_type.HasField("shape")
+    }
+    return sizes | {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+
+
+def _rewrite(
+    body: Body,
+    node: onnx.NodeProto,
+    sizes: Mapping[str, list[int | None]],
+    producers: Mapping[str, onnx.NodeProto],
+) -> bool:
+    """Append the nodes that give the output of an Einsum; False where it stays as it is."""
+    parsed = _parse(node, sizes)
+    if parsed is None:
+        return False
+    terms, output = parsed
+    operands = [
+        _Operand(name, letters, _comes_from_softmax(name, producers))
+        for name, letters in zip(node.input, terms, strict=True)
+    ]
+    numbers: dict[str, int] = {}
+    for operand in operands:
+        for letter, size in zip(operand.letters, sizes.get(operand.name, ()), strict=False):
+            if size is not None and numbers.setdefault(letter, size) != size:
+                return False  # one of them is broadcast
+    while len(operands) > 1:
+        first, second, *rest = operands
+        wanted = set(output).union(*(operand.letters for operand in rest))
+        kept = output if not rest else "".join(sorted(wanted & set(first.letters + second.letters)))
+        product = _multiply(body, first, second, kept, numbers)
+        if product is None:
+            return False
+        operands = [product, *rest]
+    body.rename(operands[0].name, node.output[0])
+    return True
+
+
+def _parse(node: onnx.NodeProto, sizes: Mapping[str, list[int | None]]) -> tuple[list[str], str] | None:
+    """The letters of every operand and of the output, with letters of their own for the axes of an ellipsis."""
+    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(terms) != len(node.input) or len(terms) < 2:
+        return None
+    spare = "".join(letter for letter in _SPARE_LETTERS if letter not in equation)
+    most, spelled = 0, []
+    for name, term in zip(node.input, terms, strict=True):
+        named = term.replace("...", "")
+        more = 0
+        if named != term:
+            more = len(sizes[name]) - len(named) if name in sizes else -1
+        elif name in sizes and len(sizes[name]) != len(term):
+            return None
+        if not 0 <= more <= len(spare):
+            return None
+        most = max(most, more)
+        spelled.append(term.replace("...", spare[len(spare) - more :]))
+    output = right.replace("...", spare[len(spare) - most :])
+    letters = [*spelled, output]
+    if not all((word or "a").isalpha() and word.isascii() and len(set(word)) == len(word) for word in letters):
+        return None
+    return (spelled, output) if set(output) <= set("".join(spelled)) else None
+
+
+def _comes_from_softmax(name: str, producers: Mapping[str, onnx.NodeProto]) -> bool:
+    for _ in range(_MOST_STEPS):
+        node = producers.get(name)
+        if node is None or node.op_type == "Softmax":
+            return node is not None
+        if node.op_type not in MAP_CARRIERS | {"Transpose"}:
+            return False
+        name = node.input[1 if node.op_type == "Where" else 0]
+    return False
+
+
+def _multiply(
+    body: Body, first: _Operand, second: _Operand, output: str, numbers: Mapping[str, int]
+) -> _Operand | None:
+    """The product of two operands with the letters of ``output`` in that order.
+
+    The map is the left factor; else the order is the one that moves fewer axes.
+    """
+    first, second = (
+        _sum_out(body, first, second.letters + output),
+        _sum_out(body, second, first.letters + output),
+    )
+    shared = [letter for letter in first.letters if letter in second.letters and letter not in output]
+    if not shared:
+        return None
+    orders = (first, second), (second, first)
+    left, right = min(orders, key=lambda order: (not order[0].is_map, _num_moves(order[0], order[1], output)))
+    batch, rows, columns = _split(left, right, output)
+    summed = "".join(letter for letter in left.letters if letter in shared)
+    # The right factor is broadcast along all rows but the last; MatMul does so by itself before a matrix.
+    gaps = [""] * (len(rows) - 1) if batch else []
+    before, after = [*batch, *rows] if rows or not batch else [*batch, ""], [columns] if columns or batch else []
+    groups = [*before, summed], [*batch, *gaps, summed, *after]
+    result = [*before, *after]
+    factors = [_arrange(body, operand, group, numbers) for operand, group in zip((left, right), groups, strict=True)]
+    product = _spread(body, body.op("MatMul", *factors), result, (left, right), numbers)
+    letters = "".join(result)
+    return _Operand(_transpose(body, product, letters, output), output)
+
+
+def _split(left: _Operand, right: _Operand, output: str) -> tuple[str, str, str]:
+    """Letters of both, of the left and of the right operand, in the order of the output."""
+    both = set(left.letters) & set(right.letters)
+    batch = "".join(letter for letter in output if letter in both)
+    rows = "".join(letter for letter in output if letter in left.letters and letter not in both)
+    columns = "".join(letter for letter in output if letter in right.letters and letter not in both)
+    return batch, rows, columns
+
+
+def _num_moves(left: _Operand, right: _Operand, output: str) -> int:
+    batch, rows, columns = _split(left, right, output)
+    summed = "".join(letter for letter in left.letters if letter in right.letters and letter not in output)
+    moved = (batch + rows + summed, left.letters), (batch + summed + columns, right.letters)
+    return sum(wanted != got for wanted, got in (*moved, (batch + rows + columns, output)))
+
+
+def _sum_out(body: Body, operand: _Operand, needed: str) -> _Operand:
+    """Without the axes that no one else has."""
+    alone = [axis for axis, letter in enumerate(operand.letters) if letter not in needed]
+    if not alone:
+        return operand
+    name = body.op("ReduceSum", operand.name, body.const(alone), keepdims=0)
+    return _Operand(name, "".join(letter for letter in operand.letters if letter in needed), operand.is_map)
+
+
+def _transpose(body: Body, name: str, letters: str, wanted: str) -> str:
+    if letters == wanted:
+        return name
+    return body.op("Transpose", name, perm=[letters.index(letter) for letter in wanted])
+
+
+def _arrange(body: Body, operand: _Operand, groups: Sequence[str], numbers: Mapping[str, int]) -> str:
+    """The operand with one axis for each group of letters, in this order; of size one for no letter."""
+    letters = "".join(groups)
+    name = _transpose(body, operand.name, operand.letters, letters)
+    gaps = [place for place, group in enumerate(groups) if not group]
+    wanted: list[int | list[int]] = []
+    for place, group in enumerate(filter(None, groups)):
+        if len(group) == 1 and letters.index(group) == place:
+            wanted.append(0)  # as it is
+        elif all(letter in numbers for letter in group):
+            wanted.append(prod(numbers[letter] for letter in group))
+        else:
+            wanted.append([letters.index(letter) for letter in group])
+    if len(wanted) < len(letters):
+        name = _reshape(body, name, [(name, one) if isinstance(one, list) else one for one in wanted])
+    return body.op("Unsqueeze", name, body.const(gaps)) if gaps else name
+
+
+def _spread(
+    body: Body, name: str, groups: Sequence[str], factors: tuple[_Operand, _Operand], numbers: Mapping[str, int]
+) -> str:
+    """The opposite: one axis for each letter, as the factors have them."""
+    letters = "".join(groups)
+    gaps = [place for place, group in enumerate(groups) if not group]
+    name = body.op("Squeeze", name, body.const(gaps)) if gaps else name
+    groups = [group for group in groups if group]
+    if list(letters) == groups:
+        return name
+    sizes: list[int | tuple[str, list[int]]] = []
+    for place, letter in enumerate(letters):
+        if list(groups[: place + 1]) == list(letters[: place + 1]):
+            sizes.append(0)
+        elif letter in numbers:
+            sizes.append(numbers[letter])
+        else:
+            operand = next(operand for operand in factors if letter in operand.letters)
+            sizes.append((operand.name, [operand.letters.index(letter)]))
+    return _reshape(body, name, sizes)
+
+
+def _reshape(body: Body, name: str, sizes: Sequence[int | tuple[str, list[int]]]) -> str:
+    """To these sizes: numbers, 0 for as it is, or axes of a tensor whose sizes multiply."""
+    unknown = [size for size in sizes if not isinstance(size, int)]
+    if len(unknown) < 2:
+        return body.reshape(name, *(size if isinstance(size, int) else -1 for size in sizes))
+    parts = []
+    for size in sizes:
+        if isinstance(size, int):
+            parts.append(body.const([size]))
+        else:
+            taken = body.op("Gather", body.op("Shape", size[0]), body.const(size[1]))
+            parts.append(body.op("ReduceProd", taken, keepdims=1))
+    return body.op("Reshape", name, body.concat(parts, 0))

@@ -1,0 +1,139 @@
+"""What a precompute run writes: its manifest, decided before the first record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shd_ref
+from shd_ref.cache import (
+    Dataset,
+    LayerFactors,
+    LayerPair,
+    Manifest,
+    Matching,
+    SampleInputs,
+    ShardPlan,
+    dataset_fingerprint,
+    factored_size,
+    packed_size,
+)
+from shd_ref.cache.storage.layout import MANIFEST_NAME
+from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.teacher.precompute.masks import describe_mask
+from shd_ref.teacher.run.faults import Outputs
+from shd_ref.teacher.run.teacher import MATCHED, PrecomputeOptions, RunOptions, TeacherRun
+
+SHARD_BYTES: Final = 256 * 2**20
+"""Default size of a shard, unless the data set is small."""
+LEAST_SHARDS: Final = 16
+"""A killed run loses at most the shards in progress: even a small data set has a few."""
+
+
+def find_support(work: TeacherRun, outputs: Outputs) -> str:
+    """Whether no row of these maps looks ahead: ``"causal"``, else ``"full"``, as are maps that are not square."""
+    merged = [outputs[layer.merged] for layer in work.graph.layers]
+    rows, columns = merged[0].shape[2:]
+    if rows != columns or has_own_shapes(work, outputs):
+        return "full"
+    return "causal" if rows > 1 and all(not np.triu(maps, 1).any() for maps in merged) else "full"
+
+
+def has_own_shapes(work: TeacherRun, outputs: Outputs) -> bool:
+    """Whether the maps of some layers have other rows and keys than the positions of the sample (CACHE-116)."""
+    shapes = {outputs[layer.merged].shape[2:] for layer in work.graph.layers}
+    one_sequence = {work.site_kinds.kind(site) for _, site in work.layers} <= {None, "encoder"}
+    return not one_sequence or len(shapes) > 1 or any(rows != keys for rows, keys in shapes)
+
+
+def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
+    """What the manifest says of plans that are matched on the data; None for others."""
+    if options.plan != MATCHED:
+        return None
+    return Matching(options.matched_by, options.calibration_samples, run.seed)
+
+
+def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
+    """The options of a job that a folder may hold already: matched plans are then taken from its manifest (CACHE-18).
+
+    Where it holds another job, the options come back as they are, and the writer will refuse the folder.
+    """
+    if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
+        return options
+    manifest = Manifest.read(folder)
+    same = manifest.matching == matching_of(options, run) and manifest.num_student_heads == options.num_student_heads
+    return replace(options, plans=manifest.layer_plans) if same else options
+
+
+def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[Any]] = ()) -> Manifest:
+    """The manifest of a run.
+
+    Args:
+        work: the run.
+        outputs: of its longest samples, with check outputs.
+        spans: for factored records: what the mask of each layer leaves one of the longest samples, see
+            ``describe_mask``.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    options, run, inputs = work.options, work.run, work.inputs
+    support, count = find_support(work, outputs), len(inputs)
+    windows: Sequence[int | None] = ()
+    if options.is_factored:
+        support, windows = describe_mask(spans)
+    same = len(set(work.plans)) == 1
+    longest = outputs[work.graph.layers[0].merged].shape[2]
+    own_shapes = not options.is_factored and has_own_shapes(work, outputs)
+    factors = tuple(
+        LayerFactors(each.num_kv_heads, each.d, each.scale, window)
+        for each, window in zip(work.factors, windows, strict=True)
+    )
+    if options.is_factored:
+        sizes = [factored_size(options.factored_codec, work.num_teacher_heads, each, longest) for each in factors]
+    else:
+        shapes = [outputs[layer.merged].shape[2:] for layer in work.graph.layers]
+        sizes = [packed_size(options.codec, support, options.num_student_heads, *shape) for shape in shapes]
+    per_sample = sum(sizes)
+    size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
+    return Manifest(
+        spec_version=shd_ref.SPEC_VERSION,
+        created_by=f"squeezing-heads {shd_ref.__version__}",
+        teacher=work.fingerprint(),
+        num_student_heads=options.num_student_heads,
+        layers=tuple(
+            LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
+        ),
+        plan=work.plans[0] if same else (),
+        plans=None if same else work.plans,
+        matching=matching_of(options, run),
+        strategy=options.strategy,
+        alpha_rule=options.alpha_rule,
+        alpha_per=options.alpha_per,
+        temperature=options.temperature,
+        support=support,
+        codec=options.stored_codec,
+        factors=factors or None,
+        padding="around" if options.is_factored and inputs.firsts.any() else "behind",
+        compression=options.compression,
+        on_error=options.on_error,
+        inputs=SampleInputs(
+            names=inputs.names,
+            mask=inputs.mask,
+            seed=inputs.seed_column,
+            decoder=inputs.decoder,
+            decoder_mask=inputs.decoder_mask,
+        ),
+        dataset=Dataset(
+            fingerprint=dataset_fingerprint(inputs.key(index) for index in range(count)), num_samples=count
+        ),
+        shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
+        num_student_layers=work.num_student_layers,
+        kinds=work.kinds,
+        shapes="own" if own_shapes else "length",
+    )

@@ -1,0 +1,88 @@
+"""Which keys a teacher's own mask leaves its rows: described by the manifest, and held against every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import Manifest, row_bounds
+from shd_ref.errors import ShdError
+from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
+from shd_ref.teacher.run.faults import Outputs
+from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.teacher import TeacherRun
+
+
+def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None, ...]]:
+    """What a manifest says of the mask: the support of all layers, and each layer's window (CACHE-112).
+
+    Whether all rows of all samples keep to it is for ``check_mask`` to find.
+
+    Args:
+        spans: of each layer ``(H_t, n, 3)``, as ``add_spans`` makes them, of one of the longest samples, all of whose
+            positions count.
+
+    Returns:
+        ``"causal"`` or ``"full"``; windows, None where every row of the support is seen.
+    """
+    windows: list[int | None] = []
+    for layer in spans:
+        first, n = int(layer[0, -1, 0]), layer.shape[1]
+        windows.append(None if first == 0 else n - first)
+    ahead = any((layer[..., 1] > np.arange(layer.shape[1])).any() for layer in spans)
+    return "full" if ahead or spans[0].shape[1] == 1 else "causal", tuple(windows)
+
+
+def read_spans(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> list[NDArray[Any]]:
+    """What ``describe_mask`` takes, of one sample.
+
+    A sample with padding in front is run again without any: a window that is shorter than the longest sample shows
+    in a row that looks back as far as any sample's.
+
+    Args:
+        work: the run.
+        batch: of longest samples.
+        outputs: what came back, with check outputs.
+        number: of the sample in the batch.
+    """
+    length = batch.lengths[number] if work.inputs.mask is not None else None
+    if work.inputs.firsts[batch.indices[number]]:
+        outputs = work.squeeze_unmasked(batch)
+    return [outputs[str(layer.spans)][number, :, :length] for layer in work.graph.layers]
+
+
+def check_mask(
+    manifest: Manifest, layers: Sequence[SqueezedLayer], outputs: Outputs, number: int, first: int, length: int
+) -> None:
+    """Refuse a teacher that masked this sample in another way than the manifest says (CACHE-103).
+
+    Args:
+        manifest: with factors.
+        layers: of the graph, one for each of the manifest's.
+        outputs: of a batch.
+        number: of the sample in the batch.
+        first: its positions of padding in front.
+        length: n.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    for layer, factors in zip(layers, manifest.factors or (), strict=True):
+        low, high = row_bounds(length - first, manifest.support, factors.window)
+        expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
+        found = outputs[str(layer.spans)][number, :, first:length]
+        wrong = np.argwhere((found != expected).any(axis=-1))
+        if len(wrong):
+            head, row = (int(place) for place in wrong[0])
+            seen, wanted = found[head, row].tolist(), expected[row].tolist()
+            raise ShdError(
+                "graph-unsupported",
+                f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
+                f"and a window say, {wanted[2]} from {wanted[0]} to {wanted[1]} for row {first + row} "
+                f"({manifest.support}, window {factors.window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
+                f"{head}: it has a mask of its own; use --form maps",
+                "CACHE-103",
+            )

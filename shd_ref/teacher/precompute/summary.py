@@ -1,0 +1,108 @@
+"""What a precompute run did and found, read back from the cache's receipts, one shard in memory at a time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import CodecError, Manifest, Receipt, merge_codec_errors
+from shd_ref.cache.ranges import ShardFile
+from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
+from shd_ref.cache.storage.places import is_address, open_storage
+from shd_ref.cache.storage.storage import Storage
+from shd_ref.teacher.precompute.compare import Comparison
+
+MAX_ALPHAS: Final = 2**20
+"""Alphas that a summary looks at, at least one shard's: enough for any quantile."""
+
+
+@dataclass(frozen=True)
+class PrecomputeSummary:
+    """What ``precompute`` did and found.
+
+    Attributes:
+        folder: the cache's path or address.
+        samples: in the cache.
+        missing_shards: that other processes have yet to write; the cache is sealed when there are none.
+        written: samples that this run ran the teacher on.
+        resumed: those of its share of the shards that were there already.
+        skipped: samples without a record, because the teacher failed on them.
+        seconds: of this run.
+        stored_bytes: of all codes in the cache; ``float32_bytes`` is the same maps, unpadded, as float32.
+        alphas: alphas before clipping ``(n,)`` of the first shards; empty for strategies without any.
+        num_clipped, num_degenerate: counted over them.
+        codec_error: over the rows that were measured.
+        compared_samples: how many the first batch held, where teacher, reference and graph were all at hand.
+        comparison: what it showed.
+    """
+
+    folder: Path | str
+    samples: int
+    missing_shards: int
+    written: int
+    resumed: int
+    skipped: int
+    seconds: float
+    stored_bytes: int
+    float32_bytes: int
+    alphas: NDArray[np.float32] = field(repr=False)
+    num_clipped: int
+    num_degenerate: int
+    codec_error: CodecError
+    compared_samples: int
+    comparison: Comparison
+
+
+def summarise(
+    folder: str | os.PathLike[str],
+    manifest: Manifest,
+    *,
+    missing_shards: int,
+    written: int,
+    resumed: int,
+    seconds: float,
+    compared_samples: int,
+    comparison: Comparison,
+) -> PrecomputeSummary:
+    """The summary of what is committed in a cache."""
+    storage = open_storage(folder)
+    samples, skipped, stored, float32, errors = 0, 0, 0, 0, []
+    alphas: list[NDArray[np.float32]] = []
+    for shard in committed_shards(storage.names(RECEIPTS_NAME)):
+        receipt = Receipt.read(storage, shard, manifest)
+        samples += len(receipt.records)
+        skipped += len(receipt.skipped)
+        errors.append(receipt.codec_error)
+        stored += sum(blob.end - blob.start for record in receipt.records for blob in record.layers)
+        float32 += sum(4 * record.length**2 for record in receipt.records)
+        if sum(map(len, alphas)) < MAX_ALPHAS:
+            alphas.append(_read_alphas(storage, receipt))
+    found = np.concatenate([*alphas, np.empty(0, np.float32)])
+    return PrecomputeSummary(
+        folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
+        samples=samples,
+        missing_shards=missing_shards,
+        written=written,
+        resumed=resumed,
+        skipped=skipped,
+        seconds=seconds,
+        stored_bytes=stored,
+        float32_bytes=float32 * len(manifest.layers) * manifest.num_student_heads,
+        alphas=found,
+        num_clipped=int(((found < 0) | (found > 1)).sum()),
+        num_degenerate=int((found == 0.5).sum()) if manifest.strategy == "shd" else 0,
+        codec_error=merge_codec_errors(errors),
+        compared_samples=compared_samples,
+        comparison=comparison,
+    )
+
+
+def _read_alphas(storage: Storage, receipt: Receipt) -> NDArray[np.float32]:
+    file = ShardFile(storage, receipt.shard)
+    blobs = [file.read(record.alphas.start, record.alphas.end) for record in receipt.records]
+    return np.concatenate([blob.view("<f4") for blob in blobs] or [np.empty(0, np.float32)])

@@ -1,0 +1,256 @@
+"""One merge plan as an ONNX function, the quantiser at its end.
+
+The function uses standard operators only, so onnxruntime inlines it and ``onnx.reference`` runs it too. No value
+output X is ever formed D wide: with ``P_i = A_i [V_p | V_q]`` and the constant Gram matrix ``G`` of the pair's rows
+of W_o, ``|| A_i (X_p + X_q) ||^2`` is the sum of ``(P_i G) * P_i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shd_ref.cache.codecs.codecs import SMALLEST_PROB, SQRT8_LEVELS
+from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Array32, Body
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.rewrite.rule import MergeRule, Round, list_rounds
+from shd_ref.tolerances import degenerate_threshold
+
+
+def squeeze_function(rule: MergeRule, opset: int) -> onnx.FunctionProto:
+    """``(probs[, values, row_mask, gram of each round]) -> (codes, merged[, alphas, degenerate])``."""
+    body = Body("", opset)
+    inputs, outputs = ["probs"], ["codes", "merged"]
+    maps = body.op("Cast", "probs", to=FLOAT)
+    weights = None
+    if rule.solves:
+        inputs += ["values", "row_mask", *(f"gram_{number}" for number in range(len(rule.rounds)))]
+        outputs += ["alphas", "degenerate"]
+        weights = _solve(body, rule, maps)
+    merged = _mix(body, _soften(body, maps, rule.temperature), final_mixing(rule), weights, rule.alpha_per)
+    body.rename(merged, "merged")
+    body.rename(_sqrt8_codes(body, merged) if rule.codec == "sqrt8-row" else merged, "codes")
+    return onnx.helper.make_function(
+        FUNCTION_DOMAIN, rule.name, inputs, outputs, body.nodes, [onnx.helper.make_opsetid("", opset)]
+    )
+
+
+def final_mixing(rule: MergeRule) -> Array32 | None:
+    """The constant part of C ``(H_s, H_t)``: membership, times the weights where they are constant too."""
+    if rule.strategy == "mean":
+        return np.full((len(rule.groups), rule.num_heads), 1.0 / rule.num_heads, dtype=np.float32)
+    if not rule.rounds:
+        return None
+    mixing = membership_of(rule.groups, rule.num_heads)
+    if rule.strategy == "constant":
+        for one_round in list_rounds(rule):
+            halved = [head for position in one_round.order for head in one_round.pool[position]]
+            mixing[:, halved] /= 2
+    return mixing
+
+
+def membership_of(groups: Sequence[Sequence[int]], num_heads: int) -> Array32:
+    """``(len(groups), num_heads)``: 1 where the group holds the head."""
+    member = np.zeros((len(groups), num_heads), dtype=np.float32)
+    for row, group in enumerate(groups):
+        member[row, list(group)] = 1.0
+    return member
+
+
+def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alpha_per: str) -> str:
+    """``sum_t mixing[n, t] weights[t] A_t``: maps ``(B, n, L, S)``.
+
+    Args:
+        body: what the nodes are appended to.
+        maps: A ``(B, H_t, L, S)``.
+        mixing: ``(n, H_t)``, or None for the maps as they are.
+        weights: ``(B, H_t, 1)``, or ``(B, H_t, L)`` per row; None for ones.
+        alpha_per: which of the two.
+    """
+    if mixing is None:
+        return maps
+    num_maps = len(mixing)
+    blocks = _diagonal_blocks(mixing)
+    num_blocks, _, block_heads = blocks.shape
+    left = body.const(blocks)
+    if weights is not None and alpha_per == "map":
+        left = body.op("Mul", left, body.reshape(weights, 0, num_blocks, 1, block_heads))
+    elif weights is not None:
+        maps = body.op("Mul", maps, body.reshape(weights, 0, 0, -1, 1))
+    # Matrix products over flattened maps read every map once, whatever heads are mixed.
+    mixed = body.op("MatMul", left, body.reshape(maps, 0, num_blocks, block_heads, -1))
+    rows = body.op("Gather", body.op("Shape", maps), body.const([2]))
+    shape = body.op("Concat", body.const([0, num_maps]), rows, body.const([-1]), axis=0)
+    return body.op("Reshape", mixed, shape)
+
+
+def _diagonal_blocks(mixing: Array32) -> Array32:
+    """A mixing matrix ``(n, H_t)`` as ``(n, 1, H_t / n)`` where neighbours of equal number mix, else ``(1, n, H_t)``.
+
+    Vectors times blocks are about a third faster than one product with a mostly empty matrix.
+    """
+    num_maps, num_heads = mixing.shape
+    if num_heads % num_maps == 0:
+        by_block = mixing.reshape(num_maps, num_maps, -1)
+        diagonal = by_block[range(num_maps), range(num_maps)][:, None]  # (n, 1, H_t / n)
+        if np.count_nonzero(diagonal) == np.count_nonzero(mixing):
+            return diagonal
+    return mixing[None]
+
+
+def _solve(body: Body, rule: MergeRule, maps: str) -> str:
+    """Run the rounds: name ``alphas`` and ``degenerate``, and return every teacher head's weight in its group."""
+    values = body.op("Cast", "values", to=FLOAT)
+    weights = ""
+    alphas, degenerate = [], []
+    for number, one_round in enumerate(list_rounds(rule)):
+        if not weights:
+            paired = _take_heads(body, maps, one_round.order, rule.num_heads)
+        else:
+            selected = [one_round.pool[position] for position in one_round.order]
+            paired = _mix(body, maps, membership_of(selected, rule.num_heads), weights, rule.alpha_per)
+        products = _products(body, rule, one_round, paired, values)
+        raw, is_degenerate = _alphas(body, rule, _moments(body, rule, one_round, products, f"gram_{number}"))
+        factors = factors_of_round(body, rule, one_round, body.op("Clip", raw, body.const(0.0), body.const(1.0)))
+        weights = body.op("Mul", weights, factors) if weights else factors
+        alphas.append(raw)
+        degenerate.append(is_degenerate)
+    per_pair = (0, -1) if rule.alpha_per == "map" else (0, 0, -1)
+    body.rename(body.reshape(body.concat(alphas, 1), *per_pair), "alphas")
+    body.rename(body.reshape(body.concat(degenerate, 1), *per_pair), "degenerate")
+    return weights
+
+
+def _take_heads(body: Body, tensor: str, heads: Sequence[int], num_heads: int) -> str:
+    """Heads along axis 1; free where they are all heads in order."""
+    if list(heads) == list(range(num_heads)):
+        return tensor
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
+        return body.op("Slice", tensor, body.const([heads[0]]), body.const([heads[-1] + 1]), body.const([1]))
+    return body.op("Gather", tensor, body.const(list(heads)), axis=1)
+
+
+def _products(body: Body, rule: MergeRule, one_round: Round, paired: str, values: str) -> str:
+    """``A_p [V_p | V_q]`` above ``A_q [V_p | V_q]`` for every pair: ``(B, m, 2 L, E)`` with ``E = 2 k d_v``."""
+    num_pairs, num_members = len(one_round.pairs), 2 * one_round.width
+    members = [head for group in one_round.members() for head in group]
+    by_pair = body.reshape(
+        _take_heads(body, values, members, rule.num_heads), 0, num_pairs, num_members, -1, rule.d_v
+    )
+    by_key = body.op("Transpose", by_pair, perm=[0, 1, 3, 2, 4])  # (B, m, S, 2 k, d_v)
+    pair_values = body.reshape(by_key, 0, num_pairs, -1, num_members * rule.d_v)  # (B, m, S, E)
+    return body.op("MatMul", body.reshape(paired, 0, num_pairs, -1, 0), pair_values)
+
+
+def _moments(body: Body, rule: MergeRule, one_round: Round, products: str, gram: str) -> str:
+    """Numerator, denominator and scale of every pair's alpha, over the rows that count: ``(B, m, 1 or L, 3)``.
+
+    The scale ``||P_p||^2 + ||P_q||^2`` is half of ``||P_p + P_q||^2 + ||P_p - P_q||^2``, and the second term is
+    needed anyway, so one pass over sums and differences gives all three (norms in the metric of the Gram matrix).
+    """
+    num_pairs, width = len(one_round.pairs), 2 * one_round.width * rule.d_v
+    both = body.const(np.array([[1.0, 1.0], [1.0, -1.0]], dtype=np.float32))
+    turned = body.op("MatMul", both, body.reshape(products, 0, num_pairs, 2, -1))  # sums, differences
+    by_row = body.reshape(turned, 0, num_pairs, -1, width)  # (B, m, 2 L, E)
+    in_metric = body.op("MatMul", by_row, gram)
+    terms, pick = body.op("Mul", in_metric, by_row), _pick_moments(width)
+    if rule.alpha_rule == "as_printed":
+        # Its numerator also needs differences times sums.
+        swapped = body.reshape(body.op("Gather", turned, body.const([1, 0]), axis=2), 0, num_pairs, -1, width)
+        terms = body.concat([terms, body.op("Mul", in_metric, swapped)], -1)
+        width, pick = 2 * width, _pick_printed_moments(width)
+    terms = body.reshape(terms, 0, num_pairs, 2, -1, width)  # (B, m, 2, L, E)
+    if rule.alpha_per == "map":
+        totals = body.op("MatMul", body.reshape("row_mask", 0, 1, 1, 1, -1), terms)  # (B, m, 2, 1, E)
+        picked = body.const(pick.reshape(-1, 3))
+        return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 2 * width), picked)
+    parts = body.reduce_sum(body.op("MatMul", terms, body.const(pick)), 2)  # (B, m, L, 3)
+    return body.op("Mul", parts, body.reshape("row_mask", 0, 1, -1, 1))
+
+
+def _pick_moments(width: int) -> Array32:
+    """Which columns of (sums, differences) make the numerator, the denominator and the scale: ``(2, E, 3)``."""
+    pick = np.zeros((2, width, 3), dtype=np.float32)
+    # u = (A_p - A_q) V_p is the first half of a difference.
+    pick[1, : width // 2, 0] = 1.0
+    pick[1, :, 1] = 1.0
+    pick[:, :, 2] = 0.5
+    return pick
+
+
+def _pick_printed_moments(width: int) -> Array32:
+    """The same for the printed N: ``A_p X_q - A_q X_p`` is half of (difference -+ sum), minus on p's columns."""
+    pick = np.concatenate([_pick_moments(width), np.zeros((2, width, 3), dtype=np.float32)], axis=1)
+    pick[1, :width, 0] = 0.5
+    pick[1, width:, 0] = np.repeat([-0.5, 0.5], width // 2)
+    return pick
+
+
+def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:
+    """Raw alphas and whether they are degenerate, ``(B, m, 1 or L)``."""
+    numerator, denominator, scale = (
+        body.op("Gather", moments, body.const(np.array(moment)), axis=3) for moment in range(3)
+    )
+    # Where value outputs cancel, rounding leaves the scale below 0, and the quotient of two zeros (GRAM-7).
+    least = body.op("Mul", body.op("Max", scale, body.const(0.0)), body.const(degenerate_threshold()))
+    # NaN is not degenerate, so a broken teacher shows in its alphas.
+    degenerate = body.op("LessOrEqual", denominator, least)
+    quotient = body.op("Div", numerator, body.op("Where", degenerate, body.const(1.0), denominator))
+    raw = body.op("Where", degenerate, body.const(0.5), quotient)
+    if rule.alpha_per == "row":
+        counted = body.op("Greater", body.reshape("row_mask", 0, 1, -1), body.const(0.0))
+        degenerate = body.op("And", degenerate, counted)
+    if rule.strategy == "hard":
+        nearer_p = body.op("GreaterOrEqual", raw, body.const(0.5))
+        # Times zero, not zero: NaN stays NaN.
+        raw = body.op("Where", nearer_p, body.const(1.0), body.op("Mul", raw, body.const(0.0)))
+    return raw, degenerate
+
+
+def factors_of_round(body: Body, rule: MergeRule, one_round: Round, alphas: str) -> str:
+    """What this round multiplies every teacher head's weight by: alpha, 1 - alpha or 1; ``(B, H_t, 1 or L)``."""
+    slope = np.zeros((rule.num_heads, len(one_round.pairs)), dtype=np.float32)
+    offset = np.ones((rule.num_heads, 1), dtype=np.float32)
+    for number, (p, q) in enumerate(one_round.pairs):
+        slope[list(one_round.pool[p]), number] = 1.0
+        slope[list(one_round.pool[q]), number] = -1.0
+        offset[list(one_round.pool[p])] = 0.0
+    return body.op("Add", body.op("MatMul", body.const(slope), alphas), body.const(offset))
+
+
+def _soften(body: Body, maps: str, temperature: float) -> str:
+    """``A^(1/T)`` over its row sums, relative to the row's maximum as in the reference."""
+    if temperature == 1.0:
+        return maps
+    relative = body.op("Div", maps, body.or_one(body.reduce_max(maps)))
+    powers = body.op("Pow", relative, body.const(1.0 / temperature))
+    return body.op("Div", powers, body.or_one(body.reduce_sum(powers, -1, keepdims=1)))
+
+
+def _sqrt8_codes(body: Body, maps: str) -> str:
+    """The quantiser of the codec ``sqrt8-row``, operation by operation as ``shd_ref.cache.codecs.codecs`` does it."""
+    relative = body.op("Div", maps, body.or_one(body.reduce_max(maps)))
+    levels = body.op("Mul", body.op("Sqrt", relative), body.const(float(SQRT8_LEVELS)))
+    # A scale of one: rounds half to even and saturates in a single pass.
+    codes = body.op("QuantizeLinear", levels, body.const(1.0), body.const(np.array(0, dtype=np.uint8)))
+    at_least_one = body.op("Clip", codes, body.const(np.array(1, dtype=np.uint8)))
+    positive = body.op("GreaterOrEqual", maps, body.const(SMALLEST_PROB))
+    return body.op("Where", positive, at_least_one, body.const(np.array(0, dtype=np.uint8)))
+
+
+def constant_alphas(body: Body, rule: MergeRule, probs: str) -> str:
+    """Alphas that need no solving: 1/2 for every pair, or none at all."""
+    num_pairs = 0 if rule.strategy == "mean" else sum(len(one_round) for one_round in rule.rounds)
+    shape = body.op("Shape", probs)
+    sizes = [body.op("Gather", shape, body.const([0])), body.const([num_pairs])]
+    if rule.alpha_per == "row":
+        sizes.append(body.op("Gather", shape, body.const([2])))
+    half = onnx.numpy_helper.from_array(np.full(1, 0.5, dtype=np.float32))
+    return body.op("ConstantOfShape", body.concat(sizes, 0), value=half)
+
+
+def every_row(body: Body, probs: str) -> str:
+    """A row mask ``(B, L)`` of ones."""
+    shape = body.op("Gather", body.op("Shape", probs), body.const([0, 2]))
+    return body.op("ConstantOfShape", shape, value=onnx.numpy_helper.from_array(np.ones(1, np.float32)))

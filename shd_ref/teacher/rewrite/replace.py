@@ -1,0 +1,151 @@
+"""The teacher with squeezed attention in place of its own: what it computes with fewer heads.
+
+With student head h reading the summed value outputs of its group, ``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``: the
+attention output is what the graph itself makes of its values when every teacher head t uses its group's merged map.
+So the map is replaced, and everything behind it stays as it is: layout, W_o, bias, quantisers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
+from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.rewrite.function import every_row
+from shd_ref.teacher.rewrite.rule import MergeRule
+from shd_ref.teacher.rewrite.simplex import group_grams, simplex_function
+from shd_ref.teacher.rewrite.squeeze import (
+    assemble_graph,
+    call_squeeze,
+    check_opset,
+    row_mask_of,
+    share_function,
+    site_tensors,
+)
+
+_CAST_LIKE_OPSET = 15
+
+
+@dataclass(frozen=True)
+class ReplacedSite:
+    """Names of what one attention site gives, float32 ``(B, H, L, d_v)``: every head's map times its values.
+
+    Attributes:
+        site: where.
+        context: with the maps that the graph uses: merged ones, where they were replaced.
+        unmerged: with the maps that merging started from; the same tensor where nothing was replaced.
+    """
+
+    site: AttentionSite
+    context: str
+    unmerged: str
+
+
+@dataclass(frozen=True)
+class ReplacedGraph:
+    """A teacher with its maps replaced, and the output that is looked at."""
+
+    model: onnx.ModelProto
+    sites: tuple[ReplacedSite, ...]
+    output: str
+
+
+def replace_attention(
+    model: onnx.ModelProto,
+    sites: Sequence[AttentionSite],
+    rules: Sequence[MergeRule] | None,
+    *,
+    output: str,
+    row_mask_input: str | Sequence[str | None] | None = None,
+) -> ReplacedGraph:
+    """Rewrite a teacher so that its own layers go on with squeezed attention, all sites at once.
+
+    Args:
+        model: the teacher, from ``load_teacher``; not changed.
+        sites: supported sites of this model, from ``find_sites``.
+        rules: a merge for each; None leaves the teacher's own maps and only adds outputs.
+        output: the output to keep beside those of the sites.
+        row_mask_input: as in ``squeeze_graph``; or one for each site.
+
+    Raises:
+        ShdError: ``graph-unsupported`` (an operator set that is too old), ``inputs-invalid`` (the row mask),
+            ``argument-value`` (the output).
+    """
+    named = {value.name: value for value in model.graph.output}
+    if output not in named:
+        raise ShdError("argument-value", f"output must be one of the graph's {', '.join(named)}; got {output!r}")
+    replaced = onnx.ModelProto()
+    replaced.CopyFrom(model)
+    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
+    of_sites: Sequence[str | None] = (
+        [row_mask_input] * len(sites) if row_mask_input is None or isinstance(row_mask_input, str) else row_mask_input
+    )
+    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(of_sites)}
+    functions: dict[MergeRule, onnx.FunctionProto] = {}
+    squeezed = []
+    for number, site in enumerate(sites):
+        body.prefix = f"{FUNCTION_DOMAIN}/{number}/"
+        maps, values = site_tensors(body, site)
+        unmerged = _context(body, maps, values)
+        context = unmerged
+        if rules is not None:
+            rule = rules[number]
+            call = _call_simplex if rule.strategy == "simplex" else call_squeeze
+            merged = call(body, functions, rule, site, maps, values, masks[of_sites[number]])["merged"]
+            per_head = body.op("Gather", merged, body.const(_group_of_heads(rule)), axis=1)
+            context = _context(body, per_head, values)
+            _substitute(replaced, site.probs, _as_in_site(body, site, per_head))
+        names = (f"{body.prefix}context", f"{body.prefix}unmerged")
+        for value, name in zip((context, unmerged), names, strict=True):
+            body.output(value, name, FLOAT, rank=4)
+        squeezed.append(ReplacedSite(site, *names))
+    body.outputs.append(named[output])
+    return ReplacedGraph(assemble_graph(replaced, body, functions.values()), tuple(squeezed), output)
+
+
+def _call_simplex(
+    body: Body,
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    site: AttentionSite,
+    maps: str,
+    values: str,
+    row_mask: str | None,
+) -> dict[str, str]:
+    grams = [body.weight(gram) for gram in group_grams(rule, projection_of(site))]
+    function = share_function(functions, rule, simplex_function, body.opset)
+    return body.call(function, [maps, values, row_mask or every_row(body, maps), *grams])
+
+
+def _context(body: Body, maps: str, values: str) -> str:
+    return body.op("MatMul", body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT))
+
+
+def _group_of_heads(rule: MergeRule) -> list[int]:
+    """The student head whose map each teacher head takes."""
+    group_of = {head: number for number, group in enumerate(rule.groups) for head in group}
+    return [group_of[head] for head in range(rule.num_heads)]
+
+
+def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
+    """Maps ``(B, H, L, S)`` in the layout and dtype of the site's own."""
+    if site.layout in ("heads-batch", "heads-folded"):
+        maps = body.op("Transpose", maps, perm=[1, 0, 2, 3])
+    if site.folded:
+        maps = body.op("Reshape", maps, body.op("Shape", site.probs))
+    if body.opset >= _CAST_LIKE_OPSET:
+        return body.op("CastLike", maps, site.probs)
+    return body.op("Cast", maps, to=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(site.dtype or "float32")))
+
+
+def _substitute(model: onnx.ModelProto, old: str, new: str) -> None:
+    """Let every node that reads one tensor read another."""
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name == old:
+                node.input[place] = new

@@ -1,0 +1,319 @@
+"""Put the merge into the teacher's own graph: calls of its ONNX function, new outputs, nothing that is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
+from shd_ref.attention import check_temperature
+from shd_ref.cache.codecs.codecs import CODECS
+from shd_ref.errors import ShdError
+from shd_ref.mixing import STRATEGIES
+from shd_ref.plans import MergePlan, merge_plan
+from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
+from shd_ref.teacher.graph.factors import SiteFactors
+from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.opening.load import old_opset_reason, opset_version
+from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.rewrite.factors import add_factors, add_spans
+from shd_ref.teacher.rewrite.function import constant_alphas, every_row, squeeze_function
+from shd_ref.teacher.rewrite.layout import batch_heads
+from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, gram_matrices, make_rule
+
+_MIN_IR_VERSION: Final = 8  # the first with model-local functions
+_RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
+_MASK_TYPES: Final = (onnx.TensorProto.BOOL, onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+
+
+@dataclass(frozen=True)
+class SqueezedLayer:
+    """Names of one student layer's outputs in the squeezed graph.
+
+    Attributes:
+        student_layer: the student's layer, from 0.
+        site: the teacher's attention it learns from.
+        plan: the rounds that are run.
+        codes: ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for the other codecs; with factors,
+            output with ``check_outputs`` only.
+        alphas: float32 ``(B, num_pairs)`` or ``(B, num_pairs, L)``, all rounds in plan order, before clipping;
+            1/2 where degenerate or not counted; ``num_pairs`` is 0 for the strategy ``mean``.
+        degenerate: bool, same shape: every alpha was optimal; None for strategies that solve for no alpha.
+        probs: the teacher's map ``(B, H_t, L, S)`` in float32; output with ``check_outputs`` only.
+        values: V ``(B, H_t, S, d_v)`` in float32; likewise.
+        merged: the student's maps ``(B, H_s, L, S)`` in float32 before coding; likewise.
+        queries: the teacher's queries ``(B, H_t, L, d)`` in float32; None where maps are kept.
+        keys: the teacher's keys ``(B, H_kv, S, d)``; likewise.
+        spans: int32 ``(B, H_t, L, 3)``, which keys the teacher's mask leaves each row, see ``add_spans``; likewise.
+    """
+
+    student_layer: int
+    site: AttentionSite
+    plan: MergePlan
+    codes: str
+    alphas: str
+    degenerate: str | None
+    probs: str
+    values: str
+    merged: str
+    queries: str | None = None
+    keys: str | None = None
+    spans: str | None = None
+
+
+@dataclass(frozen=True)
+class SqueezedGraph:
+    """A teacher that outputs squeezed supervision and nothing else."""
+
+    model: onnx.ModelProto
+    layers: tuple[SqueezedLayer, ...]
+    options: SqueezeOptions
+    check_outputs: bool
+
+
+def squeeze_graph(
+    model: onnx.ModelProto,
+    layers: Sequence[tuple[int, AttentionSite]],
+    *,
+    num_student_heads: int,
+    plan: str | Iterable[Iterable[Sequence[int]]] = "progressive",
+    plans: Mapping[int, MergePlan] | None = None,
+    strategy: str = "shd",
+    alpha_rule: str = "least_squares",
+    alpha_per: str = "map",
+    temperature: float = 1.0,
+    codec: str = "sqrt8-row",
+    row_mask_input: str | None = None,
+    row_mask_inputs: Mapping[int, str | None] | None = None,
+    check_outputs: bool = False,
+    factors: Mapping[int, SiteFactors] | None = None,
+) -> SqueezedGraph:
+    """Rewrite a teacher graph to output what ``squeeze_heads`` and the codec would make of its maps.
+
+    The original outputs, and every node and input that nobody reads any more, are dropped.
+
+    Args:
+        model: the teacher, from ``load_teacher``; not changed.
+        layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from.
+        num_student_heads: H_s, at most every site's H.
+        plan: see ``merge_plan``.
+        plans: rounds by student layer, for layers that have their own.
+        strategy: ``shd``, ``constant``, ``hard`` or ``mean``; ``simplex`` only where it equals ``shd``, that is
+            for groups of at most two heads.
+        alpha_rule: see ``solve_alpha``.
+        alpha_per: ``"map"`` or ``"row"``.
+        temperature: T_a; alphas come from the maps as they are, and mix the softened ones.
+        codec: ``sqrt8-row`` codes in the graph; ``float32`` and ``bf16`` output float32 maps.
+        row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all.
+        row_mask_inputs: in place of ``row_mask_input``: by student layer, where rows are not of one sequence.
+        check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
+        factors: by student layer: output the teacher's queries and keys in place of codes.
+
+    Raises:
+        ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
+            ``heads-exceed``, ``plan-invalid``, ``inputs-invalid`` (the row mask), ``layers-invalid``.
+    """
+    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    check_option("codec", codec, CODECS, "CACHE-30")
+    _check_layers(model, layers)
+    if not isinstance(plan, str):
+        plan = merge_plan(layers[0][1].num_heads or 0, num_student_heads, plan)
+    options = SqueezeOptions(
+        num_student_heads, plan, strategy, alpha_rule, alpha_per, check_temperature(temperature), codec
+    )
+    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
+    functions: dict[MergeRule, onnx.FunctionProto] = {}
+    squeezed = []
+    names = dict.fromkeys((student for student, _ in layers), row_mask_input) | dict(row_mask_inputs or {})
+    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(names.values())}
+    for student_layer, site in layers:
+        check_sinks(site, codec, options.temperature)
+        body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
+        # Both numbers are known for supported sites.
+        rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
+        layer = _squeeze_layer(
+            body,
+            functions,
+            rule,
+            student_layer,
+            site,
+            masks[names[student_layer]],
+            check_outputs,
+            has_codes=check_outputs or not factors,
+        )
+        squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
+    return SqueezedGraph(assemble_graph(model, body, functions.values()), tuple(squeezed), options, check_outputs)
+
+
+def _squeeze_layer(
+    body: Body,
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    student_layer: int,
+    site: AttentionSite,
+    row_mask: str | None,
+    check_outputs: bool,
+    has_codes: bool,
+) -> SqueezedLayer:
+    """Call the merge function on one site and make its results graph outputs."""
+    probs, values = site_tensors(body, site)
+    results = call_squeeze(body, functions, rule, site, probs, values, row_mask)
+    results |= {name: body.op("Cast", source, to=FLOAT) for name, source in (("probs", probs), ("values", values))}
+    if not rule.solves:
+        results["alphas"] = constant_alphas(body, rule, probs)
+    kinds = {
+        "codes": onnx.TensorProto.UINT8 if rule.codec == "sqrt8-row" else FLOAT,
+        "degenerate": onnx.TensorProto.BOOL,
+    }
+    names = {name: f"{body.prefix}{name}" for name in results}
+    hidden = {*(() if check_outputs else ("probs", "values", "merged")), *(() if has_codes else ("codes",))}
+    for name, source in results.items():
+        if name not in hidden:
+            by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
+            body.output(source, names[name], kinds.get(name, FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
+    return SqueezedLayer(student_layer, site, rule.rounds, degenerate=names.pop("degenerate", None), **names)
+
+
+def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
+    """Make queries, keys and what the mask leaves graph outputs."""
+    queries, keys, spans = (f"{body.prefix}{name}" for name in ("queries", "keys", "spans"))
+    for name, source in zip((queries, keys), add_factors(body, factors), strict=True):
+        body.output(source, name, FLOAT, rank=4)
+    body.output(add_spans(body, factors), spans, onnx.TensorProto.INT32, rank=4)
+    return replace(layer, queries=queries, keys=keys, spans=spans)
+
+
+def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
+    """The map ``(B, H, L, S)`` and V ``(B, H, S, d_v)`` of a supported site."""
+    heads = site.num_heads or 1
+    values = batch_heads(body, site.values, site.layout, heads)
+    if site.shared_values:
+        values = body.op("Expand", values, body.const([1, heads, 1, 1]))
+    if site.joined_values:
+        by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
+        values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
+    return batch_heads(body, site.probs, site.layout, heads), values
+
+
+def call_squeeze(
+    body: Body,
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    site: AttentionSite,
+    probs: str,
+    values: str,
+    row_mask: str | None,
+) -> dict[str, str]:
+    """Call the merge function on the tensors of a site, after adding it to ``functions`` where it is new."""
+    inputs = [probs]
+    if rule.solves:
+        grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
+        inputs += [values, row_mask or every_row(body, probs), *grams]
+    shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
+    return body.call(share_function(functions, shared, squeeze_function, body.opset), inputs)
+
+
+def share_function(
+    functions: dict[MergeRule, onnx.FunctionProto],
+    rule: MergeRule,
+    make: Callable[[MergeRule, int], onnx.FunctionProto],
+    opset: int,
+) -> onnx.FunctionProto:
+    """The function of a rule, made where it is new, under a name of its own."""
+    if rule not in functions:
+        function = make(rule, opset)
+        if any(function.name == other.name for other in functions.values()):  # layers with plans of their own
+            function.name += f"_{len(functions)}"
+        functions[rule] = function
+    return functions[rule]
+
+
+def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | None:
+    """The row mask as 0 or 1 in float32 ``(B, L)``."""
+    if name is None:
+        return None
+    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+    tensor = inputs.get(name)
+    if tensor is None or tensor.elem_type not in _MASK_TYPES or len(tensor.shape.dim) != 2:
+        raise ShdError(
+            "inputs-invalid",
+            f"row_mask_input must name an integer or boolean (B, L) input of the graph, one of "
+            f"{', '.join(inputs)}; got {name!r}",
+        )
+    return body.op("Cast", body.op("Cast", name, to=onnx.TensorProto.BOOL), to=FLOAT)
+
+
+def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.FunctionProto]) -> onnx.ModelProto:
+    """The model with new outputs and functions, without what nobody reads any more."""
+    grown = onnx.ModelProto()
+    grown.CopyFrom(model)
+    grown.ir_version = max(grown.ir_version, _MIN_IR_VERSION)
+    grown.graph.node.extend(body.nodes)
+    grown.graph.initializer.extend(body.initializers)
+    del grown.graph.output[:]
+    grown.graph.output.extend(body.outputs)
+    grown.opset_import.append(onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1))
+    grown.functions.extend(functions)
+    pruned = ir.from_proto(grown)
+    pruned.graph.sort()
+    ir.passes.common.RemoveUnusedNodesPass()(pruned)
+    for value in list(pruned.graph.inputs):
+        if not value.uses():
+            pruned.graph.inputs.remove(value)
+            pruned.graph.initializers.pop(value.name or "", None)
+    try:
+        return ir.to_proto(pruned)
+    except ir.serde.SerdeError as error:
+        raise ShdError(
+            "graph-invalid", f"the teacher graph cannot be written again: {error}: export it again"
+        ) from error
+
+
+def check_opset(model: onnx.ModelProto) -> int:
+    """The operator set of a graph, where it is new enough.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    reason = old_opset_reason(model)
+    if reason is not None:
+        raise ShdError("graph-unsupported", reason)
+    return opset_version(model)
+
+
+def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
+    """Refuse lossy codecs and softening where there are attention sinks.
+
+    Both scale rows to one, and would lose what the sinks took.
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    if site.row_sums == "at_most_one" and (codec != "float32" or temperature != 1.0):
+        raise ShdError(
+            "graph-unsupported",
+            f"site {site.name} has attention sinks, so its rows sum to less than one: use codec 'float32' and "
+            f"temperature 1, which keep the sums; got codec {codec!r}, temperature {temperature:g}",
+            "MAP-9",
+        )
+
+
+def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> None:
+    students = [student for student, _ in layers]
+    if not students or len(set(students)) != len(students):
+        raise ShdError(
+            "layers-invalid", f"layers must hold each student layer once, and at least one; got {students}"
+        )
+    tensors = {name for node in model.graph.node for name in node.output} | {v.name for v in model.graph.input}
+    for _, site in layers:
+        if not site.supported:
+            raise ShdError("graph-unsupported", f"site {site.name} cannot be squeezed: {site.reason}")
+        if not tensors >= {site.probs, site.values}:
+            raise ShdError(
+                "graph-unsupported",
+                f"site {site.name} must be one of this model's, but it has no tensors {site.probs!r} and "
+                f"{site.values!r}: call find_sites on the same model",
+            )

@@ -1,0 +1,117 @@
+"""Samples on which a teacher gives NaN or infinity: found, named by layer and head, never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
+from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.teacher import TeacherRun
+
+Outputs = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a teacher first went wrong on a sample.
+
+    Attributes:
+        index: of the sample in the data set.
+        key: its sample key.
+        student_layer: whose supervision it is.
+        site: the teacher's attention.
+        head: the teacher's, or None where its maps and values are finite and what is made of them is not.
+    """
+
+    index: int
+    key: str
+    student_layer: int
+    site: str
+    head: int | None
+
+    @property
+    def reason(self) -> str:
+        """What a receipt says about it."""
+        what = "in what is made of its maps" if self.head is None else f"head {self.head}"
+        return f"the teacher gives NaN or infinity at layer {self.student_layer} ({self.site}), {what}"
+
+    def error(self) -> ShdError:
+        """The error that stops a run."""
+        return ShdError(
+            "not-finite",
+            f"sample {self.index} (key {self.key}): {self.reason}: look at its inputs, or skip such samples "
+            "(--on-error skip)",
+            "MAP-5",
+        )
+
+
+def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]:
+    """The samples of a batch whose supervision is not finite on rows that count.
+
+    Args:
+        work: the run.
+        batch: what was fed.
+        outputs: what came back, with or without check outputs.
+    """
+    count = len(batch.indices)
+    suspect = np.zeros(count, dtype=np.bool_)
+    for layer in work.graph.layers:
+        rows = _counted_rows(work, batch, layer)
+        suspect |= ~np.isfinite(outputs[layer.alphas][:count]).reshape(count, -1).all(axis=1)
+        if layer.queries is not None and layer.keys is not None:
+            for factor in (outputs[layer.queries][:count], outputs[layer.keys][:count]):
+                suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
+            continue
+        suspect |= (_is_doubtful(outputs[layer.codes][:count]) & rows).any(axis=(1, 2))
+    numbers = np.flatnonzero(suspect).tolist()
+    if work.graph.layers[0].probs in outputs:
+        found = [_first_fault(work, batch, outputs, number) for number in numbers]
+    else:
+        found = []
+        for part in work.checked_batches(batch.indices[number] for number in numbers):
+            checked = work.squeeze_checked(part)
+            found += [_first_fault(work, part, checked, number) for number in range(len(part.indices))]
+    return [fault for fault in found if fault is not None]
+
+
+def _counted_rows(work: TeacherRun, batch: Batch, layer: SqueezedLayer) -> NDArray[np.bool_]:
+    """``(B, 1, L)``, or a single True."""
+    mask = work.query_mask(batch, layer.site)
+    return np.array(True) if mask is None else mask[: len(batch.indices), None, :]
+
+
+def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
+    """Rows without mass, and of float codes those with NaN or infinity, in one pass over the codes.
+
+    A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the maps tell which.
+    """
+    if codes.dtype.kind == "u":
+        empty: NDArray[np.bool_] = codes.max(axis=-1, initial=0) == 0
+        return empty
+    with np.errstate(invalid="ignore"):  # infinities of both signs
+        sums: NDArray[Any] = codes.sum(axis=-1)
+    unsure: NDArray[np.bool_] = ~np.isfinite(sums) | (sums == 0)
+    return unsure
+
+
+def _first_fault(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> Fault | None:
+    for layer in work.graph.layers:
+        rows = _counted_rows(work, batch, layer)
+        counted = np.ones((1, 1), dtype=np.bool_) if rows.ndim == 0 else rows[number]  # (1, L)
+        finite = np.isfinite(outputs[layer.probs][number]).all(axis=-1)
+        sound = np.isfinite(outputs[layer.values][number]).all(axis=-1)
+        # Values are those of the keys, which are the rows where the map is square.
+        finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
+        heads = np.flatnonzero((~finite & counted).any(axis=-1))
+        merged_is_finite = (np.isfinite(outputs[layer.merged][number]).all(axis=-1) | ~counted).all()
+        if len(heads) or not merged_is_finite or not np.isfinite(outputs[layer.alphas][number]).all():
+            index = batch.indices[number]
+            head = int(heads[0]) if len(heads) else None
+            return Fault(index, work.inputs.key(index), layer.student_layer, layer.site.name, head)
+    return None

@@ -1,0 +1,381 @@
+"""Model inputs: checked against the graph, trimmed, keyed and batched without changing results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import sample_key, trim_inputs
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.run.buckets import group_samples
+from shd_ref.teacher.run.spool import Spool
+from shd_ref.teacher.run.supply import SUPPLIED, Supply
+from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
+
+Sample = dict[str, NDArray[Any]]
+MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
+"""Inputs taken for the attention mask when none is named."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that run together: their data-set indices and lengths, and arrays with a batch axis.
+
+    ``decoder_lengths`` are those of the second sequence, where there is one with a mask.
+
+    Where the graph fixes its batch axis, the arrays hold more rows than there are indices.
+    """
+
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    arrays: dict[str, NDArray[Any]]
+    decoder_lengths: tuple[int, ...] = ()
+
+
+class ModelInputs:
+    """A data set of model inputs, read once from beginning to end when this is made, and by number afterwards.
+
+    In memory stay 32 bytes a sample (and 8 more where the source is spooled), never the data.
+
+    Args:
+        source: the rows; a mapping of arrays by name, first axis N, is one too. Columns that the graph does not
+            take are ignored.
+        specs: the graph's inputs.
+        mask: name of the attention mask ``(L,)`` of 0 and 1, 1 = a real token; by default an input with one of
+            ``MASK_NAMES``, if the graph has one. Where no row is padded, a mask that the source lacks is made.
+        seed_column: an integer column that is kept per sample, beside the inputs.
+        on_read: called with the number of samples read and of all.
+        names: the inputs that the data must give, as a manifest lists them; by default all that they can.
+        decoder: inputs of a second sequence, whose padding is not the mask's.
+        decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
+
+    Attributes:
+        names: inputs that the data give, sorted: these alone make a sample's key.
+        supplied: inputs that follow from the others, where the data lack them: see ``Supply``.
+        mask: name of the attention mask, or None.
+        ignored: names of columns that the graph does not take.
+        keys: ``(N, 16)`` uint8, the sample keys.
+        lengths: ``(N,)`` positions of each sample; without a mask its sequence axis, or 0 where it has none.
+        decoder: inputs of the second sequence that are fed, sorted.
+        decoder_mask: their mask, or None.
+        decoder_lengths: ``(N,)`` positions of the second sequence; 0 where there is none.
+        firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
+        seeds: ``(N,)``, or None without a seed column.
+
+    Raises:
+        ShdError: ``inputs-invalid``, naming the sample and input, what the graph wants and what was found.
+    """
+
+    def __init__(
+        self,
+        source: Source | Arrays,
+        specs: Sequence[InputSpec],
+        mask: str | None = None,
+        seed_column: str | None = None,
+        on_read: Callable[[int, int], None] | None = None,
+        names: Collection[str] | None = None,
+        decoder: Collection[str] = (),
+        decoder_mask: str | None = None,
+    ) -> None:
+        self._source = source if isinstance(source, Source) else ArraySource(source)
+        given = self._source.columns if names is None else names
+        self._supply = Supply([spec for spec in specs if spec.part in SUPPLIED and spec.name not in given])
+        self.supplied = self._supply.names
+        self._specs = {spec.name: spec for spec in specs if spec.name not in self.supplied}
+        self.names = tuple(sorted(self._specs))
+        self.decoder = tuple(name for name in self.names if name in decoder)
+        self.decoder_mask = decoder_mask if decoder_mask in self.decoder else None
+        first_specs = {name: spec for name, spec in self._specs.items() if name not in self.decoder}
+        self.mask = _choose_mask(first_specs, mask)
+        self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
+        self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
+        # Those that are as long as their mask, always.
+        self._padded = set(self._sequences) - set(self.decoder) if self.mask is not None else set()
+        has_mask = self.decoder_mask is not None
+        self._padded_decoder = set(self._sequences) & set(self.decoder) if has_mask else set()
+        # Those whose length the graph leaves open, as it does the mask's where there is one.
+        free = [name for name in self._sequences if not isinstance(self._specs[name].shape[1], int)]
+        self._free = [name for name in free if name not in self.decoder]
+        self._free_decoder = [name for name in free if name in self.decoder]
+        self._columns = self._choose_columns()
+        self.seed_column = seed_column
+        if seed_column is not None and seed_column not in self._source.columns:
+            raise self._source.refuse(
+                f"must hold the seed column {seed_column}; found {', '.join(self._source.columns)}"
+            )
+        batch_axes = {s.shape[0] for s in self._specs.values() if s.shape and isinstance(s.shape[0], int)}
+        self.fixed_batch: int | None = batch_axes.pop() if batch_axes else None
+        dtypes = {name: np.dtype(self._specs[name].dtype) for name in self.names}
+        self._spool = None if isinstance(self._source, IndexedSource) else Spool(dtypes)
+        self.keys = np.empty((len(self._source), 16), dtype=np.uint8)
+        self.lengths = np.empty(len(self._source), dtype=np.int64)
+        self.decoder_lengths = np.zeros(len(self._source), dtype=np.int64)
+        self.firsts = np.zeros(len(self._source), dtype=np.int64)
+        self.seeds = None if seed_column is None else np.empty(len(self._source), dtype=np.int64)
+        self._read_all(on_read)
+        fixed = [axis for name in self._padded if isinstance(axis := self._specs[name].shape[1], int)]
+        self._fixed_length = max(fixed, default=0)
+        fixed = [axis for name in self._padded_decoder if isinstance(axis := self._specs[name].shape[1], int)]
+        self._fixed_decoder_length = max(fixed, default=0)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def key(self, index: int) -> str:
+        """The sample key in 32 hex digits."""
+        return bytes(self.keys[index]).hex()
+
+    def seed(self, index: int) -> int | None:
+        """The augmentation seed, where there is a column of them."""
+        return None if self.seeds is None else int(self.seeds[index])
+
+    def sample(self, index: int) -> Sample:
+        """One sample as its key sees it, in the graph's types and without padding."""
+        if self._spool is not None:
+            return self._spool.read(index)
+        assert isinstance(self._source, IndexedSource)
+        return self._trim(self._source.row(index, self._columns), index)
+
+    def batches(self, indices: Iterable[int], batch_size: int, batch_tokens: int | None = None) -> Iterator[Batch]:
+        """The samples in batches of similar length, longest first; deterministic for the same indices."""
+        for chosen in self.groups(indices, batch_size, batch_tokens):
+            yield self.batch(chosen)
+
+    def groups(
+        self, indices: Iterable[int], batch_size: int, batch_tokens: int | None = None
+    ) -> Iterator[tuple[int, ...]]:
+        """The same without the arrays."""
+        return group_samples(
+            indices,
+            self.lengths,
+            self.fixed_batch or batch_size,
+            batch_tokens=None if self.fixed_batch else batch_tokens,
+            equal=self._equal_lengths,
+        )
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples with a batch axis, padded where there is a mask."""
+        samples = [self._unchanged(index) for index in indices]
+        # A graph with a fixed batch axis gets its last batch filled up by repeating a sample.
+        rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
+        lengths = tuple(int(self.lengths[index]) for index in indices)
+        longest = self.padded_length(indices)
+        decoder_lengths = tuple(int(self.decoder_lengths[index]) for index in indices)
+        decoder_longest = max(self._fixed_decoder_length, *decoder_lengths, 0)
+        arrays = {
+            name: self._stack(name, rows, decoder_longest if name in self.decoder else longest) for name in self.names
+        }
+        arrays |= self._supplied(arrays, longest)
+        return Batch(tuple(indices), lengths, arrays, decoder_lengths if self.decoder_mask is not None else ())
+
+    def unmasked(self, batch: Batch) -> Batch:
+        """The same batch with every position counted, padding too."""
+        if self.mask is None:
+            return batch
+        arrays = batch.arrays | {self.mask: np.ones_like(batch.arrays[self.mask])}
+        return replace(batch, arrays=arrays | self._supplied(arrays, arrays[self.mask].shape[1]))
+
+    def _supplied(self, arrays: Mapping[str, NDArray[Any]], length: int) -> dict[str, NDArray[Any]]:
+        rows = len(next(iter(arrays.values())))
+        return self._supply.arrays(rows, length, None if self.mask is None else arrays[self.mask])
+
+    @property
+    def _equal_lengths(self) -> NDArray[np.int64] | None:
+        """What must be one number in all samples that run together, as nothing may be padded; None: no matter."""
+        parts = [] if self.mask is not None else [self.lengths]
+        if self._free_decoder and self.decoder_mask is None:
+            parts.append(self.decoder_lengths)
+        return np.stack(parts, axis=1) if parts else None
+
+    def longest_axis(self, indices: Sequence[int]) -> int:
+        """Positions of the longer of both sequences, in a batch of these samples."""
+        longest = max((int(self.decoder_lengths[index]) for index in indices), default=0)
+        return max(self.padded_length(indices), self._fixed_decoder_length, longest)
+
+    def padded_length(self, indices: Iterable[int]) -> int:
+        """Positions of a batch of these samples; 0 where they have no sequence axis."""
+        return max(self._fixed_length, *(int(self.lengths[index]) for index in indices))
+
+    def _read_all(self, on_read: Callable[[int, int], None] | None) -> None:
+        count = 0
+        columns = self._columns if self.seed_column is None else list({*self._columns, self.seed_column})
+        for index, row in enumerate(self._source.rows(columns)):
+            if index >= len(self.keys):
+                raise self._source.refuse(f"must hold {len(self.keys)} samples; it grew while it was read")
+            sample = self._trim(row, index)
+            self.keys[index] = np.frombuffer(bytes.fromhex(sample_key(sample)), dtype=np.uint8)
+            if self.seeds is not None:
+                self.seeds[index] = self._seed_of(row, index)
+            if self._spool is not None:
+                self._spool.append(sample)
+            count += 1
+            if on_read is not None:
+                on_read(count, len(self.keys))
+        if count < len(self.keys):
+            raise self._source.refuse(f"must hold {len(self.keys)} samples; it ends after {count}")
+
+    def _choose_columns(self) -> list[str]:
+        missing = sorted(set(self.names) - set(self._source.columns))
+        if self._source.ragged:  # no row is padded, so every position is a token
+            made = ((self.mask, self._free), (self.decoder_mask, self._free_decoder))
+            missing = [name for name in missing if not any(name == mask and len(free) > 1 for mask, free in made)]
+        if missing:
+            raise self._source.refuse(
+                f"must hold {', '.join(self.names)}; missing {', '.join(missing)}, "
+                f"found {', '.join(sorted(self._source.columns)) or 'nothing'}{self._text_remedy(missing)}"
+            )
+        return [name for name in self.names if name in self._source.columns]
+
+    def _text_remedy(self, missing: Iterable[str]) -> str:
+        """Where the data hold text in place of tokens, and what makes tokens of it."""
+        specs = [self._specs[name] for name in missing if len(self._specs[name].shape) == 2]
+        tokens = any(np.dtype(spec.dtype).kind == "i" for spec in specs)
+        for column in self._source.columns if tokens else ():
+            try:
+                value = next(iter(self._source.rows([column])), {}).get(column)
+            except ShdError:  # a column of another kind, which is not asked for
+                continue
+            if isinstance(value, str):
+                named = "" if column == "text" else f" with --text-column {column}"
+                return f". Column {column} holds text: give the teacher's tokenizer (--tokenizer FOLDER){named}"
+        return ""
+
+    def _trim(self, row: Row, index: int) -> Sample:
+        sample = {name: self._check_input(row[name], name, index) for name in self._columns}
+        pairs = ((self.mask, self._free, self._padded), (self.decoder_mask, self._free_decoder, self._padded_decoder))
+        for mask, free, padded in pairs:
+            if mask is None:
+                continue
+            if mask not in sample:
+                length = max(len(sample[name]) for name in free if name in sample)
+                sample[mask] = np.ones(length, dtype=self._specs[mask].dtype)
+            self._check_mask(mask, sample[mask], index)
+            padded -= {name for name in padded if len(sample[name]) != len(sample[mask])}
+        lengths = [max((len(sample[name]) for name in free), default=0) for _, free, _ in pairs]
+        try:
+            sample, *counted = trim_inputs(sample, self.mask, self.decoder, self.decoder_mask)
+        except ShdError as error:
+            raise self._source.refuse(str(error), index) from error
+        self.lengths[index], self.decoder_lengths[index] = (
+            length if cut is None else cut for length, cut in zip(lengths, counted, strict=True)
+        )
+        if self.mask is not None:
+            self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
+        self._check_length(sample, index)
+        return sample
+
+    def _check_length(self, sample: Sample, index: int) -> None:
+        """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
+        for name in self._sequences:
+            fixed, found = self._specs[name].shape[1], len(sample[name])
+            padded = name in self._padded | self._padded_decoder
+            if isinstance(fixed, int) and (found > fixed or (found != fixed and not padded)):
+                tokens = padded or len(self._specs[name].shape) == 2
+                what = (
+                    f"positions, since the graph fixes its length at {fixed}" if tokens else "rows, as the graph says"
+                )
+                raise self._source.refuse(
+                    f"{name} must have {'at most ' * padded}{fixed} {what}; got {found}: cut the samples"
+                    f"{'' if padded else ' or pad them'}, or re-export the graph with this axis open",
+                    index,
+                )
+
+    def _check_input(self, value: Any, name: str, index: int) -> NDArray[Any]:
+        spec = self._specs[name]
+        if isinstance(value, str):
+            raise self._source.refuse(
+                f"{name} must be {spec.dtype}; got text: give a tokenizer (--tokenizer FOLDER)", index
+            )
+        array = _as_dtype(value, np.dtype(spec.dtype))
+        if array is None:
+            raise self._source.refuse(f"{name} must be {spec.dtype}; got {value.dtype}: convert it", index)
+        if array.ndim != len(spec.shape) - 1:
+            raise self._source.refuse(f"{name} must have {len(spec.shape) - 1} axes; got {array.shape}", index)
+        return array
+
+    def _check_mask(self, name: str, mask: NDArray[Any], index: int) -> None:
+        """Tokens or additive masks, taken for a mask, would count every position as one to learn from."""
+        wrong = mask[(mask != 0) & (mask != 1)]
+        if wrong.size:
+            raise self._source.refuse(
+                f"{name} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another",
+                index,
+            )
+
+    def _seed_of(self, row: Row, index: int) -> int:
+        seed = row[self.seed_column or ""]
+        if isinstance(seed, str) or seed.ndim or seed.dtype.kind not in "iu" or not 0 <= seed < 2**53:
+            raise self._source.refuse(f"{self.seed_column} must be an integer from 0 to 2^53 - 1; got {seed}", index)
+        return int(seed)
+
+    def _unchanged(self, index: int) -> Sample:
+        sample = self.sample(index)
+        if self._spool is None and sample_key(sample) != self.key(index):
+            raise self._source.refuse("it changed while it was read: leave the file alone, then run again", index)
+        return sample
+
+    def _stack(self, name: str, samples: Sequence[Sample], longest: int) -> NDArray[Any]:
+        arrays = [sample[name] for sample in samples]
+        if name in self._padded | self._padded_decoder:
+            arrays = [_pad(array, longest) for array in arrays]
+        shapes = sorted({array.shape for array in arrays})
+        if len(shapes) > 1:
+            raise self._source.refuse(f"{name} must have one shape in samples that run together; got {shapes}")
+        return np.stack(arrays)
+
+
+def _choose_mask(wanted: Mapping[str, InputSpec], mask: str | None) -> str | None:
+    if mask is None:
+        return next((name for name in MASK_NAMES if name in wanted and len(wanted[name].shape) == 2), None)
+    if mask not in wanted or len(wanted[mask].shape) != 2:
+        found = [name for name, spec in wanted.items() if len(spec.shape) == 2]
+        raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {found}; got {mask!r}")
+    return mask
+
+
+def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
+    if len(array) >= length:
+        return array
+    padded = np.zeros((length, *array.shape[1:]), dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def _as_dtype(array: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
+    """The array in the graph's dtype where no value changes its meaning; otherwise None."""
+    if array.dtype == wanted:
+        return array
+    both_integer = array.dtype.kind in "iub" and wanted.kind in "iub"
+    both_float = array.dtype.kind == "f" and wanted.kind == "f"
+    if not both_integer and not both_float:
+        return None
+    converted = array.astype(wanted)
+    return None if both_integer and not np.array_equal(converted, array) else converted
+
+
+def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+    """Some outputs of a session on a batch of samples, by name; a fixed batch axis keeps its fill.
+
+    Args:
+        session: from ``open_session``.
+        names: of the outputs.
+        batch: arrays that the graph may not all take.
+
+    Raises:
+        ShdError: ``inputs-invalid``, naming the samples.
+    """
+    fed = {value.name for value in session.get_inputs()}
+    try:
+        values = session.run(list(names), {name: array for name, array in batch.arrays.items() if name in fed})
+    except Exception as error:  # onnxruntime's errors share no base class but Exception
+        raise ShdError(
+            "inputs-invalid",
+            f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
+            f"{len(batch.indices)} failed: {error}",
+        ) from error
+    return dict(zip(names, values, strict=True))

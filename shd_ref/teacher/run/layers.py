@@ -1,0 +1,115 @@
+"""Which sites of a teacher teach which layers of the student, kind by kind where attention is of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shd_ref.cache.documents.members import KINDS, KindLayers
+from shd_ref.errors import ShdError
+from shd_ref.layers import layer_map
+from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.kinds import SiteKinds
+from shd_ref.teacher.graph.selection import select_sites
+
+if TYPE_CHECKING:
+    from shd_ref.teacher.run.teacher import PrecomputeOptions
+
+Chosen = tuple[tuple[int, AttentionSite], ...]
+
+
+def choose_layers(
+    sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
+) -> tuple[Chosen, int | None, tuple[KindLayers, ...]]:
+    """The sites by student layer, how many layers the student was meant to have, and how many of each kind.
+
+    Args:
+        sites: all of the graph.
+        kinds: what they are to each other.
+        options: the job's.
+
+    Raises:
+        ShdError: ``graph-unsupported``, ``layers-invalid``, ``argument-value``.
+    """
+    if not sites:
+        raise ShdError(
+            "graph-unsupported",
+            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
+            "export the model with eager attention",
+        )
+    if options.sites is not None and options.layer_pairs is not None:
+        raise ShdError(
+            "argument-value", "sites must not be given with layer pairs, which select sites themselves", "LAYER-4"
+        )
+    selected = select_sites(sites, options.sites)
+    counts: tuple[KindLayers, ...] = ()
+    meant = options.num_student_layers
+    if options.layer_pairs is not None:
+        chosen, meant = _choose_pairs(sites, options.layer_pairs, meant)
+    elif kinds.kinds:
+        chosen, counts = _choose_by_kind(selected, kinds, meant)
+        meant = sum(each.num_student_layers for each in counts)
+    else:
+        if isinstance(meant, Mapping):
+            raise ShdError(
+                "layers-invalid",
+                f"num_student_layers must be one number, as the graph has no cross attention; got {dict(meant)}",
+                "CACHE-115",
+            )
+        meant = len(selected) if meant is None else meant
+        chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
+    _check_supported(chosen)
+    return chosen, meant, counts
+
+
+def _choose_pairs(
+    sites: Sequence[AttentionSite], pairs: tuple[tuple[int, int], ...], meant: int | Mapping[str, int] | None
+) -> tuple[Chosen, int | None]:
+    if isinstance(meant, Mapping):
+        raise ShdError(
+            "layers-invalid",
+            f"num_student_layers must be one number with explicit pairs, which count all calls; got {dict(meant)}",
+            "CACHE-115",
+        )
+    num_layers = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
+    return tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), num_layers, pairs)), meant
+
+
+def _choose_by_kind(
+    sites: Sequence[AttentionSite], kinds: SiteKinds, meant: int | Mapping[str, int] | None
+) -> tuple[Chosen, tuple[KindLayers, ...]]:
+    """A layer map for each kind; student layers are numbered kind after kind (CACHE-115)."""
+    of_kind = {kind: [site for site in sites if kinds.kind(site) == kind] for kind in KINDS}
+    held = {kind: len(found) for kind, found in of_kind.items() if found}
+    if isinstance(meant, int) and len(held) == 1:
+        meant = dict.fromkeys(held, meant)
+    if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= held.keys())):
+        example = ",".join(f"{kind}={count}" for kind, count in held.items())
+        raise ShdError(
+            "layers-invalid",
+            f"num_student_layers must be a number for each kind of attention that is taught, of {', '.join(held)}, "
+            f"as the graph has cross attention; got {meant if isinstance(meant, int) else dict(meant)}: give "
+            f"--student-layers {example}, or choose one kind with --sites",
+            "CACHE-115",
+        )
+    chosen: list[tuple[int, AttentionSite]] = []
+    counts: list[KindLayers] = []
+    for kind in KINDS:
+        if kind not in (held if meant is None else meant):
+            continue
+        number = held[kind] if meant is None else meant[kind]
+        before = sum(each.num_student_layers for each in counts)
+        pairs = layer_map(held[kind], number)
+        chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
+        counts.append(KindLayers(kind, number))
+    return tuple(chosen), tuple(counts)
+
+
+def _check_supported(chosen: Chosen) -> None:
+    for _, site in chosen:
+        if not site.supported:
+            raise ShdError(
+                "graph-unsupported",
+                f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason} "
+                "(or select other sites)",
+            )

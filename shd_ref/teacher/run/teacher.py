@@ -1,0 +1,506 @@
+"""A teacher graph with its attention squeezed, over a data set: what precompute and verify share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
+from shd_ref.attention import check_temperature
+from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, Teacher
+from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
+from shd_ref.cache.codecs.factored import check_factored_codec
+from shd_ref.cache.documents.manifest import ON_ERROR
+from shd_ref.cache.storage.documents import MAX_INTEGER
+from shd_ref.errors import ShdError
+from shd_ref.mixing import STRATEGIES
+from shd_ref.plans import MergePlan, check_counts, merge_plan
+from shd_ref.teacher.graph.factors import SiteFactors, find_factors
+from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.graph.kinds import find_kinds
+from shd_ref.teacher.graph.shapes import frozen_specs
+from shd_ref.teacher.opening.external import hash_teacher
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph
+from shd_ref.teacher.rewrite.union import unite_graphs
+from shd_ref.teacher.run.calibration import CALIBRATION_SAMPLES, calibrate_plans
+from shd_ref.teacher.run.independence import check_samples
+from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
+from shd_ref.teacher.run.layers import choose_layers
+from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.session import PROVIDERS, check_session, open_session
+from shd_ref.teacher.sources import Arrays, Source
+
+CHECKED_BYTES: Final = 2**28
+"""Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
+
+FORMS: Final = ("maps", "factored")
+"""What records hold: merged maps, or the teacher's queries and keys."""
+
+MATCHED: Final = "matched"
+"""The plan that is chosen on the data."""
+
+
+@dataclass(frozen=True)
+class PrecomputeOptions:
+    """What to make of the teacher; see ``shd_ref.squeeze_heads`` for the meaning.
+
+    Attributes:
+        num_student_heads: H_s.
+        num_student_layers: L_s, how many attention calls the student makes; by default as many as the teacher has
+            attention sites, or as were selected. Where the graph has cross attention, a number for each kind
+            (``encoder``, ``decoder``, ``cross``) that is to be taught.
+        layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map. Without
+            ``num_student_layers`` the student may make more calls than they name.
+        sites: which of the teacher's attention sites the default map runs over, see ``select_sites``; default all.
+        plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan`` on a sample of the data,
+            layer by layer, with the run's seed.
+        matched_by: ``residual`` or ``similarity``, for matched plans.
+        calibration_samples: how many samples they are matched on.
+        plans: in place of ``plan``: rounds for every layer, in the order of the student's layers.
+        form: ``maps``, or ``factored``: queries and keys, which are smaller for long samples.
+        factored_codec: one of ``shd_ref.cache.FACTORED_CODECS``, of queries and keys.
+        codec: of maps, one of ``shd_ref.cache.CODECS``. ``sqrt8-row`` is coded inside the graph, the others on the
+            host.
+        compression: of stored blobs: ``none`` or ``zstd``.
+        on_error: what to do with a sample on which the teacher gives NaN: ``stop``, or ``skip`` and name it.
+        seed_column: column of the inputs with each sample's augmentation seed, stored beside its maps.
+    """
+
+    num_student_heads: int
+    num_student_layers: int | Mapping[str, int] | None = None
+    layer_pairs: tuple[tuple[int, int], ...] | None = None
+    sites: str | None = None
+    plan: str | MergePlan = "progressive"
+    matched_by: str = "residual"
+    calibration_samples: int = CALIBRATION_SAMPLES
+    plans: tuple[MergePlan, ...] | None = None
+    strategy: str = "shd"
+    alpha_rule: str = "least_squares"
+    alpha_per: str = "map"
+    temperature: float = 1.0
+    form: str = "maps"
+    factored_codec: str = DEFAULT_FACTORED_CODEC
+    codec: str = "sqrt8-row"
+    compression: str = "none"
+    on_error: str = "stop"
+    seed_column: str | None = None
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether records hold queries and keys."""
+        return self.form == "factored"
+
+    @property
+    def stored_codec(self) -> str:
+        """The codec of what records hold."""
+        return self.factored_codec if self.is_factored else self.codec
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run it; none of these changes what a cache means.
+
+    Attributes:
+        mask: name of the attention-mask input, if it is not one of the usual; of an encoder-decoder the encoder's.
+        decoder_mask: name of the decoder's, likewise.
+        batch_size: samples a teacher call.
+        batch_tokens: in place of ``batch_size``: positions a teacher call, so that short samples fill it too.
+        samples_per_shard: by default shards of about 256 MiB, and at least 16 of them.
+        seed: of the order in which samples are dealt to shards.
+        provider: ``cpu``, ``cuda`` or an onnxruntime name.
+        num_threads: of onnxruntime; its own choice by default.
+        share: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
+    """
+
+    mask: str | None = None
+    decoder_mask: str | None = None
+    batch_size: int = 16
+    batch_tokens: int | None = None
+    samples_per_shard: int | None = None
+    seed: int = 0
+    provider: str = "cpu"
+    num_threads: int | None = None
+    share: tuple[int, int] = (0, 1)
+
+
+class TeacherRun:
+    """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
+
+    Args:
+        teacher: the ``.onnx`` file.
+        source: model inputs.
+        options: what to make of the teacher.
+        run: how to run it.
+        on_read: called with samples read and in all, while the inputs are read once.
+        input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
+
+    Attributes:
+        inputs: the samples, checked against the graph.
+        layers: ``(student_layer, site)`` pairs.
+        num_student_layers: L_s, or None where explicit pairs leave it open.
+        kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
+        site_kinds: what the graph's sites are to each other.
+        plans: the rounds of merges of each, in the same order.
+        factors: where the queries and keys of each are, in the same order; empty where maps are kept.
+
+    Raises:
+        ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
+            ``inputs-invalid``, ``heads-exceed``, ``layers-invalid``, ``provider-unavailable``.
+    """
+
+    def __init__(
+        self,
+        teacher: Path,
+        source: Source | Arrays,
+        options: PrecomputeOptions,
+        run: RunOptions,
+        on_read: Callable[[int, int], None] | None = None,
+        input_names: Collection[str] | None = None,
+    ) -> None:
+        self.path = teacher
+        self.options = options
+        self.run = run
+        check_options(options)
+        check_run(run)
+        self.model = load_teacher(teacher)
+        sites, specs = find_sites(self.model), input_specs(self.model)
+        self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
+        self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
+        if options.is_factored and self.site_kinds.kinds:
+            self._check_one_sequence()
+        for _, site in self.layers:
+            check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
+        self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
+        self.num_teacher_heads = _common_heads(self.layers)
+        check_counts(self.num_teacher_heads, options.num_student_heads)
+        self.plans = self._given_plans()
+        # After what can be refused at once, because it reads the whole data set.
+        specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
+        self.inputs = ModelInputs(
+            source,
+            specs,
+            run.mask,
+            options.seed_column,
+            on_read,
+            input_names,
+            decoder=self.site_kinds.decoder_inputs,
+            decoder_mask=self.site_kinds.decoder_mask,
+        )
+        self.plans = self.plans or self._match_plans()
+        self._shared = _Shared([self])
+
+    def for_shape(self, options: PrecomputeOptions) -> TeacherRun:
+        """The same teacher on the same inputs for a student with another number of heads.
+
+        Both run in one session: asked for the same batch one after the other, the teacher runs once. To be
+        called before the first batch.
+
+        Args:
+            options: this run's, but for the number of student heads and the layers' plans.
+
+        Raises:
+            ShdError: ``heads-exceed``, ``plan-invalid``.
+        """
+        other = copy.copy(self)
+        other.options = options
+        check_counts(self.num_teacher_heads, options.num_student_heads)
+        other.plans = other._given_plans() or other._match_plans()
+        self._shared.members.append(other)
+        return other
+
+    def as_factored(self) -> TeacherRun:
+        """The same teacher on the same inputs, in a session of its own, with queries and keys in place of maps.
+
+        Raises:
+            ShdError: ``graph-unsupported`` for maps that they do not make.
+        """
+        other = copy.copy(self)
+        other.options = replace(self.options, form="factored", alpha_per="map", temperature=1.0, plans=self.plans)
+        other.factors = _choose_factors(self.model, self.layers)
+        other._shared = _Shared([other])
+        return other
+
+    def squeeze(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Codes and alphas of a batch, by output name of ``self.graph``."""
+        return self._shared.run(batch, check_outputs=False)
+
+    def squeeze_checked(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """The same with the teacher's maps and values and the uncoded merged maps."""
+        return self._shared.run(batch, check_outputs=True)
+
+    def squeeze_unmasked(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """As ``squeeze_checked`` with every position counted: what the graph masks of itself, apart from padding."""
+        return self._shared.run_anew(self.inputs.unmasked(batch), check_outputs=True)
+
+    def check_samples(self) -> None:
+        """Refuse a teacher whose maps of a sample depend on the samples that run with it, once for all students.
+
+        Raises:
+            ShdError: ``graph-unsupported``.
+        """
+        self._shared.check_samples()
+
+    def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
+        """Samples in batches of the size that was asked for, longest first."""
+        return self.inputs.batches(indices, self.run.batch_size, self.run.batch_tokens)
+
+    def checked_batches(self, indices: Iterable[int]) -> Iterator[Batch]:
+        """The same in batches that are small enough for check outputs: those of large teachers are many times larger
+        than what is stored."""
+        for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
+            size = self.count_checked(chosen)
+            for start in range(0, len(chosen), size):
+                yield self.inputs.batch(chosen[start : start + size])
+
+    def count_checked(self, indices: Sequence[int]) -> int:
+        """How many of these samples, in this order, may yield check outputs at once.
+
+        Known from the samples' lengths; where they have none, as images do, all of them, and also where the graph's
+        batch axis is fixed, so that fewer samples are filled up again. The same for all students of a pass.
+        """
+        if self.inputs.fixed_batch is not None or not indices:
+            return len(indices)
+        most = max(member.options.num_student_heads for member in self._shared.members)
+        entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.longest_axis(indices) ** 2
+        return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
+
+    def mask_of_rows(self, site: AttentionSite) -> str | None:
+        """Name of the input that says which rows of a site's maps count; None where every row does."""
+        return self.inputs.decoder_mask if self.site_kinds.has_decoder_rows(site) else self.inputs.mask
+
+    def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
+        """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
+        name = self.mask_of_rows(site)
+        return None if name is None else batch.arrays[name].astype(np.bool_)
+
+    def query_masks(self, batch: Batch) -> dict[int, NDArray[np.bool_] | None]:
+        """The same of every layer, by student layer."""
+        return {student: self.query_mask(batch, site) for student, site in self.layers}
+
+    def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
+        """Rows and keys of a sample's maps that a record keeps.
+
+        Args:
+            batch: the samples.
+            number: of the sample in the batch.
+            site: whose maps they are.
+            held: rows and keys in the batch, padding included.
+        """
+        first = None if self.inputs.mask is None else batch.lengths[number]
+        second = None if self.inputs.decoder_mask is None else batch.decoder_lengths[number]
+        rows = second if self.site_kinds.has_decoder_rows(site) else first
+        keys = second if self.site_kinds.has_decoder_keys(site) else first
+        if site.layer in self.site_kinds.own_keys:
+            keys = None
+        return held[0] if rows is None else rows, held[1] if keys is None else keys
+
+    @property
+    def graph(self) -> SqueezedGraph:
+        """Output names by layer."""
+        return self._shared.graph(self)
+
+    def fingerprint(self) -> Teacher:
+        """The teacher's identity for the manifest: a hash of the model file and of its external data."""
+        # One dtype for all: exporters give every layer's attention the same. Inference may not know it; float32
+        # is then the dtype in which the graph is compared with the reference, too.
+        dtype = self.layers[0][1].dtype or "float32"
+        provider = PROVIDERS.get(self.run.provider, self.run.provider)
+        return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
+
+    def _given_plans(self) -> tuple[MergePlan, ...]:
+        """The plan of every layer; none where they are matched on the data."""
+        options, count = self.options, len(self.layers)
+        if options.plans is None and options.plan == MATCHED:
+            return ()
+        kinds = (options.plan,) * count if options.plans is None else options.plans
+        if len(kinds) != count:
+            raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(kinds)}")
+        return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, kind) for kind in kinds)
+
+    def read_attention(self) -> AttentionReader:
+        """The teacher's own maps and value outputs at the chosen sites, in a session of its own."""
+        return AttentionReader(
+            self.model,
+            [site for _, site in self.layers],
+            provider=self.run.provider,
+            num_threads=self.run.num_threads,
+        )
+
+    def _match_plans(self) -> tuple[MergePlan, ...]:
+        return calibrate_plans(
+            self.read_attention(),
+            self.inputs,
+            self.options.num_student_heads,
+            by=self.options.matched_by,
+            alpha_per=self.options.alpha_per,
+            num_samples=self.options.calibration_samples,
+            seed=self.run.seed,
+            batch_size=self.run.batch_size,
+            on_error=self.options.on_error,
+            mask_of_rows=self.mask_of_rows,
+        )
+
+    def _check_one_sequence(self) -> None:
+        for _, site in self.layers:
+            if self.site_kinds.kind(site) != "encoder":
+                raise ShdError(
+                    "graph-unsupported",
+                    f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: its rows are "
+                    "those of a decoder with cross attention (--form maps)",
+                    "CACHE-116",
+                )
+
+    def make_graph(self, *, check_outputs: bool) -> SqueezedGraph:
+        """The squeezed graph of this run's options."""
+        options = self.options
+        return squeeze_graph(
+            self.model,
+            self.layers,
+            num_student_heads=options.num_student_heads,
+            plans={student: plan for (student, _), plan in zip(self.layers, self.plans, strict=True)},
+            strategy=options.strategy,
+            alpha_rule=options.alpha_rule,
+            alpha_per=options.alpha_per,
+            temperature=options.temperature,
+            codec="float32" if options.is_factored else options.codec,
+            row_mask_inputs={student: self.mask_of_rows(site) for student, site in self.layers},
+            check_outputs=check_outputs,
+            factors={student: each for (student, _), each in zip(self.layers, self.factors, strict=True)}
+            if self.factors
+            else None,
+        )
+
+
+class _Shared:
+    """The sessions of runs that share a teacher, with and without check outputs, opened when first needed."""
+
+    def __init__(self, members: list[TeacherRun]) -> None:
+        self.members = members
+        self._graphs: dict[bool, tuple[SqueezedGraph, ...]] = {}
+        self._sessions: dict[bool, tuple[list[str], Any]] = {}
+        self._last: dict[bool, tuple[tuple[int, ...], dict[str, NDArray[Any]]]] = {}
+        self._samples_checked = False
+
+    def graph(self, member: TeacherRun) -> SqueezedGraph:
+        """A member's graph, with check outputs; the names without are among these."""
+        self._open(True)
+        (place,) = [number for number, one in enumerate(self.members) if one is member]
+        return self._graphs[True][place]
+
+    def run(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
+        """The outputs of all members; the last batch of either kind is remembered where there are several."""
+        indices, outputs = self._last.get(check_outputs, ((), {}))
+        if indices != batch.indices:
+            outputs = self.run_anew(batch, check_outputs=check_outputs)
+            if len(self.members) > 1:
+                self._last[check_outputs] = batch.indices, outputs
+        return outputs
+
+    def run_anew(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
+        """The same without a look at what is remembered, and without remembering it."""
+        names, session = self._open(check_outputs)
+        return run_batch(session, names, batch)
+
+    def check_samples(self) -> None:
+        """See ``TeacherRun.check_samples``."""
+        if self._samples_checked:
+            return
+        first = self.members[0]
+        if all(site.note is None for _, site in first.layers):
+            _, session = self._open(True)
+            sites = {layer.probs: layer.site for layer in self._graphs[True][0].layers}
+            check_samples(first.model, sites, first.inputs, lambda names, batch: run_batch(session, names, batch))
+        else:  # the squeezed graph may not even run
+            reader = first.read_attention()
+            check_samples(first.model, reader.maps, first.inputs, reader.run)
+        self._samples_checked = True
+
+    def _open(self, check_outputs: bool) -> tuple[list[str], Any]:
+        if check_outputs not in self._sessions:
+            graphs = [member.make_graph(check_outputs=check_outputs) for member in self.members]
+            model, self._graphs[check_outputs] = unite_graphs(graphs)
+            run = self.members[0].run
+            session = open_session(model, provider=run.provider, num_threads=run.num_threads)
+            self._sessions[check_outputs] = [output.name for output in model.graph.output], session
+        return self._sessions[check_outputs]
+
+
+def check_options(options: PrecomputeOptions) -> None:
+    """Refuse what no teacher can be asked for.
+
+    Raises:
+        ShdError: ``argument-value``; ``dependency-missing`` where the compression needs a package.
+    """
+    check_option("strategy", options.strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", options.alpha_per, ALPHA_PER, "ALPHA-9")
+    check_option("codec", options.codec, CODECS, "CACHE-30")
+    check_option("compression", options.compression, COMPRESSIONS, "CACHE-55")
+    check_option("on_error", options.on_error, ON_ERROR, "CACHE-58")
+    check_compression(options.compression)
+    check_temperature(options.temperature)
+    _check_form(options)
+
+
+def check_run(run: RunOptions) -> None:
+    """Refuse what no run can be done with, before a teacher is loaded or a sample read.
+
+    Raises:
+        ShdError: ``argument-value``, ``provider-unavailable``, ``dependency-missing``.
+    """
+    for name in ("batch_size", "batch_tokens", "samples_per_shard"):
+        number = getattr(run, name)
+        if number is not None and not 1 <= number <= MAX_INTEGER:
+            raise ShdError("argument-value", f"{name} must be 1 to {MAX_INTEGER}; got {number}")
+    if not 0 <= run.seed <= MAX_INTEGER:
+        raise ShdError("argument-value", f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
+    check_session(run.provider, run.num_threads)
+
+
+def _check_form(options: PrecomputeOptions) -> None:
+    check_option("form", options.form, FORMS, "CACHE-100")
+    if not options.is_factored:
+        return
+    check_factored_codec(options.factored_codec)
+    for name, value, only in (("alpha_per", options.alpha_per, "map"), ("temperature", options.temperature, 1.0)):
+        if value != only:
+            raise ShdError(
+                "argument-value",
+                f"{name} must be {only} for factored records; got {value}: the temperature is chosen with the loss, "
+                "and one weight per map is stored; use --form maps for others",
+                "CACHE-101",
+            )
+
+
+def _choose_factors(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> tuple[SiteFactors, ...]:
+    found = find_factors(model, [site for _, site in layers])
+    for factors in found:
+        site = factors.site
+        reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
+        if reason is not None:
+            raise ShdError(
+                "graph-unsupported",
+                f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: {reason} "
+                "(--form maps)",
+                "CACHE-103",
+            )
+    return found
+
+
+def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
+    heads = {site.num_heads for _, site in layers}
+    if len(heads) != 1 or None in heads:
+        raise ShdError(
+            "graph-unsupported",
+            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
+        )
+    return int(heads.pop() or 0)

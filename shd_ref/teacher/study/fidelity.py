@@ -1,0 +1,415 @@
+"""The fidelity test: what a teacher loses when its own layers must work with the squeezed attention.
+
+It needs no student and no training, so it tells how to merge before anything is precomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.attention import check_option
+from shd_ref.cache.documents.members import sample_order
+from shd_ref.errors import ShdError
+from shd_ref.plans import MergePlan, merge_plan
+from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
+from shd_ref.teacher.graph.kinds import find_kinds
+from shd_ref.teacher.graph.selection import select_sites
+from shd_ref.teacher.graph.shapes import frozen_specs
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
+from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, make_rule
+from shd_ref.teacher.run.calibration import CALIBRATION_SAMPLES, calibrate_plans
+from shd_ref.teacher.run.independence import check_samples
+from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
+from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.teacher import RunOptions, check_run
+from shd_ref.teacher.session import open_session
+from shd_ref.teacher.sources import Arrays, ArraySource, Source
+from shd_ref.teacher.study.difference import (
+    CosineDistance,
+    CrossEntropy,
+    RelativeError,
+    RowMask,
+    Targets,
+    read_targets,
+)
+
+PLANS: Final = ("adjacent", "balanced", "matched", "similar")
+"""Which heads merge: the source's pairs, contiguous groups, and pairs matched by residual or by similarity."""
+
+ALPHAS: Final[dict[str, tuple[str, str]]] = {
+    "map": ("shd", "map"),
+    "row": ("shd", "row"),
+    "constant": ("constant", "map"),
+    "simplex": ("simplex", "map"),
+    "hard": ("hard", "map"),
+}
+"""Name of a kind of merge weight: its strategy and ``alpha_per``."""
+
+_MATCHED_BY: Final = {"matched": "residual", "similar": "similarity"}
+_KIND_OF: Final = {"adjacent": "progressive", "balanced": "balanced"}
+_HELD_BYTES: Final = 2**29
+"""What the teacher's own results may take in memory; beyond it they are computed again for every setting."""
+
+OnProgress = Callable[[int, int], None]
+"""Called with batches done and batches in all."""
+
+
+@dataclass(frozen=True)
+class FidelityOptions:
+    """What to try, and what to look at.
+
+    Attributes:
+        student_heads: every H_s to try.
+        plans: of ``PLANS``.
+        alphas: of ``ALPHAS``.
+        output: the graph's output that is compared; its first floating-point one by default.
+        targets: name of the array with class labels ``(N,)`` or token ids ``(N, L)``, for the teacher's own loss. An
+            array that is also the model's input is taken as the text itself: position i is judged by token i + 1.
+        samples: how many samples, seeded; all where there are fewer.
+        calibration_samples: for matched plans.
+        sites: which attention sites to squeeze, see ``select_sites``; default: all that can be.
+    """
+
+    student_heads: tuple[int, ...]
+    plans: tuple[str, ...] = ("adjacent", "matched")
+    alphas: tuple[str, ...] = ("map", "row", "constant")
+    output: str | None = None
+    targets: str | None = None
+    samples: int = 128
+    calibration_samples: int = CALIBRATION_SAMPLES
+    sites: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to squeeze."""
+
+    num_student_heads: int
+    plan: str
+    alpha: str
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What the teacher loses with one setting.
+
+    Attributes:
+        output_error: relative error of the output over counted rows.
+        cosine_distance: mean over samples of 1 - cosine of the output (of its mean over counted rows).
+        attention_error: mean over sites of the relative error of the attention output, drift from earlier layers
+            included.
+        merge_error: the same without drift: against the unmerged maps of the squeezed teacher itself (MIX-8).
+        loss: mean cross entropy on the targets; None without targets.
+        can_precompute: whether ``precompute`` offers this merge; not ``simplex`` for groups of more than two.
+        plans: the rounds of every site.
+    """
+
+    setting: Setting
+    output_error: float
+    cosine_distance: float
+    attention_error: float
+    merge_error: float
+    loss: float | None
+    can_precompute: bool
+    plans: tuple[MergePlan, ...] = field(repr=False)
+
+    @property
+    def cost(self) -> float:
+        """What settings are ranked by: the loss where there is one, else the cosine distance of the output."""
+        return self.cosine_distance if self.loss is None else self.loss
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """All settings, best first.
+
+    Attributes:
+        output: what was compared.
+        sites: names of the attention sites that were squeezed.
+        skipped: ``name: reason`` of those that were not.
+        samples: how many were run.
+        loss: the teacher's own, unsqueezed; None without targets.
+        results: by ``Fidelity.cost``.
+    """
+
+    output: str
+    sites: tuple[str, ...]
+    skipped: tuple[str, ...]
+    samples: int
+    loss: float | None
+    results: tuple[Fidelity, ...]
+
+    def best(self) -> dict[int, Fidelity]:
+        """The best setting that can be precomputed, by number of student heads, ascending."""
+        first: dict[int, Fidelity] = {}
+        for result in self.results:
+            if result.can_precompute:
+                first.setdefault(result.setting.num_student_heads, result)
+        return dict(sorted(first.items()))
+
+
+def measure_fidelity(
+    teacher: str | Path,
+    inputs: Source | Arrays,
+    options: FidelityOptions,
+    run: RunOptions | None = None,
+    *,
+    on_progress: OnProgress | None = None,
+) -> FidelityReport:
+    """Run a teacher with its attention squeezed in every layer at once, for every setting.
+
+    Args:
+        teacher: an ``.onnx`` file.
+        inputs: model inputs: a source (``open_source``), or arrays by graph input name with first axis N; and the
+            targets.
+        options: what to try.
+        run: how to run it; ``samples_per_shard`` plays no part.
+        on_progress: called after every batch.
+
+    Raises:
+        ShdError: ``argument-value``, ``heads-exceed``, ``graph-invalid``, ``graph-unsupported`` (no site that can be
+            squeezed), ``inputs-invalid``, ``provider-unavailable``, ``dependency-missing`` (matched plans),
+            ``not-finite``.
+    """
+    for plan in options.plans:
+        check_option("plans", plan, PLANS, "PLAN-1")
+    for alpha in options.alphas:
+        check_option("alpha", alpha, tuple(ALPHAS), "MIX-2")
+    test = _FidelityTest(Path(teacher), inputs, options, run or RunOptions())
+    settings = [
+        Setting(heads, plan, alpha)
+        for heads in dict.fromkeys(options.student_heads)
+        for plan in dict.fromkeys(options.plans)
+        for alpha in dict.fromkeys(options.alphas)
+    ]
+    # Before the first run, so that what cannot be merged is refused at once.
+    rules = [test.rules(setting) for setting in settings]
+    distinct = dict.fromkeys(rules)
+    total, done = len(test.batches) * len(distinct), 0
+    found: dict[tuple[MergeRule, ...], _Losses] = {}
+    for merged in distinct:
+        losses = _Losses(len(test.sites))
+        for got, wanted, batch in test.compare(merged):
+            losses.add(test, got, wanted, batch)
+            done += 1
+            if on_progress:
+                on_progress(done, total)
+        found[merged] = losses
+    results = [found[merged].summarise(setting, merged) for setting, merged in zip(settings, rules, strict=True)]
+    return FidelityReport(
+        output=test.output,
+        sites=tuple(site.name for site in test.sites),
+        skipped=test.skipped,
+        samples=sum(len(batch.indices) for batch in test.batches),
+        loss=next(iter(found.values())).teacher_loss,
+        # Equal costs keep the order of the settings: the source's own way comes first.
+        results=tuple(sorted(results, key=lambda result: result.cost)),
+    )
+
+
+Results = dict[str, NDArray[Any]]
+
+
+class _FidelityTest:
+    """The teacher, its samples, and its own results beside those of a squeezed one."""
+
+    def __init__(self, teacher: Path, inputs: Source | Arrays, options: FidelityOptions, run: RunOptions) -> None:
+        self.options, self.run = options, run
+        check_run(run)
+        self.model = load_teacher(teacher)
+        found = find_sites(self.model)
+        sites = select_sites(found, options.sites)
+        self.sites = tuple(site for site in sites if site.supported)
+        self.skipped = tuple(f"{site.name}: {site.reason}" for site in sites if not site.supported)
+        if not self.sites:
+            raise ShdError(
+                "graph-unsupported",
+                f"teacher graph {teacher} must hold an attention site that can be squeezed; found "
+                f"{'; '.join(self.skipped) or 'none'}: see shd inspect {teacher}",
+            )
+        self.output = _choose_output(self.model, options.output)
+        source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
+        specs = frozen_specs(self.model, [site.probs for site in self.sites])
+        kinds = find_kinds(self.model, found, specs, run.decoder_mask)
+        self.inputs = ModelInputs(
+            source, specs, run.mask, decoder=kinds.decoder_inputs, decoder_mask=kinds.decoder_mask
+        )
+        self._kinds = kinds
+        self._masks = [self._mask_of_rows(site) for site in self.sites]
+        chosen = [int(index) for index in sample_order(len(self.inputs), run.seed)[: options.samples]]
+        self.targets: Targets | None = None
+        if options.targets is not None:
+            self.targets = read_targets(
+                source, options.targets, chosen, next_token=options.targets in self.inputs.names
+            )
+        self.batches = list(self.inputs.batches(chosen, run.batch_size, run.batch_tokens))
+        self.projections = [projection_of(site).astype(np.float32) for site in self.sites]
+        self._plans: dict[tuple[int, str, str], tuple[MergePlan, ...]] = {}
+        self._teacher = self._open(None)
+        graph, session = self._teacher
+        check_samples(
+            self.model,
+            {site.context: site.site for site in graph.sites},
+            self.inputs,
+            lambda names, batch: run_batch(session, names, batch),
+        )
+        self._held: dict[int, Results] = {}
+        self._held_bytes = 0
+
+    def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
+        """The merge of every site."""
+        strategy, alpha_per = ALPHAS[setting.alpha]
+        pairwise = "shd" if strategy == "simplex" else strategy
+        options = SqueezeOptions(
+            setting.num_student_heads, "progressive", pairwise, "least_squares", alpha_per, 1.0, "float32"
+        )
+        rules = []
+        for site, rounds in zip(self.sites, self._plans_of(setting, alpha_per), strict=True):
+            rule = make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
+            # For two heads the simplex is the segment that the clipped alpha minimises over.
+            large = any(len(group) > 2 for group in rule.groups)
+            rules.append(replace(rule, strategy="simplex") if strategy == "simplex" and large else rule)
+        return tuple(rules)
+
+    def compare(self, rules: tuple[MergeRule, ...]) -> Iterator[tuple[Results, Results, Batch]]:
+        """Results of the squeezed teacher, of the teacher, and the batch that both ran."""
+        squeezed = self._open(rules)
+        for number, batch in enumerate(self.batches):
+            yield _run(squeezed, batch), self._wanted(number), batch
+
+    def row_mask(self, batch: Batch, number: int | None = None) -> RowMask | None:
+        """``(B, L)``, True = the row of a site counts, or without a number that of the output; None: every row."""
+        last = self.inputs.decoder_mask if self._kinds.kinds else self.inputs.mask  # a decoder's output
+        name = last if number is None else self._masks[number]
+        return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
+
+    def _mask_of_rows(self, site: AttentionSite) -> str | None:
+        return self.inputs.decoder_mask if self._kinds.has_decoder_rows(site) else self.inputs.mask
+
+    def _plans_of(self, setting: Setting, alpha_per: str) -> tuple[MergePlan, ...]:
+        kind = _KIND_OF.get(setting.plan)
+        if kind is not None:
+            return tuple(merge_plan(site.num_heads or 0, setting.num_student_heads, kind) for site in self.sites)
+        key = (setting.num_student_heads, setting.plan, alpha_per)
+        if key not in self._plans:
+            self._plans[key] = calibrate_plans(
+                self._reader(),
+                self.inputs,
+                setting.num_student_heads,
+                by=_MATCHED_BY[setting.plan],
+                alpha_per=alpha_per,
+                num_samples=self.options.calibration_samples,
+                seed=self.run.seed,
+                batch_size=self.run.batch_size,
+                mask_of_rows=self._mask_of_rows,
+            )
+        return self._plans[key]
+
+    def _reader(self) -> AttentionReader:
+        return AttentionReader(self.model, self.sites, provider=self.run.provider, num_threads=self.run.num_threads)
+
+    def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
+        graph = replace_attention(self.model, self.sites, rules, output=self.output, row_mask_input=self._masks)
+        session = open_session(graph.model, provider=self.run.provider, num_threads=self.run.num_threads)
+        return graph, session
+
+    def _wanted(self, number: int) -> Results:
+        if number in self._held:
+            return self._held[number]
+        results = _run(self._teacher, self.batches[number])
+        self._held_bytes += sum(array.nbytes for array in results.values())
+        if self._held_bytes <= _HELD_BYTES:
+            self._held[number] = results
+        return results
+
+
+class _Losses:
+    """What one setting loses, summed over batches."""
+
+    def __init__(self, num_sites: int) -> None:
+        self._output, self._cosine = RelativeError(), CosineDistance()
+        self._attention = [RelativeError() for _ in range(num_sites)]
+        self._merge = [RelativeError() for _ in range(num_sites)]
+        self._loss, self._teacher_loss = CrossEntropy(), CrossEntropy()
+
+    def add(self, test: _FidelityTest, got: Results, wanted: Results, batch: Batch) -> None:
+        """Count one batch."""
+        mask = test.row_mask(batch)
+        output, own = got[test.output], wanted[test.output]
+        if not np.isfinite(output).all():
+            raise ShdError(
+                "not-finite",
+                f"output {test.output!r} must be finite; got NaN or infinity in the batch of sample "
+                f"{batch.indices[0]}: look at its inputs",
+                "MAP-5",
+            )
+        self._output.add(output, own, mask)
+        self._cosine.add(output, own, mask)
+        for number, projection in enumerate(test.projections):
+            merged, unmerged, teacher = (
+                _project(array, projection)
+                for array in (got[f"context_{number}"], got[f"unmerged_{number}"], wanted[f"context_{number}"])
+            )
+            rows = test.row_mask(batch, number)
+            self._attention[number].add(merged, teacher, rows)
+            self._merge[number].add(merged, unmerged, rows)
+        if test.targets is not None:
+            targets = test.targets.of_batch(batch, mask, own)
+            self._loss.add(output, targets)
+            self._teacher_loss.add(own, targets)
+
+    @property
+    def teacher_loss(self) -> float | None:
+        """None without targets."""
+        return None if np.isnan(self._teacher_loss.value) else self._teacher_loss.value
+
+    def summarise(self, setting: Setting, rules: tuple[MergeRule, ...]) -> Fidelity:
+        """The means."""
+        return Fidelity(
+            setting=setting,
+            output_error=self._output.value,
+            cosine_distance=self._cosine.value,
+            attention_error=float(np.mean([error.value for error in self._attention])),
+            merge_error=float(np.mean([error.value for error in self._merge])),
+            loss=None if np.isnan(self._loss.value) else self._loss.value,
+            can_precompute=all(rule.strategy != "simplex" for rule in rules),
+            plans=tuple(rule.rounds for rule in rules),
+        )
+
+
+def _run(opened: tuple[ReplacedGraph, Any], batch: Batch) -> Results:
+    """The output by its name, and ``context_i`` and ``unmerged_i`` of every site."""
+    graph, session = opened
+    names = {graph.output: graph.output}
+    for number, site in enumerate(graph.sites):
+        names |= {f"context_{number}": site.context, f"unmerged_{number}": site.unmerged}
+    values = run_batch(session, list(names.values()), batch)
+    count = len(batch.indices)  # a fixed batch may have been filled up
+    return {name: values[tensor][:count] for name, tensor in names.items()}
+
+
+def _project(context: NDArray[Any], projection: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The heads' outputs ``(B, H, L, d_v)`` times W_o: ``(B, L, D)``."""
+    batch, heads, rows, width = context.shape
+    joined: NDArray[np.float32] = context.transpose(0, 2, 1, 3).reshape(batch, rows, heads * width) @ projection
+    return joined
+
+
+def _choose_output(model: onnx.ModelProto, wanted: str | None) -> str:
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+    names = [value.name for value in model.graph.output if value.type.tensor_type.elem_type in floats]
+    if not names or wanted not in (None, *names):
+        raise ShdError(
+            "argument-value",
+            f"output must be one of the graph's floating-point outputs {', '.join(names) or '(it has none)'}; "
+            f"got {wanted!r}",
+        )
+    return wanted or names[0]

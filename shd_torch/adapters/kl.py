@@ -1,0 +1,131 @@
+"""``attention_kl`` as the judge of ``specs/conformance.md`` calls it: the loss and its gradients, by one backend.
+
+Logits that are given as such are products too, of themselves with the identity: ``z = z I^T``. So every case of the
+loss and of its gradients goes through the backend's own products. The gradient of the logits is that of the queries
+then; ``sdpa``, which shifts keys and forms no map, rounds it where it is exactly 0 and does not offer it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.adapters.maps import Adapter
+from shd_torch.checks import check_attn_mask, check_finite, check_option, check_probs, check_real, compute_dtype
+from shd_torch.kl.loss import attention_kl, explain_backend
+from shd_torch.maps.divergences import DIVERGENCES
+from shd_torch.maps.loss import Layers, match_layers
+from shd_torch.supervision.supervision import Dense
+
+OPERATIONS: tuple[str, ...] = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
+
+
+class KlAdapter(Adapter):
+    """Runs ``OPERATIONS`` through ``attention_kl``; what it or the backend lacks is missing, and never another's.
+
+    Args:
+        backend: of ``attention_kl``.
+        device: see ``Adapter``.
+    """
+
+    def __init__(self, backend: str, device: str | torch.device | None = None) -> None:
+        super().__init__(device)
+        self.backend = backend
+
+    def call(self, operation: str, **arguments: Any) -> Any:
+        """One operation on tensors."""
+        if operation not in OPERATIONS or (operation == "shd_loss_gradient" and self.backend == "sdpa"):
+            raise NotImplementedError(f"attention_kl has no {operation} by {self.backend}")
+        divergence = arguments.pop("divergence", "kl")
+        check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
+        if divergence != "kl":
+            raise NotImplementedError(f"attention_kl has no divergence {divergence}")
+        row_sums, attn_mask = arguments.pop("row_sums", "one"), arguments.pop("attn_mask", None)
+        maps = arguments.pop("supervision")
+        if operation == "shd_loss_gradient_qk":
+            check_finite("scale", arguments["scale"], "GRAD-8")
+            given: Layers = arguments["queries"]
+            taught, q, k = match_layers(
+                supervision=maps, queries=arguments.pop("queries"), keys=arguments.pop("keys")
+            )
+            # Before they are widened, which would hide what they were.
+            for name, layers in (("queries", q), ("keys", k)):
+                for layer, each in enumerate(layers):
+                    check_real(each, name, check=True, ndim=4, layer=layer)
+            masks = [attn_mask] * len(q)
+        else:
+            given = arguments.pop("student_logits")
+            taught, logits = match_layers(supervision=maps, student_logits=given)
+            q, k, masks = [], [], []
+            for layer, z in enumerate(logits):
+                _check_maps_fit(taught[layer], z, layer)
+                q.append(z.masked_fill(torch.isneginf(z), 0.0))
+                k.append(torch.eye(z.shape[3], dtype=z.dtype, device=z.device).expand(z.shape[0], 1, -1, -1))
+                masks.append(_join(attn_mask, ~torch.isneginf(z)))
+            arguments["scale"] = 1.0
+        for mask, queries, keys in zip(masks, q, k, strict=True):
+            if mask is not None and queries.ndim == keys.ndim == 4:
+                check_attn_mask(mask, (*queries.shape[:3], keys.shape[2]))
+        for layer, each in enumerate(taught):
+            # attention_kl lets rows that do not count hold anything; the operations do not (MAP-3, MAP-5).
+            check_probs(each, "supervision", check=True, layer=layer, row_sums=None)
+        loss, leaves = self._run(q, k, [Dense(each, row_sums=row_sums) for each in taught], masks, arguments)
+        if operation == "shd_loss":
+            return loss.detach()
+        dq, dk = leaves[: len(q)], leaves[len(q) :]
+        gradients = (dq, dk) if operation == "shd_loss_gradient_qk" else (dq,)
+        answers = tuple(each[0] if isinstance(given, Tensor) else each for each in gradients)
+        return answers if len(answers) > 1 else answers[0]
+
+    def _run(
+        self,
+        queries: list[Tensor],
+        keys: list[Tensor],
+        supervision: list[Dense],
+        masks: list[Tensor | None],
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and its gradients in float32 or wider."""
+        wide = [each.to(compute_dtype(each)).requires_grad_() for each in (*queries, *keys)]
+        q, k = wide[: len(queries)], wide[len(queries) :]
+        if len({id(mask) for mask in masks}) == 1:
+            loss = self._loss(q, k, supervision, attn_mask=masks[0], **arguments)
+        else:
+            # attention_kl has one mask for all layers; logits that hold their own give each layer another.
+            mean = arguments.pop("reduction", "sum") == "mean"
+            shares = [each.shape[1] / sum(one.shape[1] for one in q) if mean else 1.0 for each in q]
+            loss = torch.stack(
+                [
+                    share * self._loss([q[i]], [k[i]], [supervision[i]], attn_mask=masks[i], **by_layer)
+                    for i, share in enumerate(shares)
+                    for by_layer in [arguments | {"reduction": "mean" if mean else "sum"}]
+                ]
+            ).sum()
+        return loss, list(torch.autograd.grad(loss, wide))
+
+    def _loss(self, q: list[Tensor], k: list[Tensor], supervision: list[Dense], **arguments: Any) -> Tensor:
+        for choice in explain_backend(q, k, supervision, **arguments):
+            if self.backend in choice.refused:
+                raise NotImplementedError(f"{self.backend}: {choice.refused[self.backend]}")
+        return attention_kl(q, k, supervision, backend=self.backend, **arguments)
+
+
+def _check_maps_fit(maps: Tensor, logits: Tensor, layer: int) -> None:
+    check_real(logits, "student_logits", check=True, ndim=4, allow_minus_inf=True, layer=layer)
+    if maps.shape != logits.shape:
+        raise ShdError(
+            "argument-shape",
+            f"supervision must have the shape of student_logits in layer {layer}; got {tuple(maps.shape)}",
+            "LOSS-3",
+        )
+
+
+def _join(attn_mask: Tensor | None, finite: Tensor) -> Tensor | None:
+    if attn_mask is not None:
+        check_attn_mask(attn_mask, finite.shape)
+    if finite.all():
+        return attn_mask
+    return finite if attn_mask is None else finite & attn_mask

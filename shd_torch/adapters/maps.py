@@ -1,0 +1,83 @@
+"""The binding as the judge of ``specs/conformance.md`` calls it: NumPy arrays in and out, at a dtype by name.
+
+``python -m shd_ref.conformance --impl shd_torch.adapters.maps:Adapter`` judges it on the CPU, or on the device that
+the environment variable ``SHD_TORCH_DEVICE`` names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import shd_torch
+from shd_ref.conformance.adapter import OwnDtype
+
+
+class Adapter:
+    """Runs one operation after another on one device.
+
+    Args:
+        device: where tensors are made; default ``SHD_TORCH_DEVICE``, else ``"cpu"``.
+    """
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        self.device = torch.device(device or os.environ.get("SHD_TORCH_DEVICE") or "cpu")
+
+    def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
+        """Call the function of that name.
+
+        Args:
+            operation: its name in ``specs/shd.md``.
+            inputs: the arguments by name; float arrays hold numbers of ``dtype``, or are ``OwnDtype`` ones.
+            dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``: the dtype of the tensors.
+
+        Returns:
+            The result with float64 arrays for tensors; a record as a mapping of its fields.
+
+        Raises:
+            NotImplementedError: the binding has no such operation.
+            ShdError: the inputs are refused.
+        """
+        # A gram tensor is float64 whatever the dtype of the maps (GRAM-5): one that was answered is not narrowed.
+        arguments = {
+            name: self._as_tensors(value, _dtype_of(value) if name == "gram" else dtype)
+            for name, value in inputs.items()
+        }
+        return _as_arrays(self.call(operation, **arguments))
+
+    def call(self, operation: str, **arguments: Any) -> Any:
+        """The function of that name, on tensors."""
+        function = getattr(shd_torch, operation, None) if operation in shd_torch.__all__ else None
+        if function is None:
+            raise NotImplementedError(f"shd_torch has no {operation}")
+        return function(**arguments)
+
+    def _as_tensors(self, value: Any, dtype: str) -> Any:
+        """Arrays as tensors, also in a list of layers or rounds; floats in the dtype asked for."""
+        if isinstance(value, list | tuple):
+            return [self._as_tensors(item, dtype) for item in value]
+        if not isinstance(value, np.ndarray):
+            return value
+        tensor = torch.tensor(value, device=self.device)
+        own = isinstance(value, OwnDtype) or not tensor.is_floating_point()
+        return tensor if own else tensor.to(getattr(torch, dtype))
+
+
+def _dtype_of(gram: Any) -> str:
+    return "float64" if isinstance(gram, np.ndarray) and gram.dtype == np.float64 else "float32"
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        return tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
+    if hasattr(value, "_asdict"):
+        return {name: _as_arrays(item) for name, item in value._asdict().items()}
+    if isinstance(value, shd_torch.SqueezeResult):
+        return {name: _as_arrays(item) for name, item in vars(value).items()}
+    return type(value)(map(_as_arrays, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,505 @@
+"""Capture: a student's queries and keys, with gradient, while its own forward pass stays bit for bit the same.
+
+Nothing is re-implemented, so nothing can drift: the model runs its own code, and the arguments of its attention are
+noted where they pass. No logits are computed unless somebody asks for them. There are four such places:
+
+- Hugging Face's table of attention functions: "sdpa", "eager", "flash_attention_*", "flex_attention", and others.
+- ``torch.nn.functional.scaled_dot_product_attention``, through which most other models go.
+- ``torch.nn.MultiheadAttention``, with and without weights, without its inference-only fast path.
+- ``record_query_key`` and ``record_attention``, a line that any other module may hold.
+
+Activation checkpointing: with ``use_reentrant=False`` the first run of a layer builds the graph, so what is noted
+there carries the gradient, and the second, hidden run is not recorded. With ``use_reentrant=True`` the first run has
+no graph at all and PyTorch keeps the second one to itself: that is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
+from shd_torch.capture.call import AttentionCall, LogitsCall, check_heads
+from shd_torch.capture.coverage import find_unseen
+from shd_torch.capture.hugging_face import read_hf_call
+from shd_torch.capture.kinds import find_call_kinds
+from shd_torch.capture.taps import RawCall, add_call, is_recording, record
+from shd_torch.encoder_padding import fill_own_padding, keep_padded_zeros
+from shd_torch.maps.attention import softmax
+from shd_torch.supervision.taught_layers import TaughtLayers
+
+Call: TypeAlias = AttentionCall | LogitsCall
+
+_REMEDY = (
+    "use a model that calls torch.nn.functional.scaled_dot_product_attention (by that name), set "
+    "attn_implementation to 'sdpa', or call shd_torch.record_query_key (or record_attention) in its attention; "
+    "a student with 'eager' attention must not be compiled before it is captured"
+)
+
+
+class Captured:
+    """The attention of a student's last forward pass, as ``capture_attention`` recorded it."""
+
+    def __init__(self, layers: tuple[int, ...] | None, ignored_arguments: frozenset[str] = frozenset()) -> None:
+        self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
+        self._ignored_arguments = ignored_arguments
+        self._kept: dict[int, Call] = {}
+        self.num_calls = 0
+
+    @property
+    def attention(self) -> list[Call]:
+        """One call a layer, in the order that ``layers`` gave: ``AttentionCall``, or ``LogitsCall``.
+
+        Raises:
+            ShdError: ``capture-failed`` where no forward pass has finished since the start or ``clear``.
+        """
+        if not self._kept:
+            raise ShdError(
+                "capture-failed", "captured attention must come from a forward pass of the student; none was run yet"
+            )
+        return [self._kept[i] for i in (range(self.num_calls) if self._layers is None else self._layers)]
+
+    @property
+    def calls(self) -> list[AttentionCall]:
+        """Queries, keys and masks, one ``AttentionCall`` a layer: what ``attention_kl`` asks for.
+
+        Raises:
+            ShdError: ``capture-failed`` where no forward pass has finished, or a module gave its logits alone.
+        """
+        return [_with_query_key(call, index) for index, call in enumerate(self.attention)]
+
+    @property
+    def logits(self) -> Sequence[Tensor]:
+        """Attention logits ``(B, H_s, L, S)``, one tensor a layer, each computed when it is read.
+
+        -inf where attending is not allowed. Each read computes anew: keep what is used twice.
+        """
+        return _Lazy(self.attention, lambda call: call.compute_logits())
+
+    @property
+    def probs(self) -> Sequence[Tensor]:
+        """Attention maps ``(B, H_s, L, S)``, before dropout, each computed when it is read.
+
+        Rows that may not attend at all are zero.
+        """
+        return _Lazy(self.attention, lambda call: softmax(call.compute_logits(), check=False))
+
+    def layer(self, number: int) -> AttentionCall:
+        """Queries, keys and masks of one attention call, by its zero-based number in the forward pass.
+
+        Raises:
+            ShdError: ``capture-failed`` where it was not kept, or its module gave its logits alone.
+        """
+        call = self._kept.get(number)
+        if call is None:
+            kept = sorted(self._kept)
+            raise ShdError(
+                "capture-failed",
+                f"layer {number} must be among the captured attention calls; got {kept or 'no forward pass yet'}: "
+                "capture all layers, or name it in layers",
+            )
+        return _with_query_key(call, number)
+
+    def clear(self) -> None:
+        """Forget what was recorded, and with it the student's graph."""
+        self._kept.clear()
+        self.num_calls = 0
+
+    def take(self, raws: Sequence[RawCall], grad_enabled: bool) -> None:
+        """Keep the calls of the layers that were asked for."""
+        self.num_calls = len(raws)
+        opened: dict[int, Tensor] = {}  # block masks by their identity, which holds as long as the calls
+        for index in range(len(raws)) if self._layers is None else self._layers:
+            raw = raws[index]
+            if grad_enabled and not raw.grad_enabled:
+                raise ShdError(
+                    "capture-failed",
+                    f"attention call {index} must run with gradient, as the student does; it ran without: reentrant "
+                    "activation checkpointing hides the run that has one, so checkpoint with use_reentrant=False "
+                    "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False}); for a frozen layer, "
+                    "leave its number out of layers",
+                )
+            self._kept[index] = _read_call(raw, opened, self._ignored_arguments)
+
+
+class AttentionCapture:
+    """Records a student between ``start`` and ``stop``, or inside a ``with`` block.
+
+    Args:
+        student: as for ``capture_attention``.
+        layers: likewise.
+        keep_values: likewise.
+        ignored_arguments: likewise.
+
+    Raises:
+        ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        layers: int | Sequence[int] | None = None,
+        *,
+        keep_values: bool = False,
+        ignored_arguments: Sequence[str] = (),
+    ) -> None:
+        self._expected, kept = _read_layers(layers)
+        self._kept = kept
+        self._taught = layers if isinstance(layers, TaughtLayers) else None
+        self._first_count = 0
+        self._checked_count = 0  # of calls that are known to be those of every layer
+        self._is_count_given = self._expected is not None or (
+            self._taught is not None and self._taught.num_student_layers is not None
+        )
+        self._student = student
+        self._keep_values = keep_values
+        self._undo: Callable[[], None] | None = None
+        if isinstance(ignored_arguments, str) or not all(isinstance(name, str) for name in ignored_arguments):
+            raise ShdError(
+                "argument-value", f"ignored_arguments must be a list of argument names; got {ignored_arguments!r}"
+            )
+        self.captured = Captured(kept, frozenset(ignored_arguments))
+
+    def start(self) -> Captured:
+        """Record every forward pass from now on; the result fills itself.
+
+        Raises:
+            ShdError: ``capture-failed`` if it was started before and not stopped.
+        """
+        if self._undo is not None:
+            raise ShdError("capture-failed", "a capture must be stopped before it starts again; it is running")
+        self._undo = self._wrap()
+        return self.captured
+
+    def stop(self) -> None:
+        """Leave the student as it was; what was recorded last stays readable. Stopping twice is no error."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def __enter__(self) -> Captured:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _wrap(self) -> Callable[[], None]:
+        student = self._student
+        # A module compiled in place goes through this attribute and never looks at its forward.
+        name = "_compiled_call_impl" if getattr(student, "_compiled_call_impl", None) is not None else "forward"
+        original, is_own = getattr(student, name), name in vars(student)
+        watched = _WatchedForward(original, self._run)
+        setattr(student, name, watched)  # this instance only, and taken back below
+
+        def undo() -> None:
+            watched.run = None
+            if vars(student).get(name) is not watched:
+                return  # wrapped again by somebody else, whose wrapper stays; ours now only passes on
+            if is_own:
+                setattr(student, name, original)
+            else:
+                delattr(student, name)
+
+        return undo
+
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.captured.clear()
+        grad_enabled = torch.is_grad_enabled()
+        with ExitStack() as hooks:
+            torch.compiler.disable(keep_padded_zeros)(self._student, hooks)  # type: ignore[no-untyped-call]
+            with record(values=self._keep_values) as recording:
+                result = original(*args, **kwargs)
+        result = torch.compiler.disable(fill_own_padding)(self._student, args, kwargs, result)  # type: ignore[no-untyped-call]
+        name, calls = type(self._student).__name__, recording.calls
+        if self._taught is not None and calls:
+            self._taught.check_calls(len(calls), name)
+            calls = self._order_by_kind(self._taught, calls, name)
+        num_calls = len(calls)
+        check_calls(num_calls, self._expected, self._kept, name)
+        if self._kept is not None:
+            self._first_count = self._first_count or num_calls
+            check_same_count(num_calls, self._first_count, name)
+        if not self._is_count_given and num_calls != self._checked_count:
+            encoder_ran = kwargs.get("encoder_outputs") is None
+            torch.compiler.disable(check_every_layer)(self._student, recording.calls, encoder_ran)  # type: ignore[no-untyped-call]
+            self._checked_count = num_calls
+        try:
+            torch.compiler.disable(self.captured.take)(calls, grad_enabled)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.captured.clear()  # half a pass is no pass
+            raise
+        return result
+
+    def _order_by_kind(self, taught: TaughtLayers, calls: list[RawCall], name: str) -> list[RawCall]:
+        if not taught.kinds:
+            return calls
+        kinds = find_call_kinds(calls, self._student, [kind for kind, _ in taught.kinds])
+        return taught.order_calls(calls, kinds, name)
+
+
+class _WatchedForward:
+    """The forward of a student that is being captured; a copy of the student has the student's own instead."""
+
+    def __init__(self, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.run: Callable[..., Any] | None = run
+
+    # This frame is never compiled, those below it are: a student captured inside a compiled module works too.
+    @functools.partial(torch.compiler.disable, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.run is None else self.run(self.original, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A method is copied as the method of its object's copy.
+        return _get_itself, (self.original,)
+
+
+def _get_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def capture_attention(
+    student: nn.Module,
+    layers: int | Sequence[int] | None = None,
+    *,
+    keep_values: bool = False,
+    ignored_arguments: Sequence[str] = (),
+) -> AttentionCapture:
+    """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
+
+    The last forward pass wins. Outputs are bit-identical to those without capture. Attention calls are
+    numbered in the order they run; calls whose tensors do not have the four axes ``(B, H, L, d)`` are not counted.
+    Where every layer attends once, that is layer order. An encoder-decoder makes the calls of its encoder's layers
+    first, then self- and cross-attention of each decoder layer in turn: with n encoder layers, decoder layer i is
+    calls ``n + 2 i`` and ``n + 2 i + 1``; the ``layers`` of a supervision that tells kinds of attention apart number
+    the calls of each kind by themselves. A student may be compiled, before or after, and wrapped in any way: capture
+    the module that is called, or one inside it. A deep copy of it (such as an average of its weights) is its own.
+
+    What is kept is by reference, except for FlexAttention: its ``BlockMask`` is opened to booleans, one byte an entry
+    of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once for all
+    layers that share it.
+
+    Args:
+        student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
+        layers: how many attention calls a forward pass must make, or the zero-based numbers of those to keep (the
+            student's side of ``layer_map``); default all, whatever their number. The ``layers`` of a batch's
+            supervision also say how many calls there must be.
+        keep_values: also keep each call's values and output, as a teacher's are needed.
+        ignored_arguments: names of tensors that the student's attention function is given and that change no logit
+            and no map. Tensors of other names than transformers' own (such as attention sinks) are refused.
+
+    Returns:
+        The capture: a context manager that yields the ``Captured`` attention, readable inside and after the block;
+        or an object with ``start``, which returns it, and ``stop``.
+
+    Raises:
+        ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``; from the student's forward pass,
+            ``capture-failed`` where nothing was recorded, a layer is missing, layers attend by code that cannot be
+            seen (unless the number of calls is given), a tensor of unknown meaning takes part, or reentrant
+            activation checkpointing hides its graph, and ``cache-mismatch`` where the supervision was made for
+            another number of layers.
+
+    Source: the student's side of Eq. 10.
+    """
+    return AttentionCapture(student, layers, keep_values=keep_values, ignored_arguments=ignored_arguments)
+
+
+def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
+    """Hand a module's attention logits to the capture in progress, if any.
+
+    For modules that compute attention in their own way: one line before the softmax. Where queries and keys are at
+    hand, ``record_query_key`` is the better line: ``attention_kl`` needs no logits.
+
+    Args:
+        module: the caller, named in errors.
+        attn_logits: ``(B, H, L, S)``, after scaling and masking, before softmax.
+
+    Returns:
+        ``attn_logits``, unchanged.
+
+    Raises:
+        ShdError: ``capture-failed`` where a capture is in progress and the logits do not have four axes.
+
+    Source: the student's side of Eq. 10.
+    """
+    if is_recording():
+        if attn_logits.ndim != 4:
+            raise ShdError(
+                "capture-failed",
+                f"attn_logits of {type(module).__name__} must be (B, H, L, S); got {tuple(attn_logits.shape)}",
+            )
+        add_call(RawCall("logits", None, None, logits=attn_logits, module=module))
+    return attn_logits
+
+
+def record_query_key(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    value: Tensor | None = None,
+    output: Tensor | None = None,
+) -> None:
+    """Hand a module's queries and keys to the capture in progress, if any.
+
+    Args:
+        module: the caller, named in errors.
+        query: ``(B, H, L, d_k)`` as it is multiplied: rotated and normalised.
+        key: ``(B, H_kv, S, d_k)``, likewise.
+        attn_mask: boolean, True = may attend, or added to the scaled logits; broadcastable to ``(B, H, L, S)``.
+        is_causal: row i attends to keys 0..i.
+        scale: of the products; None for ``1 / sqrt(d_k)``.
+        softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before the mask.
+        value: ``(B, H_kv, S, d_v)``; a teacher's are needed, a student's are not.
+        output: what the maps make of the values, ``(B, H, L, d_v)``; likewise.
+
+    Raises:
+        ShdError: ``capture-failed`` where a capture is in progress and the shapes do not fit.
+
+    Source: the student's side of Eq. 10.
+    """
+    if is_recording():
+        check_heads(query, key, type(module).__name__)
+        add_call(
+            RawCall(
+                "fused",
+                query,
+                key,
+                attn_mask,
+                is_causal=is_causal,
+                scale=scale,
+                softcap=softcap,
+                value=value,
+                output=output,
+                module=module,
+            )
+        )
+
+
+class _Lazy(Sequence[Tensor]):
+    """One tensor a layer, each computed when it is read."""
+
+    def __init__(self, calls: list[Call], compute: Callable[[Call], Tensor]) -> None:
+        self._calls = calls
+        self._compute = compute
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self._compute, self._calls)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return _Lazy(self._calls[index], self._compute)
+        return self._compute(self._calls[index])
+
+
+def _with_query_key(call: Call, number: int) -> AttentionCall:
+    if isinstance(call, LogitsCall):
+        raise ShdError(
+            "capture-failed",
+            f"layer {number} must show its queries and keys; it showed its logits alone: call "
+            "shd_torch.record_query_key instead of record_attention, or use captured.logits",
+        )
+    return call
+
+
+def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str]) -> Call:
+    if raw.logits is not None:
+        return LogitsCall(raw.logits)
+    if raw.kind == "hugging-face":
+        return read_hf_call(raw, opened, ignored_arguments)
+    assert raw.query is not None
+    assert raw.key is not None
+    check_heads(raw.query, raw.key, type(raw.module).__name__ if raw.module is not None else "a fused call")
+    mask = raw.attn_mask
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    return AttentionCall(
+        raw.query,
+        raw.key,
+        mask,
+        is_causal=bool(raw.is_causal),
+        scale=raw.scale,
+        softcap=raw.softcap,
+        value=raw.value,
+        output=raw.output,
+        module=raw.module,
+    )
+
+
+def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...] | None]:
+    """The number of calls a pass must make, and which to keep; either may be None."""
+    if layers is None:
+        return None, None
+    smallest = 1 if isinstance(layers, int) else 0
+    try:
+        numbers = tuple(as_index(number) for number in ((layers,) if isinstance(layers, int) else layers))
+    except TypeError:
+        numbers = ()
+    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < smallest:
+        raise ShdError(
+            "argument-value",
+            f"layers must be a count of at least 1 or distinct zero-based layer numbers; got {layers!r}",
+        )
+    return (numbers[0], None) if isinstance(layers, int) else (None, numbers)
+
+
+def check_every_layer(student: nn.Module, calls: Sequence[RawCall], encoder_ran: bool) -> None:
+    """Layers that attend by code which is not watched make no call, and shift the numbers of those that do."""
+    unseen = find_unseen(student, calls, encoder_ran=encoder_ran)
+    if unseen:
+        names = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {type(student).__name__} must show the attention of every layer; got {len(calls)} "
+            f"calls for more layers, of which these are among the unseen or cannot be told: {names}. The numbers of "
+            f"calls would mean other layers: where that is meant, give their count (layers={len(calls)}) or capture "
+            f"the part of the model that is seen (such as its decoder); else {_REMEDY}",
+        )
+
+
+def check_same_count(calls: int, first: int, name: str) -> None:
+    """Calls are known by their numbers, which mean something only where every pass makes the same calls."""
+    if calls != first:
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {name} must make {first} attention calls, as the first one did; got {calls}: their "
+            "numbers would mean other layers, so switch off what skips some (layer drop, a fast path)",
+        )
+
+
+def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
+    """A forward pass must make attention calls, as many as expected, those to keep among them."""
+    if calls == 0:
+        raise ShdError("capture-failed", f"a forward pass of {name} must show its attention; got 0 calls: {_REMEDY}")
+    if expected is not None and calls != expected:
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {name} must make layers={expected} attention calls; got {calls}: give the numbers of "
+            f"those to keep as layers, or {_REMEDY}",
+        )
+    if kept is not None and max(kept) >= calls:
+        raise ShdError(
+            "capture-failed",
+            f"layers must lie in 0..{calls - 1}, as a forward pass of {name} makes {calls} attention calls; "
+            f"got {list(kept)}",
+        )

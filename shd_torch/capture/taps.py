@@ -1,0 +1,339 @@
+"""Where attention passes, watched for the length of a forward pass, while every model runs its own code.
+
+A tap notes the arguments of a call and computes nothing. What it notes goes into a linked list that only grows at
+its head: ``torch.compile`` traces that without a guard on what is already there, so a tapped layer is compiled once.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+
+
+class RawCall:
+    """One attention call as a tap saw it; ``hugging_face.py`` and ``capture.py`` make sense of it."""
+
+    def __init__(
+        self,
+        kind: str,
+        query: Tensor | None,
+        key: Tensor | None,
+        attn_mask: Any = None,
+        *,
+        is_causal: bool | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        value: Tensor | None = None,
+        output: Tensor | None = None,
+        logits: Tensor | None = None,
+        module: nn.Module | None = None,
+        implementation: str | None = None,
+        function: Callable[..., Any] | None = None,
+        keywords: dict[str, Any] | None = None,
+        inner: RawCall | None = None,
+        projection: Tensor | None = None,
+    ) -> None:
+        self.kind = kind  # "fused", "hugging-face" or "logits"
+        self.query = query
+        self.key = key
+        self.attn_mask = attn_mask
+        self.is_causal = is_causal
+        self.scale = scale
+        self.softcap = softcap
+        self.value = value
+        self.output = output
+        self.logits = logits
+        self.module = module
+        self.implementation = implementation
+        self.function = function
+        self.keywords = keywords
+        self.inner = inner  # the fused call inside of a Hugging Face one
+        self.projection = projection  # (D, H * d_v), of a function that attends and projects in one
+        self.grad_enabled = torch.is_grad_enabled()
+        self.is_cross: bool | None = None  # whether keys are of another sequence, where a tap can tell
+        self.before: RawCall | None = None
+
+
+class _Recorder:
+    """What one thread records; one object for good."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.wants_values = False
+        self.last: RawCall | None = None
+        self.nested = False  # inside an attention function that is recorded as a whole
+        self.inner: RawCall | None = None
+
+
+class _Threads(threading.local):
+    """A recorder a thread: attention of other threads passes the same taps, compiled or not, and is not recorded.
+
+    The recorder is an object of its own, as ``torch.compile`` has guards on its attributes, and none on this one's.
+    """
+
+    def __init__(self) -> None:
+        self.recorder = _Recorder()
+
+
+_threads = _Threads()
+_lock = threading.RLock()  # the taps are the process's: one recording thread at a time
+
+
+class Recording:
+    """The calls of one forward pass; complete when ``record`` is left."""
+
+    def __init__(self) -> None:
+        self.calls: list[RawCall] = []
+
+
+@contextmanager
+def record(*, values: bool = False) -> Iterator[Recording]:
+    """Note every attention call of this thread inside the block, with ``values`` also values and outputs."""
+    recording = Recording()
+    with _lock:
+        recorder = _threads.recorder
+        saved = dict(vars(recorder))
+        recorder.active, recorder.last, recorder.nested, recorder.inner = True, None, False, None
+        recorder.wants_values = values or (saved["active"] and saved["wants_values"])
+        last: RawCall | None = None
+        try:
+            with ExitStack() as stack:
+                if not saved["active"]:
+                    _install(stack)
+                yield recording
+            last = recorder.last
+        finally:
+            vars(recorder).update(saved)
+        chain = last
+        while chain is not None:
+            recording.calls.append(chain)
+            chain = chain.before
+        recording.calls.reverse()
+        if saved["active"] and not saved["nested"] and recording.calls:
+            recording.calls[0].before = saved["last"]  # an outer recording sees them too
+            recorder.last = last
+        for call in recording.calls if not saved["active"] else ():
+            call.before = None
+
+
+def is_recording() -> bool:
+    """Whether this thread's attention is being recorded."""
+    recorder = _threads.recorder
+    return recorder.active and not recorder.nested
+
+
+def add_call(call: RawCall) -> None:
+    """Note a call at the head of the list."""
+    recorder = _threads.recorder
+    call.before, recorder.last = recorder.last, call
+
+
+def last_call() -> RawCall | None:
+    """The call that was noted last, while this thread records."""
+    return _threads.recorder.last if is_recording() else None
+
+
+# One tap for one function: a compiled graph is bound to the tap it was traced with. Few are kept, as somebody may
+# make a new function for every pass.
+_once = functools.lru_cache(maxsize=64)
+
+
+def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A Hugging Face attention function that notes its arguments."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if args or not is_recording():
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+        recorder = _threads.recorder
+        recorder.nested, recorder.inner = True, None
+        result = function(module, query, key, value, attention_mask, **kwargs)
+        inner = recorder.inner
+        recorder.nested, recorder.inner = False, None
+        add_call(
+            RawCall(
+                "hugging-face",
+                query,
+                key,
+                attention_mask,
+                value=value if recorder.wants_values else None,
+                output=result[0] if recorder.wants_values else None,
+                module=module,
+                implementation=implementation,
+                function=function,
+                keywords=kwargs,
+                inner=inner,
+            )
+        )
+        return result
+
+    return attend
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch has it
+def _install(stack: ExitStack) -> None:
+    # What stands there may be somebody else's (another kernel, context parallelism), and it is what must run.
+    _replace(stack, F, "scaled_dot_product_attention", _tap_sdpa(F.scaled_dot_product_attention))
+    _replace(stack, F, "multi_head_attention_forward", _tap_multi_head(F.multi_head_attention_forward))
+    # The inference-only fast path of nn.MultiheadAttention calls neither.
+    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+    torch.backends.mha.set_fastpath_enabled(False)
+    if "transformers" in sys.modules:
+        _install_interface(stack)
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, function: Any) -> None:
+    stack.callback(_put_back, owner, name, getattr(owner, name), function)
+    setattr(owner, name, function)
+
+
+def _put_back(owner: Any, name: str, original: Any, function: Any) -> None:
+    if getattr(owner, name) is function:  # else somebody replaced it during the pass, for good
+        setattr(owner, name, original)
+
+
+@_once
+def _tap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        recorder = _threads.recorder
+        last, inner = recorder.last, recorder.inner
+        output = original(*args, **kwargs)  # as they are: what stands here may have a signature of its own
+        seen = recorder.last is not last or recorder.inner is not inner  # by a tap inside of it
+        if recorder.active and not seen:
+            call = _read_sdpa(output, *args, **kwargs)
+            if call is not None and recorder.nested:
+                recorder.inner = call
+            elif call is not None:
+                add_call(call)
+        return output
+
+    return attend
+
+
+def _read_sdpa(
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **unknown: Any,
+) -> RawCall | None:
+    """A call of ``scaled_dot_product_attention``; None for one without heads."""
+    if unknown:
+        raise ShdError(
+            "capture-failed",
+            "scaled_dot_product_attention must be called with the keywords of PyTorch's own; got "
+            f"{', '.join(unknown)}, whose meaning is not known: leave them out, or call record_query_key",
+        )
+    if query.ndim != 4:
+        return None
+    call = RawCall("fused", query, key, attn_mask, is_causal=is_causal, scale=scale)
+    if _threads.recorder.wants_values:
+        call.value, call.output = value, output
+    return call
+
+
+@_once
+def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Asked for weights it multiplies (B * H, L, d) by hand; else it calls scaled_dot_product_attention, which is
+        # tapped by itself. A compiled graph has no use for weights, and nothing is replaced while one is traced.
+        if torch.compiler.is_compiling() or not is_recording():
+            return original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
+        projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
+        products: list[tuple[Tensor, ...]] = []
+        before = _threads.recorder.last
+        with ExitStack() as stack:
+            for name in ("bmm", "baddbmm"):
+                _replace(stack, torch, name, _watch(products, getattr(torch, name), threading.get_ident()))
+            result = original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
+        if products:  # the first is of queries and keys, the second of weights and values
+            *mask, scaled, transposed = products[0]
+            heads = [t.reshape(-1, num_heads, *t.shape[1:]) for t in (scaled, transposed.mT)]
+            bias = None if not mask else mask[0]
+            if bias is not None:
+                bias = bias[None] if bias.shape[0] == 1 else bias.reshape(-1, num_heads, *bias.shape[1:])
+            values = products[1][1] if _threads.recorder.wants_values else None
+            values = None if values is None else values.reshape(-1, num_heads, *values.shape[1:])
+            add_call(
+                RawCall(
+                    "fused", heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection
+                )
+            )
+        elif _threads.recorder.last is not None and _threads.recorder.last is not before:
+            _threads.recorder.last.projection = projection
+        if _threads.recorder.last is not None and _threads.recorder.last is not before:
+            _threads.recorder.last.is_cross = key is not query
+        return result
+
+    return attend
+
+
+def _watch(products: list[tuple[Tensor, ...]], original: Callable[..., Tensor], thread: int) -> Callable[..., Tensor]:
+    def multiply(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        if threading.get_ident() == thread:
+            products.append(tensors)
+        return original(*tensors, **kwargs)
+
+    return multiply
+
+
+def _install_interface(stack: ExitStack) -> None:
+    """Hugging Face's table of attention functions, with every function tapped.
+
+    A modelling file asks ``get_interface`` for its implementation and gives its own "eager" function as the default.
+    Replacing the entries, "eager" included, changes no configuration, and so no mask; and it is what a compiled
+    graph has guards on.
+    """
+    from transformers import AttentionInterface
+
+    table = AttentionInterface._global_mapping
+    saved = dict(table)
+    # First, and put back last: only it knows what the entry "eager" means.
+    _replace(stack, AttentionInterface, "get_interface", _get_interface(AttentionInterface.get_interface))
+    tapped = {name: _tap_once(name, function) for name, function in saved.items()} | {"eager": _refuse_eager}
+    table.update(tapped)
+
+    def put_back() -> None:
+        for name in [name for name, function in tapped.items() if table.get(name) is function]:
+            if name in saved:
+                table[name] = saved[name]
+            else:
+                del table[name]
+
+    stack.callback(put_back)
+
+
+def _refuse_eager(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the modelling file's own function stands behind 'eager'")
+
+
+_tap_once = _once(tap_interface)
+
+
+@_once
+def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = original(self, attn_implementation, default)
+        return tap_interface("eager", default) if found is _refuse_eager else found
+
+    return get_interface

@@ -1,0 +1,450 @@
+"""A user's data set joined with a supervision cache, by sample key.
+
+A batch's codes travel in one buffer, between processes and to the device, and are decoded there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, sample_key, trim_inputs
+from shd_ref.errors import ShdError
+from shd_ref.plans import MergePlan
+from shd_torch.supervision.coded import Coded
+from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
+from shd_torch.supervision.taught_layers import taught_layers
+
+ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
+
+
+class CacheJoin:
+    """What joins samples with a cache: by a hash of what the teacher saw, never by position.
+
+    Attributes:
+        cache: the open cache.
+        layers: student layers that are read, with how many the student was meant to have.
+    """
+
+    def __init__(
+        self,
+        cache: CacheReader | str | Path,
+        model_inputs: Callable[[Any], ModelInputs] | None,
+        layers: Sequence[int] | None,
+        skipped: str,
+    ) -> None:
+        if skipped not in ("error", "drop"):
+            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
+        self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
+        manifest = self.cache.manifest
+        self.layers = taught_layers(manifest, manifest.student_layers if layers is None else layers)
+        self._model_inputs = model_inputs
+        self._drops = skipped == "drop"
+
+    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CachedSupervision]:
+        """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
+        return self.collate_with(default_collate)(batch)
+
+    def collate_with(
+        self, collate: Callable[[list[Any]], Any]
+    ) -> Callable[[Sequence[tuple[Any, StoredRecord]]], tuple[Any, CachedSupervision]]:
+        """The same with another collation of the samples, such as one that pads them (on the right).
+
+        Args:
+            collate: from a list of samples to a batch; where it can be pickled, so can the result.
+        """
+        return partial(_collate, collate=collate, manifest=self.cache.manifest, layers=self.layers)
+
+    def key(self, sample: Any) -> str:
+        """The key of a sample in the cache.
+
+        Raises:
+            ShdError: ``inputs-invalid`` for a sample without the teacher's inputs.
+        """
+        inputs = self.cache.manifest.inputs
+        given = sample if self._model_inputs is None else self._model_inputs(sample)
+        if not isinstance(given, Mapping) or not set(inputs.names) <= given.keys():
+            held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+            raise ShdError(
+                "inputs-invalid",
+                f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
+                "CACHE-50",
+            )
+        arrays = {name: np.asarray(given[name]) for name in inputs.names}
+        return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
+
+    def _is_dropped(self, key: str) -> bool:
+        return self._drops and key in self.cache.skipped
+
+    def _advice(self, key: str) -> str:
+        """What to do about a sample that the cache lacks."""
+        reason = self.cache.skipped.get(key)
+        return "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
+
+
+class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
+    """Pairs every sample of a map-style data set with its record in a cache.
+
+    The join is by a hash of what the teacher saw, never by position: shuffles, subsets, ranks and a changed
+    tokenizer cannot misalign it. All keys are looked up when the data set is made, before the first step, and
+    compared at every read: data that change afterwards are refused (CACHE-86).
+
+    Args:
+        data: map-style, with ``len``; a sample may be anything.
+        cache: a sealed cache: its folder, its address such as ``s3://bucket/cache``, or a reader.
+        model_inputs: from one sample to the teacher's inputs by name, without batch axis; by default the sample is
+            a mapping that holds them.
+        layers: student layers to read; default all of the cache.
+        preload: read every record once, now, and keep its codes in memory; for small data sets.
+        augment: from a sample and its seed to the sample that the teacher saw, for a cache with seeds: sample i gets
+            the seed of the i-th sample that was precomputed. It must depend on its arguments alone; the join is
+            by the hash of what it returns, so another order of samples is found out.
+        skipped: ``"error"``, or ``"drop"``: samples that the teacher failed on are left out of this data set.
+
+    Raises:
+        ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
+            ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; whatever opening the
+            cache raises. When a sample is read, ``inputs-invalid`` too, where it is no longer what it was.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        cache: CacheReader | str | Path,
+        *,
+        model_inputs: Callable[[Any], ModelInputs] | None = None,
+        layers: Sequence[int] | None = None,
+        preload: bool = False,
+        augment: Callable[[Any, int], Any] | None = None,
+        skipped: str = "error",
+    ) -> None:
+        super().__init__(cache, model_inputs, layers, skipped)
+        self.data = data
+        self._augment = augment
+        self._seeds = self._choose_seeds()
+        keys = [self.key(self._sample(index)) for index in range(len(data))]
+        self._indices = [index for index, key in enumerate(keys) if not self._is_dropped(key)]
+        missing = [index for index in self._indices if keys[index] not in self.cache]
+        if missing:
+            raise ShdError(
+                "sample-missing",
+                f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it, "
+                f"first sample {missing[0]} with key {keys[missing[0]]}: {self._advice(keys[missing[0]])}",
+                "CACHE-83",
+            )
+        self.keys = [keys[index] for index in self._indices]
+        self._records = {key: self.cache.read(key, self.layers) for key in set(self.keys)} if preload else None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
+        key = self.keys[index]
+        record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
+        return self._seen_sample(index), record
+
+    def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, StoredRecord]]:
+        """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order.
+
+        The records are views of it, and keep it alive.
+        """
+        wanted = list(indices)
+        # Queries and keys are taken apart again, and what has been read or is made another way has no buffer.
+        is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
+        if not is_own or self._records is not None or self.cache.manifest.factors is not None:
+            return [self[index] for index in wanted]
+        records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=_allocate)
+        return [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
+
+    def _seen_sample(self, index: int) -> Any:
+        """A sample, found to be what the teacher saw (CACHE-86)."""
+        sample = self.sample(index)
+        key = self.key(sample)
+        if key == self.keys[index]:
+            return sample
+        number = self._indices[index]
+        if self._augment is not None:
+            raise ShdError(
+                "inputs-invalid",
+                f"augment must depend on the sample and its seed alone; sample {number} came out another way than "
+                "before: seed every random choice in it",
+                "CACHE-59",
+            )
+        raise ShdError(
+            "inputs-invalid",
+            f"data must give at every read what they gave when they were joined with {self.cache.folder}; sample "
+            f"{number} has key {key}, its record {self.keys[index]}: shuffle with a sampler and not the data, keep "
+            "random transforms behind the join (or replay them with augment), or join the changed data again",
+            "CACHE-86",
+        )
+
+    def sample(self, index: int) -> Any:
+        """A sample without its record, augmented as the teacher saw it."""
+        return self._sample(self._indices[index])
+
+    def _choose_seeds(self) -> dict[int, int]:
+        seeds = self.cache.seeds()
+        if self._augment is not None and not seeds:
+            raise ShdError(
+                "argument-value",
+                f"augment must be left out where the cache has no seeds; {self.cache.folder} has none: precompute "
+                "with --seed-column",
+                "CACHE-59",
+            )
+        return seeds
+
+    def _sample(self, index: int) -> Any:
+        # A sample beyond the precomputed data set has no seed, and no record either.
+        if self._augment is None or index not in self._seeds:
+            return self.data[index]
+        return self._augment(self.data[index], self._seeds[index])
+
+
+@dataclass(frozen=True)
+class CodedSupervision:
+    """The supervision of a batch as the cache stores it: a byte or two an entry, in one buffer.
+
+    Attributes:
+        buffer: uint8, the packed codes layer by layer, sample by sample.
+        lengths: positions of each sample.
+        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
+            with another number of layers than the cache was made for.
+        num_student_heads: H_s.
+        codec: of the cache.
+        support: ``"full"`` or ``"causal"``.
+        temperature: T_a of the cache, where it is known.
+        shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
+            else empty.
+
+    Raises:
+        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
+
+    Source: CACHE-26.
+    """
+
+    buffer: Tensor
+    lengths: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_student_heads: int
+    codec: str
+    support: str
+    temperature: float | None = None
+    shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
+        """The same on another device."""
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> CodedSupervision:
+        """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        return replace(self, buffer=self.buffer.pin_memory())
+
+    def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:
+        """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
+
+        Args:
+            length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer; default: of
+                the longest sample.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        if self.shapes or not (length is None or isinstance(length, int)):
+            return self._supervise_shapes(length)
+        sizes = [packed_size(self.codec, self.support, self.num_student_heads, n) for n in self.lengths]
+        starts = list(accumulate(sizes * len(self.layers), initial=0))
+        count = len(sizes)
+        return [
+            Coded(
+                self.buffer,
+                tuple(starts[place * count : (place + 1) * count]),
+                self.lengths,
+                self.num_student_heads,
+                self.codec,
+                self.support,
+                max(self.lengths) if length is None else length,
+                self.temperature,
+            )
+            for place in range(len(self.layers))
+        ]
+
+    def _supervise_shapes(self, length: int | Sequence[tuple[int, int]] | None) -> list[Coded]:
+        shapes = self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)
+        result, start = [], 0
+        for place, of_samples in enumerate(shapes):
+            sizes = [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in of_samples]
+            starts = list(accumulate(sizes, initial=start))
+            start = starts.pop()
+            rows, keys = (tuple(part) for part in zip(*of_samples, strict=True))
+            padded = (max(rows), max(keys)) if length is None else length
+            num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, place)
+            result.append(
+                Coded(
+                    self.buffer,
+                    tuple(starts),
+                    rows,
+                    self.num_student_heads,
+                    self.codec,
+                    self.support,
+                    num_rows,
+                    self.temperature,
+                    key_lengths=None if rows == keys and num_rows == num_keys else keys,
+                    num_keys=num_keys,
+                )
+            )
+        return result
+
+    def decode(
+        self, length: int | Sequence[tuple[int, int]] | None = None, dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device.
+
+        Args:
+            length: as for ``supervise``. Padding is zero, which ``shd_loss`` does not count.
+            dtype: of the maps; the arithmetic is float32.
+
+        Raises:
+            ShdError: as ``supervise``.
+        """
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
+
+    def query_mask(self, length: int | None = None) -> Tensor:
+        """``(B, L)``, True where a sample has a position."""
+        positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
+        return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+
+
+def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CodedSupervision:
+    """Put the records of a batch into one buffer, layer by layer, so that it crosses processes and devices once."""
+    blobs = [record.blobs[layer] for layer in layers for record in records]
+    buffer = _find_buffer(blobs)
+    columns = [manifest.student_layers.index(layer) for layer in layers] if manifest.shapes == "own" else []
+    return CodedSupervision(
+        buffer=torch.from_numpy(np.concatenate(blobs)) if buffer is None else buffer,
+        lengths=tuple(record.length for record in records),
+        layers=taught_layers(manifest, layers),
+        num_student_heads=manifest.num_student_heads,
+        codec=manifest.codec,
+        support=manifest.support,
+        temperature=manifest.temperature,
+        shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
+    )
+
+
+def _shape_of(padded: Sequence[Any], place: int) -> tuple[int, int]:
+    """Rows and keys of a layer, from those of all layers; or from its own."""
+    rows, keys = padded if isinstance(padded[0], int) else padded[place]
+    return rows, keys
+
+
+def _allocate(size: int) -> NDArray[np.uint8]:
+    """Memory for the codes of a batch; in a worker of a ``DataLoader`` what it shares with the training process."""
+    if get_worker_info() is None:
+        return torch.empty(size, dtype=torch.uint8).numpy()
+    # As PyTorch's own collation does it: a tensor that is shared only afterwards is copied.
+    storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def _find_buffer(blobs: Sequence[NDArray[np.uint8]]) -> Tensor | None:
+    """The tensor that holds nothing but these blobs, in this order; None where there is none."""
+    owner: object = blobs[0].base if blobs else None
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if not isinstance(owner, Tensor) or owner.dtype != torch.uint8 or owner.numel() != sum(map(len, blobs)):
+        return None
+    place = owner.data_ptr()
+    for blob in blobs:
+        if blob.__array_interface__["data"][0] != place:
+            return None
+        place += len(blob)
+    return owner
+
+
+CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
+"""A batch of a cache of maps, or of queries and keys: both ``supervise`` and ``decode`` alike."""
+
+
+def pack_records(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CachedSupervision:
+    """Put the records of a batch into one buffer, in the form that their cache has."""
+    pack = pack_supervision if manifest.factors is None else pack_factored
+    return pack(records, manifest, layers)
+
+
+def check_cache(
+    cache: CacheReader,
+    *,
+    num_student_heads: int | None = None,
+    num_student_layers: int | None = None,
+    temperature: float | None = None,
+    plan: MergePlan | tuple[MergePlan, ...] | None = None,
+    teacher_sha256: str | None = None,
+) -> None:
+    """Refuse a cache that was made for another student or by another teacher, before the first step.
+
+    Args:
+        cache: the open cache.
+        num_student_heads: H_s of the student.
+        num_student_layers: how many attention calls it makes: as many as the cache was made for, or where explicit
+            pairs left that open, more than the last layer that is taught.
+        temperature: the T_a that ``shd_loss`` will be called with; a cache of queries and keys serves any.
+        plan: the merge plan, if the student relies on one; where layers have their own, all of them in order.
+        teacher_sha256: of the teacher, where it is at hand.
+
+    Raises:
+        ShdError: ``cache-mismatch`` naming what differs.
+
+    Source: silent. Specification: the manifest of ``specs/cache-format.md``.
+    """
+    manifest = cache.manifest
+    wanted: list[tuple[str, object, object]] = [
+        ("num_student_heads", num_student_heads, manifest.num_student_heads),
+        (
+            "temperature",
+            None if temperature is None or manifest.factors is not None else float(temperature),
+            manifest.temperature,
+        ),
+        ("plan", plan, manifest.plan if manifest.plans is None else manifest.plans),
+        ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
+    ]
+    for name, want, have in wanted:
+        if want is not None and want != have:
+            raise ShdError(
+                "cache-mismatch",
+                f"{name} must be {have!r}, as {cache.folder} was made; got {want!r}: precompute one for this student",
+            )
+    if num_student_layers is None:
+        return
+    last, meant = max(manifest.student_layers), manifest.num_student_layers
+    rule = f"above {last}, the last student layer of {cache.folder}"
+    if meant is not None:
+        rule = f"{meant}, as {cache.folder} was made for"
+    if num_student_layers != meant if meant is not None else num_student_layers <= last:
+        raise ShdError(
+            "cache-mismatch",
+            f"num_student_layers must be {rule}; got {num_student_layers}: precompute with --student-layers "
+            f"{num_student_layers}, or with explicit --layers where some of them are not to be taught",
+            "CACHE-114",
+        )
+
+
+def _collate(
+    batch: Sequence[tuple[Any, StoredRecord]],
+    *,
+    collate: Callable[[list[Any]], Any],
+    manifest: Manifest,
+    layers: tuple[int, ...],
+) -> tuple[Any, CachedSupervision]:
+    samples, records = zip(*batch, strict=True)
+    return collate(list(samples)), pack_records(records, manifest, layers)

@@ -1,0 +1,243 @@
+"""A stream of samples joined with a supervision cache, by sample key, that can go on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from shd_ref.cache import CacheReader, StoredRecord
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_option
+from shd_torch.data.dataset import CacheJoin, ModelInputs
+
+REMAINDERS: tuple[str, ...] = ("repeat", "drop", "keep")
+"""What becomes of samples that are too few for all ranks."""
+
+
+class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
+    """Pairs every sample of an iterable with its record in a cache; ``SupervisedDataset`` for data without a length.
+
+    Each rank takes every n-th sample of the same stream, and each worker of its ``DataLoader`` every m-th of those.
+    Ranks are given equally many, as they would wait for each other else; see ``remainder``. For an iterable that
+    divides itself, as Hugging Face's ``split_dataset_by_node`` does, say so; its shares must be equal too.
+
+    After an interruption, ``load_state_dict`` skips what was given out, without reading its records. That works in
+    the process that reads: in the main one without workers, and in every worker of torchdata's
+    ``StatefulDataLoader``, whose own state holds theirs. What a loader read ahead (Accelerate's is one batch ahead)
+    counts as given out, unless its own state knows better, as ``StatefulDataLoader``'s does.
+
+    Args:
+        data: an iterable that starts anew each time it is iterated, in the same order until ``set_epoch`` changes it.
+        cache: a sealed cache, its folder, address or reader.
+        model_inputs: as for ``SupervisedDataset``.
+        layers: student layers to read; default all of the cache.
+        skipped: as for ``SupervisedDataset``.
+        divide: whether ranks and workers share out the samples; False where ``data`` does it.
+        remainder: what becomes of the last samples where they are too few for all ranks: ``"repeat"`` gives the other
+            ranks the first samples again, ``"drop"`` leaves them out (both as PyTorch's ``DistributedSampler`` does),
+            and ``"keep"`` gives some ranks one more than others, for a loop that sees to it, as ``SHDTrainer`` does.
+
+    Raises:
+        ShdError: ``argument-value``, and whatever opening the cache raises; while it is iterated ``sample-missing``
+            and ``inputs-invalid``.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        cache: CacheReader | str | Path,
+        *,
+        model_inputs: Callable[[Any], ModelInputs] | None = None,
+        layers: Sequence[int] | None = None,
+        skipped: str = "error",
+        divide: bool = True,
+        remainder: str = "repeat",
+    ) -> None:
+        check_option("remainder", remainder, REMAINDERS, "")  # no word of the specification
+        super().__init__(cache, model_inputs, layers, skipped)
+        if iter(data) is data:
+            raise ShdError(
+                "argument-value",
+                f"data must be an iterable that can start anew; got the iterator {type(data).__name__}: give the "
+                "list, the data set or an object with __iter__",
+            )
+        self.data = data
+        self._divide = divide
+        self._remainder = remainder
+        self._epoch = _make_shared(torch.int64)
+        self._heard = 0  # the epoch that this process's data were told of
+        self._given = 0  # samples of this process's share, of the pass that is running
+        self._resume = 0
+        self._saved_epoch: int | None = None
+        self._saved_among: _Readers | None = None  # how many shared the stream when the loaded state was saved
+        self._place: tuple[int, int] | None = None
+        self._read_by_workers = _make_shared(torch.bool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is spawned, not forked, does not know which rank started it.
+        return self.__dict__ | {"_place": _find_rank() or self._place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._read_by_workers.untyped_storage().is_shared():  # a copy that has workers of its own
+            self._read_by_workers = _make_shared(torch.bool)
+            self._epoch = _make_shared(torch.int64).copy_(self._epoch)
+
+    def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
+        # Not when the first sample is asked for: a loader asks for the state before that.
+        share = self._find_share()
+        self._hear_epoch()
+        if self._saved_epoch not in (None, int(self._epoch)):
+            raise ShdError(
+                "argument-value",
+                f"state must be of the epoch that is read now, {int(self._epoch)}; got one of {self._saved_epoch}: "
+                f"call set_epoch({self._saved_epoch}) first, that of the loader where Accelerate made it",
+            )
+        if self._saved_among not in (None, share.readers):
+            raise ShdError(
+                "argument-value",
+                f"state must be of as many ranks and workers as read now, {tuple(share.readers)}; got one of "
+                f"{tuple(self._saved_among)}: load it where they are as many, or start the pass anew",
+            )
+        self._given, self._resume, self._saved_among, self._saved_epoch = self._resume, 0, None, None
+        self._read_by_workers.fill_(get_worker_info() is not None)
+        return self._read(share)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data which pass comes next, so that it may shuffle anew; ``SHDTrainer`` and Accelerate call it.
+
+        It goes to ``data.set_epoch`` where there is one, as streams of ``datasets`` have, also in workers that stay;
+        data without one stay as they are. To resume a pass, set its epoch again.
+        """
+        if hasattr(self.data, "set_epoch"):
+            self._epoch.fill_(epoch)
+            self._heard = epoch
+            self.data.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many samples of this process's share the pass that is running has given out, of how many shares.
+
+        With the epoch that ``set_epoch`` was last called with, 0 without, for it decides their order.
+
+        Raises:
+            ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which read for themselves.
+        """
+        if get_worker_info() is None and self._read_by_workers:
+            raise ShdError(
+                "argument-value",
+                "state_dict must be asked where the stream is read; got the main process of a DataLoader with "
+                "workers, whose samples it cannot count: use torchdata's StatefulDataLoader and its state_dict, or "
+                "num_workers=0",
+            )
+        return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The next pass goes on behind so many samples; ranks and workers must be as many, and the epoch the same.
+
+        Raises:
+            ShdError: ``argument-value``; from the next pass too, where ranks, workers or the epoch are others.
+        """
+        numbers = [state.get(name) for name in ("given", "epoch", *_Readers._fields)]
+        least = (0, 0, 1, 1)
+        if any(type(n) is not int or n < bound for n, bound in zip(numbers, least, strict=True)):
+            raise ShdError(
+                "argument-value",
+                "state must hold 'given' and 'epoch', at least 0, 'ranks' and 'workers', at least 1, as state_dict "
+                "returned it; "
+                f"got {dict(state)}",
+            )
+        self._resume = self._given = state["given"]
+        self._saved_among = _Readers(state["ranks"], state["workers"])
+        self._saved_epoch = state["epoch"] if state["given"] else None  # at the start of a pass any will do
+        self._read_by_workers.zero_()
+
+    def _hear_epoch(self) -> None:
+        """Tell the data in a worker, which was there before the epoch was set."""
+        epoch = int(self._epoch)
+        if epoch != self._heard:
+            self._heard = epoch
+            self.data.set_epoch(epoch)  # type: ignore[attr-defined]  # an epoch is only set where there is one
+
+    def _read(self, share: _Share) -> Iterator[tuple[Any, StoredRecord]]:
+        start = share.worker + self._given * share.readers.workers
+        for number, sample in islice(self._rank_share(share), start, None, share.readers.workers):
+            self._given += 1
+            key = self.key(sample)
+            if key not in self.cache:
+                raise ShdError(
+                    "sample-missing",
+                    f"{self.cache.folder} must hold every sample; sample {number} with key {key} "
+                    f"is not in it: {self._advice(key)}",
+                    "CACHE-83",
+                )
+            yield sample, self.cache.read(key, self.layers)
+        # A worker stays at its end: others may not have got there yet, and the loader's state holds all of them.
+        if get_worker_info() is None:
+            self._given = 0
+
+    def _rank_share(self, share: _Share) -> Iterator[tuple[int, Any]]:
+        """The numbered samples of a rank."""
+        rank, ranks = share.rank, share.readers.ranks
+        mine: list[tuple[int, Any]] = []
+        total = 0
+        for total, entry in enumerate(self._entries(), 1):
+            if (total - 1) % ranks == rank:
+                mine.append(entry)
+            if total % ranks == 0:  # every rank has got one
+                yield mine.pop()
+        left = total % ranks
+        if left and self._remainder != "drop":
+            yield from mine
+            if self._remainder == "repeat" and not mine:
+                yield next(islice(self._entries(), (rank - left) % total, None))
+
+    def _entries(self) -> Iterator[tuple[int, Any]]:
+        """The samples that are not dropped, numbered as they stand: what is left can be shared out equally."""
+        drops = self._drops and bool(self.cache.skipped)
+        return (
+            (n, sample) for n, sample in enumerate(self.data) if not drops or not self._is_dropped(self.key(sample))
+        )
+
+    def _find_share(self) -> _Share:
+        if not self._divide:
+            return _Share(0, 0, _Readers(1, 1))
+        rank, ranks = _find_rank() or self._place or (0, 1)
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return _Share(rank, number, _Readers(ranks, workers))
+
+
+class _Readers(NamedTuple):
+    """How many read the same stream."""
+
+    ranks: int
+    workers: int
+
+
+class _Share(NamedTuple):
+    """Which part of the stream a process reads."""
+
+    rank: int
+    worker: int
+    readers: _Readers
+
+
+def _make_shared(dtype: torch.dtype) -> Tensor:
+    """Zero, in memory that workers share."""
+    number = torch.zeros((), dtype=dtype)
+    number.untyped_storage().share_memory_()
+    return number
+
+
+def _find_rank() -> tuple[int, int] | None:
+    """This process's rank and how many there are; None outside of a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return None

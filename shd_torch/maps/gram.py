@@ -1,0 +1,189 @@
+"""The gram tensor (spec chapter GRAM): every alpha of every round without the wide value outputs.
+
+Always float64 (GRAM-5): its entries are expanded squares, which subtract nearly equal numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import degenerate_threshold
+from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_weights
+from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution
+from shd_torch.precision import without_autocast
+
+_DEGENERATE = degenerate_threshold()  # read once, here: a compiled graph cannot read files
+
+
+@torch.no_grad()
+@without_autocast
+def gram_tensor(
+    teacher_probs: Tensor,
+    values: Tensor,
+    output_projection: Tensor,
+    *,
+    query_mask: Tensor | None = None,
+    alpha_per: str = "map",
+    row_sums: str = "one",
+    check: bool = True,
+) -> Tensor:
+    """``G[i,j,k,l] = <A_i X_j, A_k X_l>`` over counted rows, without forming the D-wide X (GRAM-1).
+
+    Args:
+        teacher_probs: A ``(B, H_t, L, S)``.
+        values: V ``(B, H_kv, S, d_v)``; query head i reads value head ``i // (H_t / H_kv)``.
+        output_projection: W_o ``(H_t * d_v, D)``.
+        query_mask: boolean ``(B, L)``, True = the row counts; default all.
+        alpha_per: ``"map"``, or ``"row"`` for one G per query row.
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Returns:
+        G ``(B, H_t, H_t, H_t, H_t)``, or ``(B, H_t, H_t, H_t, H_t, L)`` with ``alpha_per="row"``; float64.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+
+    Source: silent. Decision: D-22.
+    """
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
+    check_real(values, "values", check=check, ndim=4)
+    check_real(output_projection, "output_projection", check=check, ndim=2)
+    batch, heads, rows, keys = teacher_probs.shape
+    num_kv_heads, width = values.shape[1], values.shape[3]
+    fits = values.shape[0] == batch and values.shape[2] == keys and output_projection.shape[0] == heads * width
+    if not fits or num_kv_heads == 0 or heads % num_kv_heads:
+        raise ShdError(
+            "argument-shape",
+            "teacher_probs (B, H_t, L, S), values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit; "
+            f"got {tuple(teacher_probs.shape)}, {tuple(values.shape)} and {tuple(output_projection.shape)}",
+            "GRAM-6",
+        )
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, rows))
+    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
+    projection = output_projection.double().reshape(heads, width, -1)  # (H_t, d_v, D)
+    # Every head's map with every head's values: ordinary attention outputs (B, H_t, H_t, L, d_v).
+    read = torch.einsum("bils,bgsd->bigld", teacher_probs.double(), values.double())
+    return gram_of_products(read.repeat_interleave(heads // num_kv_heads, dim=2), projection, query_mask, alpha_per)
+
+
+def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None, alpha_per: str) -> Tensor:
+    """The gram tensor of some heads from their products (GRAM-1).
+
+    Args:
+        read: ``A_i V_j``, ``(B, H, H, L, d_v)``, float64.
+        projection: their slices W_j of the output projection ``(H, d_v, D)``, float64.
+        query_mask: boolean ``(B, L)``, True = the row counts.
+        alpha_per: ``"map"`` or ``"row"``.
+    """
+    inner = torch.einsum("jdm,lem->jlde", projection, projection)  # K
+    if query_mask is not None:
+        read = read.masked_fill(~query_mask[:, None, None, :, None], 0.0)
+    per_row = alpha_per == "row"
+    # One l after another: all at once would hold H_t^3 outputs.
+    parts = [
+        torch.einsum("bijrd,bkrd->bijkr" if per_row else "bijrd,bkrd->bijk", read @ inner[:, head], read[:, :, head])
+        for head in range(projection.shape[0])
+    ]
+    return torch.stack(parts, dim=4)
+
+
+@torch.no_grad()
+@without_autocast
+def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -> Tensor:
+    """``solve_alpha`` for heads p and q of the pool that a gram tensor describes (GRAM-2, GRAM-3, GRAM-7).
+
+    Args:
+        gram: G ``(B, H, H, H, H)``, or with a last axis L.
+        p: a position in the pool.
+        q: another.
+        check: look at the values of the tensor, which makes the host wait for the device.
+
+    Returns:
+        ``(B,)``, or ``(B, L)`` per row; the weight of p, in [0, 1]; float64.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+
+    Source: Eq. 5-9. Deviation: D-1. Decision: D-22.
+    """
+    _check_pool(gram, p, q, check)
+    return solve_gram_pair(gram.double(), p, q, "least_squares").clipped
+
+
+def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
+    """``solve_alpha_from_gram`` on a checked float64 tensor, with what the report needs and under either rule."""
+    both = [p, q]
+    pair = gram[:, both][:, :, both][:, :, :, both][:, :, :, :, both]  # (B, 2, 2, 2, 2, ...)
+    maps = pair.movedim((1, 3), (0, 1))  # (2, 2, B, 2, 2, ...): both maps first, then both value outputs
+    difference = maps[0, 0] - maps[0, 1] - maps[1, 0] + maps[1, 1]  # g (B, 2, 2, ...)
+    if rule == "least_squares":
+        numerator = difference[:, 0, 0] + difference[:, 0, 1]
+    else:
+        # <A_p X_q - A_q X_p, M>: a map and a value output on the left, M's difference and sum on the right.
+        numerator = (maps[0, 0] - maps[0, 1])[:, 1].sum(1) - (maps[1, 0] - maps[1, 1])[:, 0].sum(1)
+    denominator = difference.sum((1, 2))
+    # Where value outputs cancel, rounding leaves this scale below 0, and the quotient of two zeros (GRAM-7).
+    scale = (maps[0, 0] + maps[1, 1]).sum((1, 2)).clamp_min(0.0)
+    degenerate = denominator <= _DEGENERATE * scale
+    raw = (numerator / denominator.masked_fill(degenerate, 1.0)).masked_fill(degenerate, 0.5)
+    return AlphaSolution(raw, raw.clamp(0.0, 1.0), degenerate)
+
+
+@torch.no_grad()
+@without_autocast
+def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = True) -> Tensor:
+    """The gram tensor of the pool in which p and q are merged; the merged head comes first (GRAM-4).
+
+    Args:
+        gram: G ``(B, H, H, H, H)``, or with a last axis L.
+        p: a position in the pool.
+        q: another.
+        alpha: the weight of p, ``(B,)``, or ``(B, L)`` per row.
+        check: look at the values of the tensors, which makes the host wait for the device.
+
+    Returns:
+        G of H - 1 heads; float64.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
+
+    Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
+    """
+    _check_pool(gram, p, q, check)
+    check_real(alpha, "alpha", check=check)
+    shape = (gram.shape[0], *gram.shape[5:])
+    if tuple(alpha.shape) != shape:
+        raise ShdError("argument-shape", f"alpha must have shape {shape}; got {tuple(alpha.shape)}", "GRAM-6")
+    if check:
+        check_weights(alpha, "alpha", "GRAM-6")
+    others = [head for head in range(gram.shape[1]) if head not in (p, q)]
+    weight = alpha.double().reshape(shape[0], 1, 1, 1, 1, *shape[1:])
+    merged = gram.double()
+    for axis in (1, 2, 3, 4):
+        first, second = merged.narrow(axis, p, 1), merged.narrow(axis, q, 1)
+        new = weight * first + (1.0 - weight) * second if axis in (1, 3) else first + second
+        rest = merged.index_select(axis, torch.tensor(others, dtype=torch.int64, device=merged.device))
+        merged = torch.cat((new, rest), dim=axis)
+    return merged
+
+
+def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> None:
+    """A gram tensor and two positions of its pool (GRAM-6)."""
+    check_real(gram, "gram", check=check)
+    if gram.ndim not in (5, 6) or len(set(gram.shape[1:5])) != 1:
+        raise ShdError(
+            "argument-shape",
+            f"gram must be (B, H, H, H, H) or with a last axis L; got {tuple(gram.shape)}",
+            "GRAM-6",
+        )
+    heads = gram.shape[1]
+    valid = all(hasattr(i, "__index__") and not isinstance(i, bool) and 0 <= i < heads for i in (p, q))
+    if not valid or p == q:
+        raise ShdError(
+            "argument-value", f"p and q must be two positions of 0..{heads - 1}; got {p!r} and {q!r}", "GRAM-6"
+        )

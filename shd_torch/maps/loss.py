@@ -1,0 +1,223 @@
+"""The SHD loss (spec chapter LOSS): teach the student's maps with the merged ones.
+
+``L = beta * sum_layers sum_heads mean_rows rho D(P, Q)``, with P the teacher's row, Q the student's, D by default
+the Kullback-Leibler divergence (the teacher's entropy included, so that it is zero exactly where the maps are
+equal) and rho the mass of the teacher's row. Differentiable in the student's logits only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_option, check_temperature
+from shd_torch.maps.attention import temper
+from shd_torch.maps.divergences import DIVERGENCES, row_divergence
+from shd_torch.maps.support import check_layer, check_support, find_violations, intersect
+
+REDUCTIONS: tuple[str, ...] = ("sum", "mean")
+SUPPORTS: tuple[str, ...] = ("error", "intersect")
+
+Layers: TypeAlias = Tensor | Sequence[Tensor]
+
+
+class LossKeywords(TypedDict, total=False):
+    """The keywords of ``shd_loss``, which its gradients share."""
+
+    beta: float
+    loss_mask: Tensor | None
+    attn_mask: Tensor | None
+    temperature: float
+    reduction: str
+    divergence: str
+    support: str
+    row_sums: str
+    check: bool
+
+
+class LayerRows(NamedTuple):
+    """What one layer's loss and its gradient are made of; rows that do not count are 0 in P, rho and log Q."""
+
+    p: Tensor  # (B, H_s, L, S), the teacher's rows as distributions
+    mass: Tensor  # (B, H_s, L), rho
+    log_q: Tensor  # (B, H_s, L, S), finite; 0 where the student may not attend
+    may_attend: Tensor  # (B, H_s, L, S), boolean; False on rows that do not count
+    violated: Tensor  # (B, H_s, L), boolean: counted rows whose loss is infinite (only without checks)
+    weight: Tensor  # (H_s, 1), beta over the number of rows (and of maps)
+
+
+def shd_loss(
+    supervision: Layers,
+    student_logits: Layers,
+    *,
+    beta: float = 1.0,
+    loss_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    divergence: str = "kl",
+    support: str = "error",
+    row_sums: str = "one",
+    check: bool = True,
+) -> Tensor:
+    """``beta * D(supervision || softmax(student_logits / T))``, teacher first (LOSS-1..18).
+
+    Per map: the divergence of a row, then the mean over the rows that count in the whole batch. A row counts
+    where ``loss_mask`` is True and the supervision has mass. A map with no such row contributes exactly 0.
+
+    The gradient is that of ``shd_loss_gradient``: exactly 0 on rows that do not count, whatever stands in them.
+    None reaches the supervision. The result is always attached to the student's graph.
+
+    Args:
+        supervision: A~ ``(B, H_s, L, S)``, or a list with one tensor a layer; already at this temperature.
+        student_logits: before softmax, same shape(s); -inf marks a masked key.
+        beta: weight of the term, at least 0.
+        loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
+        attn_mask: boolean, broadcastable to ``(B, H_s, L, S)``, True = may attend.
+        temperature: T_a of both maps; the supervision is softened before mixing, the student's map here.
+        reduction: ``"sum"`` over layers and heads (the source), or ``"mean"`` over both.
+        divergence: ``"kl"`` (the source), ``"reverse_kl"``, ``"js"`` or ``"mse"`` (summed over keys).
+        support: what teacher mass is where the student may not attend: an ``"error"``, or left out of the
+            supervision (``"intersect"``, see ``intersect_support``).
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks: a row weighs its mass.
+        check: look at the values (finite, distributions, support), which makes the host wait for the device.
+            Without it a violation ends in an infinite or NaN loss instead of an error, and
+            ``torch.compile(fullgraph=True)`` works.
+
+    Returns:
+        The loss ``()``, in nats times beta; float64 if an argument is, else float32.
+
+    Raises:
+        ShdError: ``support-mismatch`` (the teacher has mass where the student may not attend: LOSS-6; or, with
+            ``reverse_kl``, none where it may: LOSS-13), ``argument-shape``, ``argument-value``,
+            ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+
+    Source: Eq. 11. Decisions: D-13 to D-17.
+    """
+    layers = layer_rows(
+        supervision,
+        student_logits,
+        beta=beta,
+        loss_mask=loss_mask,
+        attn_mask=attn_mask,
+        temperature=temperature,
+        reduction=reduction,
+        divergence=divergence,
+        support=support,
+        row_sums=row_sums,
+        check=check,
+    )
+    terms = [_layer_loss(rows, divergence) for rows in layers]
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _layer_loss(rows: LayerRows, divergence: str) -> Tensor:
+    terms = rows.mass * row_divergence(rows.p, rows.log_q, rows.may_attend, divergence)
+    return (rows.weight * terms.masked_fill(rows.violated, math.inf).sum((0, 2))[:, None]).sum()
+
+
+def layer_rows(
+    supervision: Layers,
+    student_logits: Layers,
+    *,
+    beta: float = 1.0,
+    loss_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    divergence: str = "kl",
+    support: str = "error",
+    row_sums: str = "one",
+    check: bool = True,
+) -> list[LayerRows]:
+    """Check every argument of the loss and make each layer's rows; see ``shd_loss``."""
+    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
+    check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
+    check_option("support", support, SUPPORTS, "LOSS-14")
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
+        raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
+    temperature = check_temperature(temperature)
+    teachers, students = match_layers(supervision=supervision, student_logits=student_logits)
+    layers = []
+    for layer, (given, logits) in enumerate(zip(teachers, students, strict=True)):
+        teacher, masked, mask = check_layer(
+            given, logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, check=check, layer=layer
+        )
+        may_attend = ~torch.isneginf(masked)
+        if support == "intersect":
+            teacher = intersect(teacher, may_attend).supervision
+        counted = teacher.sum(-1) != 0  # (B, H_s, L)
+        if mask is not None:
+            counted = counted & mask[:, None, :]
+        violations = find_violations(teacher, may_attend, counted, divergence)
+        if check:
+            check_support(teacher, violations, layer)
+        rows = _safe_rows(teacher, masked, may_attend, counted, violations.any(-1), temperature, row_sums)
+        layers.append(rows._replace(weight=beta * rows.weight))
+    if reduction == "mean":
+        num_maps = sum(student.shape[1] for student in students)
+        layers = [rows._replace(weight=rows.weight / num_maps) for rows in layers]
+    return layers
+
+
+def _safe_rows(
+    teacher: Tensor,
+    logits: Tensor,
+    may_attend: Tensor,
+    counted: Tensor,
+    violated: Tensor,
+    temperature: float,
+    row_sums: str,
+) -> LayerRows:
+    """Rows in which nothing is infinite; what does not count is cut off before any function could give NaN."""
+    number = counted.sum((0, 2)).clamp(min=1).to(teacher.dtype)
+    kept = counted & ~violated
+    usable = kept[..., None]
+    teacher = teacher.masked_fill(~usable, 0.0)
+    mass = kept.to(teacher.dtype)
+    if row_sums == "at_most_one":
+        mass = teacher.sum(-1)
+        teacher = teacher / mass.masked_fill(~kept, 1.0)[..., None]
+    # A row that plays no part becomes one of zeros: its softmax is finite, and its gradient is cut off.
+    may_attend = may_attend & usable
+    blocked = ~may_attend & usable
+    safe = logits.masked_fill(~may_attend, 0.0)
+    exact = safe.detach()
+    tempered = temper(exact, exact.masked_fill(blocked, -math.inf), temperature)
+    # What overflows is held at the lowest number; the zero that is added carries the gradient all the same (LOSS-12).
+    tempered = tempered.clamp_(min=torch.finfo(tempered.dtype).min).masked_fill_(blocked, -math.inf)
+    carrier = safe - exact if temperature == 1.0 else (safe - exact) / temperature
+    log_q = (tempered + carrier).log_softmax(-1).masked_fill(~may_attend, 0.0)
+    return LayerRows(teacher, mass, log_q, may_attend, violated, number.reciprocal()[:, None])
+
+
+def match_layers(**arguments: Layers) -> tuple[list[Tensor], ...]:
+    """The layers of several arguments: all of them tensors, or all of them lists of one length (LOSS-3).
+
+    Raises:
+        ShdError: ``argument-shape``.
+    """
+    layers = tuple(as_layers(value) for value in arguments.values())
+    counts = {len(each) for each in layers}
+    forms = {isinstance(value, Tensor) for value in arguments.values()}
+    if len(counts) > 1 or len(forms) > 1 or 0 in counts:
+        given = ", ".join(
+            f"{name}: {'one tensor' if isinstance(value, Tensor) else f'a list of {len(value)}'}"
+            for name, value in arguments.items()
+        )
+        raise ShdError(
+            "argument-shape",
+            f"{' and '.join(arguments)} must be one tensor each, or lists of one length, at least 1; got {given}",
+            "LOSS-3",
+        )
+    return layers
+
+
+def as_layers(value: Layers) -> list[Tensor]:
+    """One tensor is one layer; a sequence holds one tensor a layer (LOSS-3)."""
+    return [value] if isinstance(value, Tensor) else list(value)

@@ -1,0 +1,330 @@
+"""Mixing (spec chapter MIX): every strategy returns a mixing matrix; everything after it is shared.
+
+``mixing`` C is ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` when rows have their own weights; its entries are at
+least 0 and sum to one over the teacher's heads. The student's maps are ``A~_h = sum_t C[h, t] A_t``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
+from shd_ref.tolerances import row_sum_tolerance
+from shd_torch.checks import (
+    check_mask,
+    check_option,
+    check_probs,
+    check_real,
+    check_temperature,
+    check_weights,
+    compute_dtype,
+    map_dtype,
+)
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_group, solve_pairs
+from shd_torch.maps.attention import soften_probs
+from shd_torch.precision import without_autocast
+
+STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean", "simplex")
+ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")
+
+
+@dataclass(frozen=True)
+class SqueezeResult:
+    """What ``squeeze_heads`` returns (MIX-9).
+
+    Everything but ``probs`` is float64 if an argument was, else float32.
+
+    Attributes:
+        probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
+        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
+        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped; empty for the
+            strategies ``mean`` and ``simplex``, which have no pairwise weights.
+        residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
+            ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
+        num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, so that nobody
+            waits for a number that nobody reads (``int(...)`` waits).
+        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` likewise.
+        plan: the rounds that were run.
+    """
+
+    probs: Tensor
+    mixing: Tensor
+    alphas: tuple[Tensor, ...]
+    residual: Tensor
+    num_clipped: Tensor
+    num_degenerate: Tensor
+    plan: MergePlan
+
+
+@torch.no_grad()
+@without_autocast
+def squeeze_heads(
+    teacher_probs: Tensor,
+    value_outputs: Tensor,
+    num_student_heads: int,
+    *,
+    plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
+    strategy: str = "shd",
+    query_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    alpha_rule: str = "least_squares",
+    alpha_per: str = "map",
+    alpha_from: str = "teacher",
+    row_sums: str = "one",
+    check: bool = True,
+) -> SqueezeResult:
+    """Merge a teacher's maps into as many as the student has heads (MIX-1..17); runs without gradient.
+
+    Args:
+        teacher_probs: A ``(B, H_t, L, S)``, after softmax, before dropout.
+        value_outputs: X ``(B, H_t, S, D)``, from ``value_outputs``.
+        num_student_heads: H_s, from 1 to H_t.
+        plan: a kind (``"progressive"``, the default, or ``"balanced"``) or explicit rounds of pairs.
+        strategy: ``shd`` (closed-form alphas), ``constant`` (1/2), ``hard`` (the better of 0 and 1),
+            ``mean`` (every map is the mean of all), ``simplex`` (the best convex weights of each group at once).
+        query_mask: boolean ``(B, L)``, True = the row counts; default all.
+        temperature: T_a; C is solved on the maps as given and mixes the softened ones (TEMP-3).
+        alpha_rule: see ``solve_alpha``.
+        alpha_per: ``"map"`` or ``"row"``.
+        alpha_from: ``"teacher"``, or ``"softened"`` to solve on the softened maps (D-3).
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, which are used as they are.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Raises:
+        ShdError: any code of the meaning; see the spec's chapter ERR.
+
+    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5.
+    """
+    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
+    temperature = check_temperature(temperature)
+    check_real(value_outputs, "value_outputs", check=check, ndim=4)
+    check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
+    batch, num_heads, rows, keys = teacher_probs.shape
+    if value_outputs.shape[:3] != (batch, num_heads, keys):
+        raise ShdError(
+            "argument-shape",
+            f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}; "
+            f"got {tuple(value_outputs.shape)}",
+            "MIX-1",
+        )
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, rows))
+    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
+    rounds = merge_plan(num_heads, num_student_heads, "progressive" if plan is None else plan)
+    groups = plan_groups(rounds, num_heads)
+
+    dtype = compute_dtype(teacher_probs, value_outputs)
+    probs, outputs = teacher_probs.to(dtype), value_outputs.to(dtype)
+    softened = soften_probs(probs, temperature, row_sums)
+    solved_on = softened if alpha_from == "softened" else probs
+    solutions: list[AlphaSolution] = []
+    num_weights = rows if alpha_per == "row" else 1
+    if strategy == "mean":
+        mixing = probs.new_full((batch, num_student_heads, num_heads, num_weights), 1.0 / num_heads)
+    elif strategy == "simplex":
+        mixing = _simplex_mixing(solved_on, outputs, groups, query_mask, alpha_per)
+    else:
+        solutions = _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+        identity = torch.eye(num_heads, dtype=dtype, device=probs.device)[None, :, :, None]
+        mixing = compose_rounds([s.clipped for s in solutions], rounds, identity.expand(batch, -1, -1, num_weights))
+    if alpha_per == "map":
+        mixing = mixing[..., 0]
+    merged = _mix(softened, mixing)
+    none = torch.zeros((), dtype=torch.int64, device=probs.device)
+    return SqueezeResult(
+        probs=merged.to(map_dtype(teacher_probs)),
+        mixing=mixing,
+        alphas=tuple(s.clipped for s in solutions),
+        # The residual is defined on the maps at temperature 1, whatever supervises.
+        residual=_residual(probs, outputs, merged if temperature == 1.0 else _mix(probs, mixing), groups, query_mask),
+        num_clipped=sum((((s.raw < 0) | (s.raw > 1)).sum() for s in solutions), none),
+        num_degenerate=sum((s.degenerate.sum() for s in solutions), none),
+        plan=rounds,
+    )
+
+
+@without_autocast
+def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> Tensor:
+    """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
+
+    Args:
+        teacher_probs: ``(B, H_t, L, S)``; rows may have any sums, as with sinks, or of rows that do not count.
+        mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Returns:
+        ``(B, H_s, L, S)`` in the dtype of ``teacher_probs``.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution`` (a negative
+            probability), ``mixing-invalid``.
+
+    Source: Eq. 5, for any number of heads at once.
+    """
+    check_probs(teacher_probs, "teacher_probs", check=check, row_sums="at_most_one")
+    check_real(mixing, "mixing", check=check)
+    batch, num_heads, rows, _ = teacher_probs.shape
+    shape = tuple(mixing.shape)
+    if len(shape) not in (3, 4) or shape[0] != batch or shape[2] != num_heads or shape[3:] not in ((), (rows,)):
+        raise ShdError(
+            "argument-shape",
+            f"mixing must be (B, H_s, H_t) or (B, H_s, H_t, L) with B={batch}, H_t={num_heads}, L={rows}; "
+            f"got {shape}",
+            "MIX-3",
+        )
+    dtype = compute_dtype(teacher_probs, mixing)
+    weights = mixing.to(dtype)
+    if check:
+        check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
+    return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
+
+
+def _mix(probs: Tensor, mixing: Tensor) -> Tensor:
+    terms = "bht,btls->bhls" if mixing.ndim == 3 else "bhtl,btls->bhls"
+    return torch.einsum(terms, mixing, probs)
+
+
+def check_convex(weights: Tensor, tolerance: float) -> None:
+    """Mixing weights must be convex over the teacher's heads (MIX-3); waits for the device."""
+    sums = weights.sum(dim=2)
+    if ((weights < 0).any() | ((sums - 1).abs() > tolerance).any()).item():
+        raise ShdError(
+            "mixing-invalid",
+            f"mixing must be at least 0 and sum to 1 over the teacher's heads within {tolerance:g}; got a minimum "
+            f"of {weights.min().item():.6g} and sums from {sums.min().item():.6g} to {sums.max().item():.6g}",
+            "MIX-3",
+        )
+
+
+def compose_mixing(
+    alphas: Sequence[Tensor], plan: MergePlan, num_teacher_heads: int, *, check: bool = True
+) -> Tensor:
+    """The mixing matrix that a plan makes of the alphas of its rounds (MIX-13).
+
+    Args:
+        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them;
+            at least one, since nothing else tells B.
+        plan: the rounds.
+        num_teacher_heads: H_t.
+        check: look for NaN and infinity, which makes the host wait for the device.
+
+    Returns:
+        C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)``, float64 or float32.
+
+    Raises:
+        ShdError: ``plan-invalid``, ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``,
+            ``mixing-invalid`` (an alpha outside [0, 1]).
+    """
+    check_count("num_teacher_heads", num_teacher_heads)
+    rounds = check_plan(plan, num_teacher_heads, num_teacher_heads - sum(len(one_round) for one_round in plan))
+    for alpha in alphas:
+        check_real(alpha, "alphas", check=check)
+        if check:
+            check_weights(alpha, "alphas", "MIX-13")
+    shapes = [tuple(alpha.shape) for alpha in alphas]
+    wanted = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
+    if not shapes or shapes != wanted or len(shapes[0]) not in (2, 3):
+        raise ShdError(
+            "argument-shape",
+            f"alphas must hold one tensor (B, num_pairs) or (B, num_pairs, L) for each of {len(rounds)} rounds, and "
+            f"at least one; got {shapes}",
+            "MIX-13",
+        )
+    identity = torch.eye(num_teacher_heads, dtype=compute_dtype(*alphas), device=alphas[0].device)
+    num_weights = shapes[0][2] if len(shapes[0]) == 3 else 1
+    mixing = compose_rounds(alphas, rounds, identity[None, :, :, None].expand(shapes[0][0], -1, -1, num_weights))
+    return mixing if len(shapes[0]) == 3 else mixing[..., 0]
+
+
+def compose_rounds(alphas: Sequence[Tensor], rounds: MergePlan, mixing: Tensor) -> Tensor:
+    """``compose_mixing`` from the identity ``(B, H_t, H_t, 1 or L)``, a round at once."""
+    for alpha, one_round in zip(alphas, rounds, strict=True):
+        weight = alpha.to(mixing.dtype).reshape(*alpha.shape[:2], 1, -1)  # (B, P, 1, 1 or L)
+        mixing = _merge_round(mixing, one_round, weight)
+    return mixing
+
+
+def _merge_round(pool: Tensor, one_round: Sequence[tuple[int, int]], weight: Tensor | None) -> Tensor:
+    """A pool ``(B, H, ...)`` after a round: merged heads first, then the untouched (PLAN-4); None sums them."""
+    first, second = [p for p, _ in one_round], [q for _, q in one_round]
+    used = {*first, *second}
+    untouched = [head for head in range(pool.shape[1]) if head not in used]
+    a, b = pool[:, first], pool[:, second]
+    return torch.cat((a + b if weight is None else torch.lerp(b, a, weight), pool[:, untouched]), dim=1)
+
+
+def _solve_rounds(
+    probs: Tensor,
+    outputs: Tensor,
+    rounds: MergePlan,
+    strategy: str,
+    query_mask: Tensor | None,
+    alpha_rule: str,
+    alpha_per: str,
+) -> list[AlphaSolution]:
+    """Run the plan, a round at once (MIX-4, MIX-5)."""
+    batch, _, rows, _ = probs.shape
+    solutions = []
+    for number, one_round in enumerate(rounds):
+        if strategy == "constant":
+            half = probs.new_full((batch, len(one_round), rows)[: 2 + (alpha_per == "row")], 0.5)
+            solutions.append(AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)))
+            continue
+        first, second = [p for p, _ in one_round], [q for _, q in one_round]
+        solution = solve_pairs(
+            probs[:, first],
+            probs[:, second],
+            outputs[:, first],
+            outputs[:, second],
+            query_mask=query_mask,
+            rule=alpha_rule,
+            alpha_per=alpha_per,
+        )
+        if strategy == "hard":
+            # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
+            chosen = (solution.raw >= 0.5).to(probs.dtype)
+            solution = solution._replace(raw=chosen, clipped=chosen)
+        solutions.append(solution)
+        if number + 1 < len(rounds):  # only alphas of a later round read the pool
+            probs = _merge_round(probs, one_round, solution.clipped.reshape(batch, len(one_round), -1, 1))
+            outputs = _merge_round(outputs, one_round, None)
+    return solutions
+
+
+def _simplex_mixing(
+    probs: Tensor, outputs: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None, alpha_per: str
+) -> Tensor:
+    """The k-way optimum of each group, as C ``(B, H_s, H_t, 1)`` or, per row, ``(B, H_s, H_t, L)`` (MIX-7)."""
+    batch, num_heads, rows, _ = probs.shape
+    mixing = probs.new_zeros((batch, len(groups), num_heads, rows if alpha_per == "row" else 1))
+    for student_head, group in enumerate(groups):
+        members = list(group)
+        mixing[:, student_head, members] = solve_group(
+            probs[:, members], outputs[:, members], query_mask=query_mask, alpha_per=alpha_per
+        )
+    return mixing
+
+
+def _residual(
+    probs: Tensor, outputs: Tensor, merged: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None
+) -> Tensor:
+    """Relative Frobenius error of the merged attention output per sample (MIX-8).
+
+    As ``sum_t (A~_h(t) - A_t) X_t`` with h(t) the student head that t went into: exactly 0 where nothing changed.
+    """
+    student_head = [next(h for h, group in enumerate(groups) if t in group) for t in range(probs.shape[1])]
+    target = torch.einsum("btls,btsd->bld", probs, outputs)
+    error = torch.einsum("btls,btsd->bld", merged[:, student_head] - probs, outputs)
+    if query_mask is not None:
+        target, error = (t.masked_fill(~query_mask[:, :, None], 0.0) for t in (target, error))
+    error_norm, norm = (torch.linalg.vector_norm(t, dim=(1, 2)) for t in (error, target))
+    # 0 / 0 is no error at all; anything else over 0 stays infinite.
+    return torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)

@@ -1,0 +1,137 @@
+"""Support (spec chapter LOSS): one checked layer of the loss, and teacher mass where the student may not attend."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_mask, check_probs, check_real, compute_dtype, map_dtype
+from shd_torch.maps.attention import mask_logits
+
+
+class IntersectedMaps(NamedTuple):
+    """What ``intersect_support`` returns (LOSS-15)."""
+
+    supervision: Tensor  # (B, H_s, L, S), rows with the sums they had, or zero where nothing is left
+    dropped: Tensor  # (B, H_s, L), the mass taken from each row
+
+
+class CheckedLayer(NamedTuple):
+    """One layer's arguments on one device, in one dtype."""
+
+    teacher: Tensor  # (B, H_s, L, S), detached
+    logits: Tensor  # the same shape; -inf where the student may not attend
+    loss_mask: Tensor | None  # (B, L)
+
+
+@torch.no_grad()
+def intersect_support(
+    supervision: Tensor,
+    student_logits: Tensor,
+    *,
+    loss_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    row_sums: str = "one",
+    check: bool = True,
+) -> IntersectedMaps:
+    """Supervision without the mass that the student may not attend to; rows keep their sums (LOSS-15).
+
+    Args:
+        supervision: A~ ``(B, H_s, L, S)``.
+        student_logits: before softmax, same shape; -inf marks a masked key.
+        loss_mask: boolean ``(B, L)``, True = the row counts; other rows need not be distributions.
+        attn_mask: boolean, broadcastable to ``(B, H_s, L, S)``, True = may attend.
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Returns:
+        ``supervision`` in the dtype it came in, and ``dropped`` in float64 or float32.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+
+    Source: silent. Decision: D-17.
+    """
+    layer = check_layer(
+        supervision, student_logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, check=check, layer=0
+    )
+    result = intersect(layer.teacher, ~torch.isneginf(layer.logits))
+    return result._replace(supervision=result.supervision.to(map_dtype(supervision)))
+
+
+def intersect(teacher: Tensor, may_attend: Tensor) -> IntersectedMaps:
+    """``intersect_support`` on a checked layer."""
+    dropped = teacher.masked_fill(may_attend, 0.0).sum(-1)
+    return IntersectedMaps(rescale_rows(teacher.masked_fill(~may_attend, 0.0), teacher.sum(-1), dropped), dropped)
+
+
+def rescale_rows(kept: Tensor, mass: Tensor, dropped: Tensor) -> Tensor:
+    """What is left of each row ``(..., S)``, scaled to the mass it had; untouched where nothing was dropped."""
+    rest = kept.sum(-1, keepdim=True)
+    # Divided first: the quotient of two tiny numbers is not tiny, and its reciprocal would overflow.
+    scaled = kept / rest.masked_fill(rest == 0, 1.0) * mass[..., None]
+    return torch.where(dropped[..., None] == 0, kept, scaled)
+
+
+def check_layer(
+    supervision: Tensor,
+    student_logits: Tensor,
+    *,
+    loss_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    row_sums: str,
+    check: bool,
+    layer: int,
+) -> CheckedLayer:
+    """Check one layer's arguments and bring them to the student's device and the compute dtype (LOSS-3, LOSS-9)."""
+    check_real(student_logits, "student_logits", check=check, ndim=4, allow_minus_inf=True, layer=layer)
+    check_real(supervision, "supervision", check=False)
+    if supervision.shape != student_logits.shape:
+        raise ShdError(
+            "argument-shape",
+            f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}; "
+            f"got {tuple(supervision.shape)} and {tuple(student_logits.shape)}",
+            "LOSS-3",
+        )
+    device, dtype = student_logits.device, compute_dtype(supervision, student_logits)
+    # Layers may live on several devices; masks are shared.
+    if loss_mask is not None:
+        check_mask(loss_mask, "loss_mask", (supervision.shape[0], supervision.shape[2]))
+        loss_mask = loss_mask.to(device)
+    check_probs(supervision, "supervision", check=check, query_mask=loss_mask, layer=layer, row_sums=row_sums)
+    if isinstance(attn_mask, Tensor):
+        attn_mask = attn_mask.to(device)
+    return CheckedLayer(supervision.detach().to(dtype), mask_logits(student_logits.to(dtype), attn_mask), loss_mask)
+
+
+def find_violations(teacher: Tensor, may_attend: Tensor, counted: Tensor, divergence: str) -> Tensor:
+    """Keys ``(B, H_s, L, S)`` at which a counted row makes the loss an error (LOSS-6, LOSS-13)."""
+    wrong = (teacher != 0) & ~may_attend
+    if divergence == "reverse_kl":
+        wrong = wrong | ((teacher == 0) & may_attend)
+    return wrong & counted[..., None]
+
+
+def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
+    """No counted row may have a violation; the message names where the first is (LOSS-6, LOSS-13)."""
+    if not violations.any():
+        return
+    b, h, i, j = (int(index) for index in violations.nonzero()[0])
+    value = teacher[b, h, i, j].item()
+    place = f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"
+    if value == 0:
+        raise ShdError(
+            "support-mismatch",
+            f"supervision must be above 0 with divergence='reverse_kl' wherever the student may attend; got 0 at "
+            f"{place}: the divergence would be infinite, 'js' is finite there",
+            "LOSS-13",
+        )
+    raise ShdError(
+        "support-mismatch",
+        f"supervision must be 0 where the student may not attend; got {value:.6g} at {place}: teacher and student "
+        "must share one mask, or support='intersect' drops that mass",
+        "LOSS-6",
+    )

@@ -1,0 +1,266 @@
+"""Merged maps as a supervision cache stores them, decoded a tile at a time where the student trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from shd_ref.cache import code_bits, packed_size
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_probs
+from shd_torch.supervision.supervision import ALL, Supervision, tile_entries
+
+_WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
+# Power of a code, and what code 1 stands for once it is raised (CACHE-29, CACHE-33).
+_LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "sqrt8-abs": (2, 0.75), "u4": (3, 0.84375)}
+
+
+class _Part(NamedTuple):
+    """Neighbouring samples whose maps have one shape."""
+
+    samples: slice
+    codes: Tensor  # (samples, H_s, entries), or with two codes a byte (samples, bytes)
+    length: int
+    num_keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Coded(Supervision):
+    """Merged maps as the bytes of a cache: a byte an entry, or less, until a tile is read.
+
+    Attributes:
+        buffer: uint8, one axis: the codes of one layer, sample by sample; may hold other layers as well.
+        starts: where each sample's codes begin in it.
+        lengths: positions of each sample.
+        num_student_heads: H_s.
+        codec: of the cache (CACHE-26).
+        support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
+        length: L, to which shorter samples are padded; there rows are 0 and do not count.
+        temperature: T_a of the cache; with None whatever the loss is called with.
+        key_lengths: keys of each sample, where queries and keys are of two sequences; by default ``lengths``.
+        num_keys: S, to which shorter samples are padded; by default L.
+        counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
+
+    Raises:
+        ShdError: ``argument-shape`` where a sample is longer than ``length``.
+
+    Source: CACHE-26.
+    """
+
+    buffer: Tensor
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_student_heads: int
+    codec: str
+    support: str
+    length: int
+    temperature: float | None = None
+    key_lengths: tuple[int, ...] | None = None
+    num_keys: int | None = None
+    row_sums: str = "one"
+    counted: Tensor | None = None
+    _parts: tuple[_Part, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, given, longest in (
+            ("length", self.length, max(self.lengths)),
+            ("num_keys", self.shape[3], max(self.lengths if self.key_lengths is None else self.key_lengths)),
+        ):
+            if given < longest:
+                raise ShdError(
+                    "argument-shape",
+                    f"{name} must be at least the longest sample's {longest}; got {given}: teacher and student must "
+                    "see the same positions",
+                )
+        # Views of the buffer, found once: a lazy property would take a lock, which no compiler follows.
+        object.__setattr__(self, "_parts", tuple(self._find_parts()))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H_s, L, S)``."""
+        num_keys = self.length if self.num_keys is None else self.num_keys
+        return len(self.lengths), self.num_student_heads, self.length, num_keys
+
+    @property
+    def device(self) -> torch.device:
+        """That of the codes."""
+        return self.buffer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32."""
+        return torch.float32
+
+    def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
+        """A tile of the maps, made to sum to one over these keys; see ``Supervision``."""
+        self.check_temperature(temperature)
+        tile = decode_codes(self.codec, self._tile(rows, keys, torch.float32))
+        return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
+
+    def has_mass(self, rows: slice, keys: slice) -> Tensor:
+        """Where the codes are not 0; see ``Supervision``."""
+        return self._tile(rows, keys, _WIDE_CODES.get(self.codec, torch.uint8)) != 0
+
+    def mass(self) -> Tensor:
+        """1 for every row with a code above 0, ``(B, H_s, L)``; see ``Supervision``."""
+        result = torch.zeros(self.shape[:3], device=self.device)
+        for part in self._parts:
+            together = part.samples.stop - part.samples.start
+            height = max(1, tile_entries(self.device) // (together * self.num_student_heads * part.num_keys))
+            for top in range(0, part.length, height):
+                bottom = min(top + height, part.length)
+                result[part.samples, :, top:bottom] = self._sum_rows(part, top, bottom)
+        return result
+
+    def _sum_rows(self, part: _Part, top: int, bottom: int) -> Tensor:
+        """What some rows of a part sum to, ``(samples, H_s, R)``."""
+        codes = self._read_rows(part, top, bottom)
+        if self.support == "full":
+            square = codes.view(*codes.shape[:2], bottom - top, part.num_keys)
+            # Codes of float32 are stored as they were, not made to sum to one.
+            return square.sum(-1) if self.codec == "float32" else (square != 0).any(-1).float()
+        first = _triangle(top)
+        if self.codec == "float32":
+            return torch.stack([row.sum(-1) for row in torch.split(codes, list(range(top + 1, bottom + 1)), -1)], -1)
+        ends = torch.arange(top + 1, bottom + 1, device=codes.device)
+        counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends * (ends + 1) // 2 - first - 1]
+        return (counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0).float()
+
+    def samples(self, start: int, stop: int) -> Self:
+        """The codes of samples ``start .. stop - 1``."""
+        key_lengths = None if self.key_lengths is None else self.key_lengths[start:stop]
+        return replace(
+            self,
+            starts=self.starts[start:stop],
+            lengths=self.lengths[start:stop],
+            key_lengths=key_lengths,
+            counted=None if self.counted is None else self.counted[start:stop],
+        )
+
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The codes, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
+        # Only codes that are numbers themselves can be NaN.
+        return replace(self, counted=loss_mask) if self.codec in _WIDE_CODES else self
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same on another device, with all that its buffer holds."""
+        counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking), counted=counted)
+
+    def check(self, loss_mask: Tensor | None, layer: int) -> None:
+        """Codes that are numbers themselves must be distributions; all others are, whatever they hold."""
+        if self.codec not in _WIDE_CODES:
+            return
+        kept = self if loss_mask is None else self.drop_rows(loss_mask)
+        for part, _, rows in kept.tiles():
+            check_probs(part.probs(rows), "supervision", check=True, layer=layer)
+
+    def key_range(self, rows: slice) -> slice:
+        """All keys, or those up to the last row; see ``Supervision``."""
+        last = self.shape[3] if self.support == "full" else rows.indices(self.length)[1]
+        return slice(0, last)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Refuse another temperature than the cache's."""
+        if self.temperature is not None and temperature != self.temperature:
+            raise ShdError(
+                "argument-value",
+                f"temperature must be {self.temperature:g}, which the cached maps were softened with before mixing; "
+                f"got {temperature:g}: precompute with --temperature {temperature:g}",
+                "TEMP-2",
+            )
+
+    def _find_parts(self) -> Iterator[_Part]:
+        """The codes as tensors; views of the buffer wherever a code fills whole bytes."""
+        first = 0
+        key_lengths = self.lengths if self.key_lengths is None else self.key_lengths
+        while first < len(self.lengths):
+            length, keys = self.lengths[first], key_lengths[first]
+            size = packed_size(self.codec, self.support, self.num_student_heads, length, keys)
+            numbers = range(len(self.lengths) - first)
+            expected = [(self.starts[first] + number * size, length, keys) for number in numbers]
+            held = zip(self.starts[first:], self.lengths[first:], key_lengths[first:], strict=True)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, expected, strict=True)))
+            codes = self.buffer[self.starts[first] : self.starts[first] + count * size]
+            if self.codec in _WIDE_CODES:
+                codes = codes.view(_WIDE_CODES[self.codec])
+            codes = codes.view(count, -1)
+            if code_bits(self.codec) != 4:
+                codes = codes.view(count, self.num_student_heads, -1)
+            yield _Part(slice(first, first + count), codes, length, keys)
+            first += count
+
+    def _read_rows(self, part: _Part, top: int, bottom: int) -> Tensor:
+        """The stored codes of some rows of a part, ``(samples, H_s, entries)``; a view unless two are in a byte."""
+        full, codes = self.support == "full", part.codes
+        first, last = (top * part.num_keys, bottom * part.num_keys) if full else (_triangle(top), _triangle(bottom))
+        if codes.ndim == 3:
+            return codes[..., first:last]
+        entries = part.length * part.num_keys if full else _triangle(part.length)
+        heads = []
+        for head in range(self.num_student_heads):
+            start, end = head * entries + first, head * entries + last
+            held = codes[:, start // 2 : (end + 1) // 2]
+            # The earlier one is in the lower half; a row need not begin with a byte.
+            pairs = torch.stack([held & 0x0F, held >> 4], dim=-1).view(held.shape[0], -1)
+            heads.append(pairs[:, start % 2 : start % 2 + last - first])
+        return torch.stack(heads, dim=1)
+
+    def _tile(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        """Codes as numbers ``(B, H_s, R, K)``, 0 where nothing is stored."""
+        top, bottom, _ = rows.indices(self.length)
+        left, right, _ = keys.indices(self.shape[3])
+        part = self._parts[0]
+        whole = len(self._parts) == 1 and bottom <= part.length and right <= part.num_keys and self.support == "full"
+        shape = (*self.shape[:2], bottom - top, right - left)
+        # Zeros are written only where nothing else will be.
+        tile = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=self.device)
+        for part in self._parts:
+            length, end = part.num_keys, min(bottom, part.length)
+            if top >= end:
+                continue
+            codes = self._read_rows(part, top, end)
+            stored = tile[part.samples, :, : end - top, : max(0, length - left)]
+            if self.support == "full":
+                stored.copy_(codes.view(*codes.shape[:2], end - top, length)[..., left:right])
+            elif codes.is_cpu:
+                # A row at a time is five times faster here than an index for every entry.
+                for row in range(top, end):
+                    start = _triangle(row) - _triangle(top)
+                    stored[:, :, row - top, : max(0, row + 1 - left)].copy_(
+                        codes[:, :, start + left : start + min(right, row + 1)]
+                    )
+            else:
+                lines = torch.arange(top, end, device=codes.device)[:, None]
+                columns = torch.arange(left, min(right, length), device=codes.device)
+                places = (lines * (lines + 1) // 2 - _triangle(top) + columns).clamp_(max=codes.shape[2] - 1)
+                stored.copy_(codes[:, :, places].masked_fill_(columns > lines, 0))
+        return tile
+
+
+def _triangle(rows: int) -> int:
+    """Entries of the first rows of a lower triangle."""
+    return rows * (rows + 1) // 2
+
+
+def decode_codes(codec: str, codes: Tensor) -> Tensor:
+    """Codes, as float32 numbers, to probabilities in place (CACHE-29, CACHE-32, CACHE-33, CACHE-35).
+
+    Args:
+        codec: of the cache.
+        codes: whole rows ``(..., S)``, or all of a row that is not 0.
+    """
+    if codec == "float32":
+        return codes
+    if codec in _LAWS:
+        power, centroid = _LAWS[codec]
+        codes.pow_(power)
+        # 1 becomes the centroid of its bin, 0 and more than 2 stay exactly as they are, and no second tile is made.
+        torch.nn.functional.leaky_relu_(codes.sub_(2.0), 2.0 - centroid)
+        codes.clamp_min_(-2.0).add_(2.0)
+    return codes.mul_(codes.sum(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_())

@@ -1,0 +1,202 @@
+"""The queries and keys of a batch as the cache stores them, in one buffer, and the supervision made from them.
+
+As with maps, codes cross processes and devices, and are decoded where the student trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shd_ref.cache import LayerFactors, Manifest, StoredRecord
+from shd_ref.errors import ShdError
+from shd_ref.plans import plan_groups
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.taught_layers import taught_layers
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class FactoredCodes:
+    """The supervision of a batch from a cache of queries and keys (CACHE-100).
+
+    Attributes:
+        buffer: uint8: the mixing matrices and steps of all layers and samples, then their codes.
+        lengths: positions of each sample.
+        layers: student layers in the buffer's order.
+        factors: how each layer's queries and keys make its maps.
+        groups: the teacher heads merged into each student head, by layer; None where all are.
+        num_student_heads: H_s.
+        num_teacher_heads: H_t.
+        codec: ``"float16"`` or ``"int8"``.
+        support: ``"full"`` or ``"causal"``.
+        firsts: positions of padding in front of each sample; none where no sample has any.
+
+    Raises:
+        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
+
+    Source: CACHE-100.
+    """
+
+    buffer: Tensor
+    lengths: tuple[int, ...]
+    layers: tuple[int, ...]
+    factors: tuple[LayerFactors, ...]
+    groups: tuple[Groups | None, ...]
+    num_student_heads: int
+    num_teacher_heads: int
+    codec: str
+    support: str
+    firsts: tuple[int, ...] = ()
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FactoredCodes:
+        """The same on another device."""
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> FactoredCodes:
+        """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        return replace(self, buffer=self.buffer.pin_memory())
+
+    def supervise(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Factored]:
+        """What ``attention_kl`` takes: one ``Factored`` a layer, on the buffer's device; no map is formed.
+
+        Args:
+            length: L to pad to, the student's sequence length; default: of the longest sample. Padded rows have no
+                mass, so they do not count, and padded keys are masked.
+            dtype: of queries and keys.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        size = max(self.lengths) if length is None else length
+        if size < max(self.lengths):
+            raise ShdError(
+                "argument-shape",
+                f"length must be at least the longest sample's {max(self.lengths)}; got {size}: teacher and student "
+                "must see the same positions",
+            )
+        mixing, steps, codes = self._sections()
+        present = self.query_mask(size)
+        padded = any(self.firsts) or any(n != size for n in self.lengths)
+        row_mass = present[:, None].float().expand(-1, self.num_teacher_heads, -1) if padded else None
+        supervision = []
+        for number, (factors, groups) in enumerate(zip(self.factors, self.groups, strict=True)):
+            heads = self.num_teacher_heads + factors.num_key_heads
+            values = self._spread(codes[number], heads, factors.width, size)
+            if steps is not None:
+                values *= self._spread(steps[number], heads, 1, size)
+            queries, keys = torch.split(values.to(dtype), [self.num_teacher_heads, factors.num_key_heads], dim=1)
+            supervision.append(
+                Factored(
+                    queries,
+                    keys,
+                    mixing[number],
+                    scale=factors.scale,
+                    attn_mask=present[:, None, None] if padded else None,
+                    is_causal=self.support == "causal",
+                    window=factors.window,
+                    groups=groups,
+                    row_mass=row_mass,
+                )
+            )
+        return supervision
+
+    def decode(
+        self, length: int | None = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, for a loss that needs them.
+
+        Args:
+            length: as for ``supervise``; padding is zero, which ``shd_loss`` does not count.
+            dtype: of the maps; the arithmetic is float32.
+            temperature: T_a that the loss will be called with.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
+
+    def query_mask(self, length: int | None = None) -> Tensor:
+        """``(B, L)``, True where a sample has a position."""
+        positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
+        mask = positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+        if any(self.firsts):
+            mask &= positions >= torch.tensor(self.firsts, device=self.buffer.device)[:, None]
+        return mask
+
+    def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
+        """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
+        shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
+        vectors = [(self.num_teacher_heads + each.num_key_heads) * sum(self._counts) for each in self.factors]
+        # Numbers of four bytes come first, so that every section is aligned.
+        start = 4 * shape[0] * shape[1] * shape[2] * shape[3]
+        mixing = self.buffer[:start].view(torch.float32).view(shape)
+        steps = None
+        if self.codec == "int8":
+            end = start + 4 * sum(vectors)
+            steps = torch.split(self.buffer[start:end].view(torch.float32), vectors)
+            start = end
+        codes = self.buffer[start:].view(torch.int8 if self.codec == "int8" else torch.float16)
+        sizes = [n * each.width for n, each in zip(vectors, self.factors, strict=True)]
+        return mixing, steps, torch.split(codes, sizes)
+
+    def _spread(self, packed: Tensor, heads: int, width: int, size: int) -> Tensor:
+        """Numbers, sample by sample, as float32 ``(B, heads, size, width)``, padded with zeros."""
+        if all(n == size for n in self._counts):
+            return packed.view(len(self.lengths), heads, size, width).to(torch.float32, copy=True)
+        spread = torch.zeros(len(self.lengths), heads, size, width, device=packed.device)
+        parts = torch.split(packed, [heads * n * width for n in self._counts])
+        for target, part, n, count in zip(spread, parts, self.lengths, self._counts, strict=True):
+            target[:, n - count : n].copy_(part.view(heads, count, width))
+        return spread
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """Positions of each sample without padding: those that the buffer holds."""
+        firsts = self.firsts or (0,) * len(self.lengths)
+        return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
+
+
+def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> FactoredCodes:
+    """Put the records of a batch into one buffer, so that it crosses processes and devices once.
+
+    Raises:
+        ShdError: ``argument-value`` for a cache of maps.
+    """
+    if manifest.factors is None:
+        raise ShdError(
+            "argument-value", f"manifest must have factors; got maps (codec {manifest.codec})", "CACHE-100"
+        )
+    columns = [manifest.student_layers.index(layer) for layer in layers]
+    factors = tuple(manifest.factors[column] for column in columns)
+    mixing: list[np.ndarray] = []
+    steps: list[np.ndarray] = []
+    codes: list[np.ndarray] = []
+    for layer, column, each in zip(layers, columns, factors, strict=True):
+        for record in records:
+            if record.mixing is None:  # a reader has refused this already
+                raise ShdError("argument-value", f"record {record.index} must have mixing; got None", "CACHE-101")
+            vectors = (manifest.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
+            end = 4 * vectors if manifest.codec == "int8" else 0
+            mixing.append(np.ascontiguousarray(record.mixing[column]).reshape(-1).view(np.uint8))
+            steps.append(record.blobs[layer][:end])
+            codes.append(record.blobs[layer][end:])
+    heads = manifest.num_teacher_heads
+    merges_all = manifest.strategy == "mean"
+    return FactoredCodes(
+        buffer=torch.from_numpy(np.concatenate([*mixing, *steps, *codes])),
+        lengths=tuple(record.length for record in records),
+        layers=taught_layers(manifest, layers),
+        factors=factors,
+        groups=tuple(None if merges_all else plan_groups(manifest.layer_plans[column], heads) for column in columns),
+        num_student_heads=manifest.num_student_heads,
+        num_teacher_heads=heads,
+        codec=manifest.codec,
+        support=manifest.support,
+        firsts=tuple(record.first for record in records) if any(record.first for record in records) else (),
+    )

@@ -1,0 +1,282 @@
+"""What a student is taught with: merged maps A~ in one of two forms, behind one small interface.
+
+``Dense`` holds the maps. ``Factored`` (in ``factored.py``) holds the teacher's queries and keys with the mixing
+matrix, and never forms a map that nobody asks for: its memory is linear in the length, and its temperature is
+free until the loss is computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import ROW_SUMS, check_option, check_probs, check_real, check_temperature, compute_dtype
+from shd_torch.precision import without_autocast
+from shd_torch.supervision.fused import expand_heads
+
+TILE_ENTRIES = 2**19
+"""Entries of the largest tile that is formed at once on a processor: its cache holds a few of them."""
+
+ACCELERATOR_TILE_ENTRIES = 2**23
+"""The same on an accelerator: a kernel over fewer entries ends before the next one can be launched."""
+
+ALL: slice = slice(None)
+
+
+def tile_entries(device: torch.device) -> int:
+    """Entries of the largest tile that is formed at once on a device."""
+    return TILE_ENTRIES if device.type == "cpu" else ACCELERATOR_TILE_ENTRIES
+
+
+class Supervision(ABC):
+    """Merged maps A~ ``(B, H_s, L, S)`` that need not exist.
+
+    Attributes:
+        row_sums: ``"one"``, or ``"at_most_one"`` where rows have less mass, as with attention sinks (LOSS-10).
+    """
+
+    row_sums: str
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H_s, L, S)``."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it lies."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What ``probs`` returns: float64 or float32."""
+
+    @property
+    def num_heads(self) -> int:
+        """H_s."""
+        return self.shape[1]
+
+    @abstractmethod
+    def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
+        """A tile of the maps, without gradient.
+
+        Args:
+            rows: query rows.
+            keys: keys; those outside of it must have no mass in these rows (see ``key_range``).
+            temperature: T_a > 0 (TEMP-2, TEMP-5).
+
+        Returns:
+            ``(B, H_s, R, K)``.
+        """
+
+    @abstractmethod
+    def has_mass(self, rows: slice, keys: slice) -> Tensor:
+        """Where a tile of the maps may be above 0, ``(B, H_s, R, K)``, boolean."""
+
+    @abstractmethod
+    def mass(self) -> Tensor:
+        """What each row sums to, ``(B, H_s, L)``; 0 where a row does not count. The same at every temperature."""
+
+    @abstractmethod
+    def samples(self, start: int, stop: int) -> Self:
+        """The supervision of samples ``start .. stop - 1``."""
+
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The same for a loss that does not count some rows: they may hold anything, but make no sum NaN.
+
+        Args:
+            loss_mask: boolean ``(B, L)``, True = the row counts; on the same device.
+        """
+        return self
+
+    @abstractmethod
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same on another device."""
+
+    @abstractmethod
+    def check(self, loss_mask: Tensor | None, layer: int) -> None:
+        """Look at the values, which makes the host wait for the device.
+
+        Args:
+            loss_mask: boolean ``(B, L)``, True = the row counts; others may hold anything. None: all count.
+            layer: named in errors.
+
+        Raises:
+            ShdError: ``not-finite``, ``not-a-distribution``, ``mixing-invalid``.
+        """
+
+    def key_range(self, rows: slice) -> slice:
+        """Keys outside of which these rows are known to have no mass."""
+        return slice(0, self.shape[3])
+
+    @abstractmethod
+    def check_temperature(self, temperature: float) -> None:
+        """Refuse a temperature that the maps were not made for.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+
+    def tiles(self) -> Iterator[tuple[Self, slice, slice]]:
+        """Tiles of about ``tile_entries(self.device)`` entries that cover the maps.
+
+        Yields:
+            The supervision of some samples, which samples, and which rows.
+        """
+        batch, heads, num_rows, num_keys = self.shape
+        entries = tile_entries(self.device)
+        least = min(num_rows, 64)  # rows that make a matrix product worth its call
+        together = max(1, min(batch, entries // (heads * least * num_keys)))
+        height = max(min(num_rows, 16), entries // (together * heads * num_keys))
+        for first in range(0, batch, together):
+            samples = slice(first, min(first + together, batch))
+            part = self if together == batch else self.samples(samples.start, samples.stop)
+            for start in range(0, num_rows, height):
+                yield part, samples, slice(start, min(start + height, num_rows))
+
+    @without_autocast
+    def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """``A~ v``, without gradient.
+
+        Args:
+            vectors: ``(B, H_s, S, d)``, or ``(B, H_kv, S, d)`` with H_kv a divisor of H_s.
+            temperature: T_a > 0.
+
+        Returns:
+            ``(B, H_s, L, d)``, float64 or float32.
+        """
+        dtype = compute_dtype(vectors)
+        vectors = expand_heads(vectors.detach(), self.num_heads).to(dtype)
+        result = vectors.new_empty((*self.shape[:3], vectors.shape[3]))
+        for part, samples, rows in self.tiles():
+            keys = part.key_range(rows)
+            probs = part.probs(rows, keys, temperature=temperature).to(dtype)
+            result[samples, :, rows] = probs @ vectors[samples, :, keys]
+        return result
+
+    @without_autocast
+    def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """``A~ v`` and ``A~^T y``, the two products that a gradient needs, without gradient.
+
+        Args:
+            vectors: v ``(B, H_s, S, d)``; in float16 the products may be made in it.
+            weighted: y ``(B, H_s, L, d)``.
+            temperature: T_a > 0.
+
+        Returns:
+            ``(B, H_s, L, d)`` and ``(B, H_s, S, d)``, float64 or float32.
+        """
+        dtype = compute_dtype(vectors)
+        vectors, weighted = vectors.detach().to(dtype), weighted.detach().to(dtype)
+        forward = vectors.new_empty((*self.shape[:3], vectors.shape[3]))
+        transposed = torch.zeros_like(vectors)
+        for part, samples, rows in self.tiles():
+            keys = part.key_range(rows)
+            probs = part.probs(rows, keys, temperature=temperature).to(dtype)
+            forward[samples, :, rows] = probs @ vectors[samples, :, keys]
+            transposed[samples, :, keys] += probs.mT @ weighted[samples, :, rows]
+        return forward, transposed
+
+    def entropies(self, *, temperature: float = 1.0) -> Tensor:
+        """``- sum_j A~_j log A~_j`` of each row ``(B, H_s, L)``, in nats; 0 for a row without mass."""
+        result = torch.empty(self.shape[:3], dtype=self.dtype, device=self.device)
+        for part, samples, rows in self.tiles():
+            probs = part.probs(rows, part.key_range(rows), temperature=temperature)
+            # The logarithm of 0 takes ten times that of a number; times 0 either is 0.
+            logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
+            result[samples, :, rows] = -logs.mul_(probs).sum(-1)
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Supervision):
+    """Merged maps as they were cached or computed.
+
+    Attributes:
+        maps: A~ ``(B, H_s, L, S)``, in any floating-point dtype.
+        temperature: T_a that they were softened with before mixing; with None whatever the loss is called with.
+        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
+        counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+
+    Source: MAP-3, MAP-9.
+    """
+
+    maps: Tensor
+    temperature: float | None = None
+    row_sums: str = "one"
+    counted: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_option("row_sums", self.row_sums, ROW_SUMS, "MAP-9")
+        check_real(self.maps, "maps", check=False, ndim=4)
+        if self.temperature is not None:
+            check_temperature(self.temperature)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H_s, L, S)``."""
+        batch, heads, rows, keys = self.maps.shape
+        return batch, heads, rows, keys
+
+    @property
+    def device(self) -> torch.device:
+        """That of the maps."""
+        return self.maps.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64 if the maps are, else float32."""
+        return compute_dtype(self.maps)
+
+    def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
+        """A tile of the maps; see ``Supervision``."""
+        self.check_temperature(temperature)
+        tile = self.maps.detach()[:, :, rows, keys].to(self.dtype)
+        return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
+
+    def has_mass(self, rows: slice, keys: slice) -> Tensor:
+        """Where the maps are not 0; see ``Supervision``."""
+        return self.maps[:, :, rows, keys] != 0
+
+    def mass(self) -> Tensor:
+        """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
+        return self.maps.detach().sum(-1, dtype=self.dtype)
+
+    def samples(self, start: int, stop: int) -> Self:
+        """The maps of samples ``start .. stop - 1``."""
+        counted = None if self.counted is None else self.counted[start:stop]
+        return replace(self, maps=self.maps[start:stop], counted=counted)
+
+    def drop_rows(self, loss_mask: Tensor) -> Self:
+        """The maps, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
+        return replace(self, counted=loss_mask)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same on another device."""
+        counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
+        return replace(self, maps=self.maps.to(device, non_blocking=non_blocking), counted=counted)
+
+    def check(self, loss_mask: Tensor | None, layer: int) -> None:
+        """The maps must be distributions; see ``Supervision``."""
+        maps = self.maps if loss_mask is None else self.maps.masked_fill(~loss_mask[:, None, :, None], 0)
+        check_probs(maps, "supervision", check=True, layer=layer, row_sums=self.row_sums)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Refuse another temperature than the maps'."""
+        if self.temperature is not None and temperature != self.temperature:
+            raise ShdError(
+                "argument-value",
+                f"temperature must be {self.temperature:g}, which the maps were softened with before mixing; got "
+                f"{temperature:g}: softening a mixture is not mixing softened maps",
+                "TEMP-2",
+            )

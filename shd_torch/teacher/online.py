@@ -1,0 +1,326 @@
+"""A live teacher: its attention, squeezed without maps, at every step.
+
+The teacher runs its own fused attention under ``no_grad``. What passes there (queries, keys, values) and the output
+projection behind it are all that alpha needs, and queries, keys and mixing are all that the loss needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_ref.layers import layer_map as pair_layers
+from shd_ref.plans import check_count
+from shd_torch.capture.call import AttentionCall
+from shd_torch.capture.capture import Captured, check_calls, check_same_count
+from shd_torch.capture.projections import Projection, ProjectionWatch
+from shd_torch.capture.taps import RawCall, record
+from shd_torch.checks import check_option
+from shd_torch.kl.loss import attention_kl
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES
+from shd_torch.maps.loss import REDUCTIONS
+from shd_torch.maps.mixing import STRATEGIES
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.supervision import Supervision
+from shd_torch.supervision.taught_layers import TaughtLayers
+from shd_torch.teacher.arguments import read_layer_map, read_plan, read_projections
+from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
+
+
+class LayerKeywords(TypedDict, total=False):
+    """Keywords that ``layer_kls`` hands on to ``attention_kl``."""
+
+    support: str
+    value: str
+    backend: str
+    product_dtype: torch.dtype | None
+    check: bool
+
+
+@dataclass(frozen=True, eq=False)
+class OnlineSupervision:
+    """What a live teacher makes of one batch.
+
+    Attributes:
+        layers: student layers, zero-based, in ascending order.
+        squeezes: one a layer, with the supervision and its report (alphas, residual, clip counts).
+        output: what the teacher's forward pass returned, for base losses such as KD.
+    """
+
+    layers: tuple[int, ...]
+    squeezes: tuple[FactoredSqueeze, ...]
+    output: Any
+
+    @property
+    def supervisions(self) -> list[Factored]:
+        """One a layer, good at any temperature."""
+        return [squeeze.supervision for squeeze in self.squeezes]
+
+    def supervise(self, length: int | None = None) -> list[Factored]:
+        """The same; the teacher saw the student's positions, so that nothing is padded to ``length``."""
+        return self.supervisions
+
+
+class Teaching(Protocol):
+    """What teaches a batch: ``OnlineSupervision``, or what a cache holds of it (``CodedSupervision``)."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Student layers, zero-based."""
+
+    def supervise(self, length: int | None = None) -> Sequence[Supervision]:
+        """One a layer, padded to so many positions."""
+
+
+class OnlineTeacher:
+    """A teacher that supervises each batch as it comes; see ``OnlineTeacher.__call__``.
+
+    No module, so that a student that holds it neither trains nor saves it. The first batch is looked at more closely:
+    output projections are found, the layers are paired, and values are checked. A projection is read anew at every
+    batch, so that weights may be trained or loaded in between; one that the model makes during its pass (gathered
+    from shards, dequantised) is that of the first batch.
+
+    Args:
+        model: any module whose attention ``capture_attention`` can read; it stays on its device, with its own
+            attention implementation, and may be compiled. Each call runs it in eval mode and leaves its modules in
+            the modes they were in, so that it may be the student itself (self-distillation): call the teacher before
+            the student where a started capture watches that one, as the last pass wins.
+        num_student_heads: H_s, from 1 to H_t.
+        layer_map: the number of student layers, paired as ``shd_torch.layer_map`` does, or explicit pairs
+            ``(student layer, teacher layer)``, zero-based; teacher layers are its attention calls in their order.
+        plan: as in ``squeeze_heads``.
+        strategy: as in ``squeeze_heads``.
+        alpha_rule: as in ``solve_alpha``.
+        alpha_per: ``"map"`` or ``"row"``.
+        output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose own cannot be found.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
+            for what is wrong whatever the model is; the rest at the first batch.
+
+    Source: Algorithm 1, Eq. 5-10.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_student_heads: int,
+        layer_map: int | Iterable[tuple[int, int]],
+        *,
+        plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
+        strategy: str = "shd",
+        alpha_rule: str = "least_squares",
+        alpha_per: str = "map",
+        output_projections: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(model).__name__}")
+        check_count("num_student_heads", num_student_heads)
+        check_option("strategy", strategy, STRATEGIES, "MIX-2")
+        check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+        check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+        self.model = model
+        self.num_student_heads = num_student_heads
+        self._layer_map = read_layer_map(layer_map)
+        self._squeeze: dict[str, Any] = {
+            "plan": read_plan(plan, num_student_heads),
+            "strategy": strategy,
+            "alpha_rule": alpha_rule,
+            "alpha_per": alpha_per,
+        }
+        self._given = read_projections(output_projections)
+        self._num_calls = 0
+        self._projections: dict[int, Projection] = {}
+        self._pairs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def student_layers(self) -> TaughtLayers:
+        """The student layers that are taught, zero-based, ascending: what ``capture_attention`` may be given."""
+        if isinstance(self._layer_map, int):
+            return TaughtLayers(range(self._layer_map), self._layer_map)
+        return TaughtLayers(sorted(student for student, _ in self._layer_map))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch has it
+    @torch.no_grad()
+    def __call__(
+        self, *args: Any, query_mask: Tensor | None = None, check: bool | None = None, **kwargs: Any
+    ) -> OnlineSupervision:
+        """Run the teacher on a batch and squeeze its attention.
+
+        Args:
+            *args: the teacher's own arguments.
+            query_mask: boolean ``(B, L)``, True = the row counts for alpha; default the argument ``attention_mask``
+                where the teacher is given one of that shape, else all rows.
+            check: look at the values, which makes the host wait for the device; default at the first batch only.
+            **kwargs: the teacher's own arguments.
+
+        Returns:
+            The supervision of this batch, its report and the teacher's output.
+
+        Raises:
+            ShdError: ``capture-failed`` where attention or an output projection is not found or the number of calls
+                changes; ``layers-invalid``, ``heads-exceed``, ``not-finite`` and what else ``squeeze_heads`` raises.
+        """
+        first = not self._pairs
+        with _eval_mode(self.model):
+            calls, output = self._look(args, kwargs) if first else self._run(args, kwargs)
+        padding = _read_padding(kwargs.get("attention_mask"))
+        squeezes = {}
+        for layer, call in calls.items():
+            rows = (call.query.shape[0], call.query.shape[2])
+            fits = query_mask is None and padding is not None and tuple(padding.shape) == rows
+            squeezes[layer] = self._squeeze_layer(
+                layer, call, padding if fits else query_mask, first if check is None else check
+            )
+        return OnlineSupervision(
+            layers=self.student_layers, squeezes=tuple(squeezes[teacher] for _, teacher in self._pairs), output=output
+        )
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
+        """The first batch: pair the layers and find the output projections."""
+        watch = ProjectionWatch(self.model)
+        # Compiled code would show the watch nothing.
+        with torch.compiler.set_stance("force_eager"), record(values=True) as recording, watch:
+            output = self.model(*args, **kwargs)
+        name, num_calls = type(self.model).__name__, len(recording.calls)
+        check_calls(num_calls, None, None, name)
+        if isinstance(self._layer_map, int):
+            pairs = pair_layers(num_calls, self._layer_map)
+        else:
+            num_student_layers = 1 + max((student for student, _ in self._layer_map), default=0)
+            pairs = pair_layers(num_calls, num_student_layers, self._layer_map)
+        for layer in {teacher for _, teacher in pairs}:
+            found = watch.find(recording.calls[layer])
+            if layer in self._given:
+                found = [Projection(self._given[layer], is_linear=False)]
+            if len(found) != 1:
+                raise ShdError(
+                    "capture-failed",
+                    f"attention call {layer} of {name} must hand its output to one output projection; got "
+                    f"{len(found)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
+                    f"output_projections={{{layer}: ...}}",
+                )
+            self._projections[layer] = found[0]
+        self._num_calls, self._pairs = num_calls, pairs
+        return self._read(recording.calls), output
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
+        with record(values=True) as recording:
+            output = self.model(*args, **kwargs)
+        check_same_count(len(recording.calls), self._num_calls, type(self.model).__name__)
+        return self._read(recording.calls), output
+
+    def _read(self, raws: Sequence[RawCall]) -> dict[int, AttentionCall]:
+        captured = Captured(tuple(self._projections))
+        captured.take(raws, grad_enabled=False)
+        return {layer: captured.layer(layer) for layer in self._projections}
+
+    def _squeeze_layer(
+        self, layer: int, call: AttentionCall, query_mask: Tensor | None, check: bool
+    ) -> FactoredSqueeze:
+        if call.value is None:
+            raise ShdError(
+                "capture-failed",
+                f"attention call {layer} of {type(self.model).__name__} must show its values; it showed queries and "
+                "keys alone: give record_query_key value= and output=",
+            )
+        try:
+            return squeeze_factored(
+                Factored.teacher(call.query, call.key, **call.mask_keywords),
+                call.value[:, :, : call.key.shape[2]],
+                self._projections[layer].matrix(self.model).to(call.value.device),
+                self.num_student_heads,
+                query_mask=query_mask,
+                check=check,
+                **self._squeeze,
+            )
+        except ShdError as error:
+            raise ShdError(error.code, f"teacher layer {layer}: {error}") from error
+
+
+def layer_kls(
+    captured: Captured,
+    taught: Teaching | Sequence[Teaching],
+    *,
+    loss_mask: Tensor | Mapping[int, Tensor | None] | None = None,
+    temperature: float = 1.0,
+    beta: float = 1.0,
+    reduction: str = "sum",
+    **keywords: Unpack[LayerKeywords],
+) -> dict[int, Tensor]:
+    """The SHD terms of a captured student, one a layer; the loss is their sum, averaged over teachers.
+
+    Args:
+        captured: the student's attention on the same batch; it must hold every layer that is taught.
+        taught: by one teacher or several, live or cached, which may differ in everything but the positions they see.
+        loss_mask: boolean ``(B, L)``, True = the row counts; or that of each student layer, where rows are not of one
+            sequence.
+        temperature: T_a of both maps.
+        beta: weight of the term.
+        reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
+        **keywords: more of ``attention_kl``'s: ``support``, ``value``, ``backend``, ``product_dtype``, ``check``.
+
+    Returns:
+        ``()`` tensors by student layer, ascending, in nats times beta; a layer that k of n teachers teach has their
+        sum over n.
+
+    Raises:
+        ShdError: what ``attention_kl`` raises; ``capture-failed`` where a layer was not captured.
+
+    Source: Eq. 11.
+    """
+    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
+    teachers = list(taught) if isinstance(taught, Sequence) else [taught]
+    if not teachers:
+        raise ShdError("argument-value", "taught must come from at least one teacher; got none")
+    terms: dict[int, Tensor] = {}
+    for teacher in teachers:
+        calls = [captured.layer(layer) for layer in teacher.layers]
+        num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
+        sizes = [(call.query.shape[2], call.key.shape[2]) for call in calls]
+        has_shapes = bool(getattr(teacher, "shapes", ()))
+        supervisions = teacher.supervise(sizes if has_shapes else max(rows for rows, _ in sizes))  # type: ignore[arg-type]
+        for layer, call, supervision in zip(teacher.layers, calls, supervisions, strict=True):
+            term = attention_kl(
+                call.query,
+                call.key,
+                supervision,
+                loss_mask=loss_mask.get(layer) if isinstance(loss_mask, Mapping) else loss_mask,
+                temperature=temperature,
+                beta=beta,
+                **call.mask_keywords,
+                **keywords,
+            ) / (num_maps * len(teachers))
+            terms[layer] = terms[layer] + term if layer in terms else term
+    return dict(sorted(terms.items()))
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside the block; behind it every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    if not any(training for _, training in modes):
+        yield
+        return
+    root = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(root)  # modules may do more than note their mode
+        for module, training in modes:
+            if module.training != training:
+                module.training = training
+
+
+def _read_padding(attention_mask: Any) -> Tensor | None:
+    """Hugging Face's padding mask, ``(B, L)``, as a boolean one."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return None
+    return attention_mask != 0

@@ -1,0 +1,231 @@
+"""Squeezing a teacher whose maps are never formed: ``squeeze_heads`` from queries, keys and values.
+
+Alphas, mixing and residual need products ``A_i V_j`` of heads that merge into one another, nothing else. Fused
+attention makes them, with memory linear in the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_torch.checks import check_option
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_gram_group
+from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair
+from shd_torch.maps.mixing import STRATEGIES, compose_rounds
+from shd_torch.precision import without_autocast
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.fused import expand_heads
+from shd_torch.teacher.gram import check_factors
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredSqueeze:
+    """What ``squeeze_factored`` returns: the report of ``SqueezeResult``, with a supervision in place of maps.
+
+    Attributes:
+        supervision: the teacher with its mixing; at any temperature.
+        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
+        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped.
+        residual: ``(B,)``, relative error of the merged attention output at temperature 1.
+        num_clipped: how many alphas lay outside [0, 1]; ``()`` on the device.
+        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` likewise.
+        plan: the rounds that were run.
+    """
+
+    supervision: Factored
+    mixing: Tensor
+    alphas: tuple[Tensor, ...]
+    residual: Tensor
+    num_clipped: Tensor
+    num_degenerate: Tensor
+    plan: MergePlan
+
+
+@torch.no_grad()
+@without_autocast
+def squeeze_factored(
+    teacher: Factored,
+    values: Tensor,
+    output_projection: Tensor,
+    num_student_heads: int,
+    *,
+    plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
+    strategy: str = "shd",
+    query_mask: Tensor | None = None,
+    alpha_rule: str = "least_squares",
+    alpha_per: str = "map",
+    check: bool = True,
+) -> FactoredSqueeze:
+    """``squeeze_heads`` without maps: the mixing of any strategy from gram tensors (GRAM-1..5, MIX-1..17).
+
+    Alphas are solved on the maps at temperature 1; the supervision is softened where it is used (TEMP-3).
+
+    Args:
+        teacher: its queries, keys and masks, see ``Factored.teacher``; the mixing plays no part.
+        values: V ``(B, H_kv, S, d_v)``; query head i reads value head ``i // (H_t / H_kv)``.
+        output_projection: W_o ``(H_t * d_v, D)``; ``torch.nn.Linear`` stores the transpose.
+        num_student_heads: H_s, from 1 to H_t.
+        plan: a kind or explicit rounds, see ``squeeze_heads``.
+        strategy: see ``squeeze_heads``.
+        query_mask: boolean ``(B, L)``, True = the row counts; default all.
+        alpha_rule: see ``solve_alpha``.
+        alpha_per: ``"map"`` or ``"row"``.
+        check: look at the values of the arguments, which makes the host wait for the device.
+
+    Returns:
+        The supervision and its report; float64 if queries or keys are, else float32.
+
+    Raises:
+        ShdError: any code of the meaning; see the spec's chapter ERR.
+
+    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5, D-22.
+    """
+    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    projection = check_factors(teacher, values, output_projection, query_mask, check=check)
+    teacher = teacher.unmixed()
+    rounds = merge_plan(teacher.num_heads, num_student_heads, "progressive" if plan is None else plan)
+    groups = plan_groups(rounds, teacher.num_heads)
+    values = expand_heads(values, teacher.num_heads)
+    products = None if strategy == "mean" else _group_products(teacher, values, groups)
+    solutions: list[AlphaSolution] = []
+    if products is None:
+        mixing = _identity(teacher, alpha_per).mean(1, keepdim=True).expand(-1, num_student_heads, -1, -1)
+    elif strategy == "simplex":
+        grams = _grams(products, groups, projection, query_mask, alpha_per)
+        mixing = torch.zeros_like(_identity(teacher, alpha_per)[:, :num_student_heads])
+        for head, (gram, group) in enumerate(zip(grams, groups, strict=True)):
+            mixing[:, head, list(group)] = solve_gram_group(gram).to(mixing.dtype)
+    else:
+        if strategy == "constant":
+            solutions = _halves(teacher, rounds, alpha_per)
+        else:
+            grams = _grams(products, groups, projection, query_mask, alpha_per)
+            solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
+        mixing = compose_rounds([each.clipped for each in solutions], rounds, _identity(teacher, alpha_per))
+    supervision = replace(
+        teacher,
+        mixing=mixing if alpha_per == "row" else mixing[..., 0],
+        groups=groups if products is not None else (tuple(range(teacher.num_heads)),) * num_student_heads,
+    )
+    if query_mask is not None and alpha_per == "row":
+        solutions = [each._replace(degenerate=each.degenerate & query_mask[:, None, :]) for each in solutions]
+    none = torch.zeros((), dtype=torch.int64, device=teacher.device)
+    return FactoredSqueeze(
+        supervision=supervision,
+        mixing=supervision.mixing,
+        alphas=tuple(each.clipped.to(teacher.dtype) for each in solutions),
+        residual=_residual(supervision, teacher, values, projection, products, groups, query_mask),
+        num_clipped=sum((((each.raw < 0) | (each.raw > 1)).sum() for each in solutions), none),
+        num_degenerate=sum((each.degenerate.sum() for each in solutions), none),
+        plan=rounds,
+    )
+
+
+def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    """``A_i V_j`` of all heads i and j of each group: one tensor ``(B, k, k, L, d_v)`` a group."""
+    group_of = {member: group for group in groups for member in group}
+    slots = []
+    for slot in range(max(len(group) for group in groups)):
+        # Every head reads the values of its group's member number `slot`, the last one where there are fewer.
+        read = [group_of[head][min(slot, len(group_of[head]) - 1)] for head in range(teacher.num_heads)]
+        slots.append(teacher.apply_to(values[:, read]))
+    return [torch.stack([each[:, list(group)] for each in slots[: len(group)]], dim=2) for group in groups]
+
+
+def _grams(
+    products: list[Tensor],
+    groups: Sequence[Sequence[int]],
+    projection: Tensor,
+    query_mask: Tensor | None,
+    alpha_per: str,
+) -> list[Tensor]:
+    return [
+        gram_of_products(read.double(), projection[list(group)], query_mask, alpha_per)
+        for read, group in zip(products, groups, strict=True)
+    ]
+
+
+def _identity(teacher: Factored, alpha_per: str) -> Tensor:
+    """Where composition starts: ``(B, H_t, H_t, 1 or L)``."""
+    batch, heads, rows, _ = teacher.shape
+    return teacher.mixing[..., None].expand(batch, heads, heads, rows if alpha_per == "row" else 1)
+
+
+def _halves(teacher: Factored, rounds: MergePlan, alpha_per: str) -> list[AlphaSolution]:
+    batch, _, rows, _ = teacher.shape
+    sizes = [(batch, len(pairs), rows)[: 2 + (alpha_per == "row")] for pairs in rounds]
+    halves = [torch.full(size, 0.5, dtype=teacher.dtype, device=teacher.device) for size in sizes]
+    return [AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)) for half in halves]
+
+
+def _solve_rounds(
+    grams: list[Tensor], groups: Sequence[Sequence[int]], rounds: MergePlan, strategy: str, alpha_rule: str
+) -> list[AlphaSolution]:
+    """Run the plan on the groups' gram tensors (GRAM-4, MIX-4, MIX-5)."""
+    home = {member: number for number, group in enumerate(groups) for member in group}
+    orders = [list(group) for group in groups]  # the heads of each gram tensor, by a name
+    pool, fresh = sorted(home), len(home)  # the heads of the plan's pool, by the same names
+    solutions = []
+    for one_round in rounds:
+        found, merged = [], []
+        for p, q in one_round:
+            number, (first, second) = home[pool[p]], (pool[p], pool[q])
+            order, gram = orders[number], grams[number]
+            at = order.index(first), order.index(second)
+            solution = solve_gram_pair(gram, *at, alpha_rule)
+            if strategy == "hard":
+                # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
+                chosen = (solution.raw >= 0.5).to(gram.dtype)
+                solution = solution._replace(raw=chosen, clipped=chosen)
+            found.append(solution)
+            grams[number] = merge_gram(gram, *at, solution.clipped, check=False)
+            orders[number] = [fresh, *(name for name in order if name not in (first, second))]
+            home[fresh] = number
+            merged.append(fresh)
+            fresh += 1
+        used = {pool[position] for pair in one_round for position in pair}
+        pool = merged + [name for name in pool if name not in used]
+        solutions.append(AlphaSolution(*(torch.stack(parts, dim=1) for parts in zip(*found, strict=True))))
+    return solutions
+
+
+def _residual(
+    supervision: Factored,
+    teacher: Factored,
+    values: Tensor,
+    projection: Tensor,
+    products: list[Tensor] | None,
+    groups: Sequence[Sequence[int]],
+    query_mask: Tensor | None,
+) -> Tensor:
+    """Relative Frobenius error of the merged output per sample (MIX-8), as ``sum_t (A~_h(t) - A_t) X_t``."""
+    target = torch.zeros((values.shape[0], teacher.shape[2], projection.shape[2]), dtype=torch.float64)
+    target = target.to(teacher.device)
+    error = torch.zeros_like(target)
+    for head, group in enumerate(groups):
+        members = list(group)
+        if products is None:
+            own = teacher.apply_to(values)[:, members]
+            # One map for all: each head's values, read with the mean of all maps.
+            reads = [teacher.apply_to(values[:, member : member + 1]).mean(1) for member in members]
+            merged = torch.stack(reads, dim=1)
+        else:
+            own = products[head].diagonal(dim1=1, dim2=2).movedim(-1, 1)  # (B, k, L, d_v)
+            weights = supervision.mixing[:, head, members].to(own.dtype)
+            weights = weights if weights.ndim == 3 else weights[..., None].expand(-1, -1, own.shape[2])
+            merged = torch.einsum("bil,bijld->bjld", weights, products[head])
+        error += torch.einsum("bjld,jdm->blm", (merged - own).double(), projection[members])
+        target += torch.einsum("bjld,jdm->blm", own.double(), projection[members])
+    if query_mask is not None:
+        target, error = (each.masked_fill(~query_mask[:, :, None], 0.0) for each in (target, error))
+    error_norm, norm = (torch.linalg.vector_norm(each, dim=(1, 2)) for each in (error, target))
+    # 0 / 0 is no error at all; anything else over 0 stays infinite.
+    residual = torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)
+    return residual.to(teacher.dtype)
