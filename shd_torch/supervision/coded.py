@@ -157,8 +157,9 @@ class Coded(Supervision):
         if self.codec not in _WIDE_CODES:
             return
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
+        softened = 1.0 if self.temperature is None else self.temperature  # the one temperature that codes are read at
         for part, _, rows in kept.tiles():
-            check_probs(part.probs(rows), "supervision", check=True, layer=layer)
+            check_probs(part.probs(rows, temperature=softened), "supervision", check=True, layer=layer)
 
     def key_range(self, rows: slice) -> slice:
         """All keys, or those up to the last row; see ``Supervision``."""

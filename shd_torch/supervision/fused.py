@@ -56,6 +56,7 @@ def attend(maps: MapFactors, values: Tensor) -> Tensor:
     Returns:
         ``(B, H, L, d_v)``.
     """
+    maps = _with_positive_scale(maps)
     width, (queries, keys, values) = values.shape[3], _pad(maps.queries, maps.keys, values)
     parts = []
     for call in _calls(maps):
@@ -75,6 +76,7 @@ def attend_both_ways(maps: MapFactors, values: Tensor, weighted: Tensor) -> tupl
     Returns:
         ``(B, H, L, d_v)`` in the maps' dtype, and ``(B, H, S, d_v)`` in float32 or wider.
     """
+    maps = _with_positive_scale(maps)
     weighted, unit = _fit_range(weighted, values.dtype)
     width, (queries, keys, values, weighted) = values.shape[3], _pad(maps.queries, maps.keys, values, weighted)
     parts, transposed = [], torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
@@ -130,6 +132,15 @@ def _calls(maps: MapFactors) -> Iterator[_Call]:
         if tile is not None:
             tile = (tile / maps.temperature).expand(*tile.shape[:2], rows.stop - start, keys.stop - keys.start)
         yield _Call(rows, keys, tile, False)
+
+
+def _with_positive_scale(maps: MapFactors) -> MapFactors:
+    """The same maps by a scale above 0: fused kernels scale after they mask, where -inf times less is no mask."""
+    if maps.scale > 0:
+        return maps
+    if maps.scale == 0:
+        return maps._replace(queries=torch.zeros_like(maps.queries), scale=1.0)
+    return maps._replace(queries=-maps.queries, scale=-maps.scale)
 
 
 def _attend_once(

@@ -112,6 +112,28 @@ def test_agrees_with_the_reference(case: KlCase, backend: str) -> None:
     assert_close(run(case, case.supervision(torch.float32), backend, torch.float32), expected, "float32")
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "masks",
+    [{}, {"is_causal": True}, {"window": 5}, {"is_causal": True, "attn_mask": padded(2, 33)}],
+    ids=["open", "causal", "window", "padded-causal"],
+)
+def test_a_scale_may_be_negative_or_zero(masks: dict[str, Any], backend: str, scale: float) -> None:
+    """PyTorch's fused attention masks before it scales: its causal calls give NaN where the scale is not above 0."""
+    case = make_case(33, **both(**masks))
+    # The same maps and gradients, by the scale that the case's reference has.
+    share = scale / case.scale
+    teacher = replace(case.supervision(torch.float64), scale=scale)
+    turned = replace(case, queries=case.queries * share, teacher_queries=case.teacher_queries * scale * 24**0.5)
+    value, dq, dk = turned.expected()
+    for supervision in (teacher, Dense(torch.from_numpy(turned.maps()))):
+        actual = run(case, supervision, backend, torch.float64, scale=scale)
+        assert_close(actual, (value, share * dq, dk), "float64")
+    vectors = torch.from_numpy(np.random.default_rng(3).standard_normal((2, 2, 33, 6)))
+    np.testing.assert_allclose(teacher.apply_to(vectors), turned.maps() @ vectors.numpy(), atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_inputs_are_computed_in_float32(dtype: str, backend: str) -> None:

@@ -60,11 +60,14 @@ def test_tiles_are_the_decoded_maps(codec: str, support: str) -> None:
         np.testing.assert_allclose(one, maps, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
-def test_the_loss_is_that_of_the_maps(backend: str, support: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_that_of_the_maps(
+    backend: str, support: str, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 100)
-    batch, _ = make_batch("sqrt8-row", support)
+    batch, _ = make_batch(codec, support)
     generator = torch.Generator().manual_seed(0)
     arguments: dict[str, Any] = {"is_causal": support == "causal", "temperature": 2.0, "backend": backend}
     results = []
