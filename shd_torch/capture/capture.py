@@ -27,10 +27,10 @@ from shd_ref.errors import ShdError
 from shd_ref.plans import as_index
 from shd_torch.capture.call import AttentionCall, LogitsCall, check_heads
 from shd_torch.capture.coverage import find_unseen
+from shd_torch.capture.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.hugging_face import read_hf_call
 from shd_torch.capture.kinds import find_call_kinds
 from shd_torch.capture.taps import RawCall, add_call, is_recording, record
-from shd_torch.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.maps.attention import softmax
 from shd_torch.supervision.taught_layers import TaughtLayers
 

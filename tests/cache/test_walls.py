@@ -54,7 +54,7 @@ def test_cited_requirements_exist() -> None:
     defined = re.findall(r"^- \*\*(CACHE-\d+)\*\*", SPEC.read_text(), re.MULTILINE)
     assert len(defined) == len(set(defined))
     folder = Path(shd_ref.cache.__file__).parent
-    cited = {name for path in folder.glob("*.py") for name in re.findall(r"CACHE-\d+", path.read_text())}
+    cited = {name for path in folder.rglob("*.py") for name in re.findall(r"CACHE-\d+", path.read_text())}
     assert cited <= set(defined)
 
 
@@ -80,6 +80,7 @@ PUBLIC = [
     "CodedFactors",
     "Dataset",
     "ExportSummary",
+    "KindLayers",
     "LayerFactors",
     "LayerPair",
     "Manifest",
@@ -120,6 +121,7 @@ PUBLIC = [
     "row_bounds",
     "sample_key",
     "sqrt8_table",
+    "trim_inputs",
     "trim_sample",
     "u4_table",
     "unpack",

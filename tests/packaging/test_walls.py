@@ -133,6 +133,67 @@ def _imported(path: Path) -> set[str]:
     return found
 
 
+FLOORS = {
+    "shd_ref": (
+        *(
+            "errors",
+            "tolerances",
+            "printable",
+            "cache/storage",
+            "cache/codecs",
+            "cache/documents",
+            "cache",
+            "chapters",
+        ),
+        *("conformance", "teacher/packages", "teacher/body", "teacher/opening", "teacher/session", "teacher/graph"),
+        *("teacher/rewrite", "teacher/sources", "teacher/run", "teacher/precompute", "teacher/study"),
+        *("teacher/adapter", "report", "commands", "cli"),
+    ),
+    "shd_torch": (
+        *("precision", "checks", "maps", "supervision", "kernels", "kl", "capture", "teacher", "data", "training"),
+        *("export", "top", "adapters", "demo", "commands", "cli"),
+    ),
+}
+"""Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_import_points_up(package: str) -> None:
+    floors = FLOORS[package]
+    for path in sorted((ROOT / package).rglob("*.py")):
+        own = _floor(path.relative_to(ROOT / package), package)
+        for module in _imported(path):
+            if module.split(".")[0] == package:
+                there = _floor(_file_of(module), package)
+                assert floors.index(there) <= floors.index(own), f"{path} ({own}) imports {module} ({there})"
+
+
+def test_every_room_says_what_lives_there() -> None:
+    for package, floors in FLOORS.items():
+        for folder in (room for room in floors if (ROOT / package / room).is_dir()):
+            page = ast.get_docstring(ast.parse((ROOT / package / folder / "__init__.py").read_text(encoding="utf-8")))
+            assert page is not None, folder
+
+
+def _file_of(module: str) -> Path:
+    """The file of a module below its package."""
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.relative_to(ROOT / module.split(".")[0])
+
+
+def _floor(file: Path, package: str) -> str:
+    """The longest name of a floor that holds the file; ``chapters`` and ``top`` hold what lies beside the rooms."""
+    parts = file.with_suffix("").parts
+    if parts[0] == "__init__":
+        return "chapters" if package == "shd_ref" else "top"
+    names = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    found = next((name for name in names if name in FLOORS[package]), None)
+    if found is None and parts[-1] == "__init__":
+        return FLOORS[package][-1]  # a package that only holds rooms
+    return found or ("chapters" if package == "shd_ref" else "top")
+
+
 def test_every_error_code_in_use_is_listed_and_every_listed_one_is_used() -> None:
     used: set[str] = set()
     for path in [*(ROOT / "shd_ref").rglob("*.py"), *(ROOT / "shd_torch").rglob("*.py")]:
