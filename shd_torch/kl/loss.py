@@ -74,6 +74,8 @@ def attention_kl(
     Meaning, denominators and errors are those of ``shd_loss`` with logits ``scale q k^T``; memory is linear in the
     length. The gradients are computed with the value, so that the backward pass only scales them. Every other
     derivative (a second one, forward mode, transforms of ``torch.func``) is refused. None reaches the supervision.
+    ``torch.compile(backend="eager")``, a debugging aid, is an exception: it runs backward passes without a graph, and
+    what this loss should add to a second derivative is missing there, without an error.
     ``torch.autocast`` changes nothing here.
 
     Args:
