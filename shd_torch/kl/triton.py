@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_torch import kernels
+import shd_torch.kernels as kernels
 from shd_torch.kernels import PackedCodes, RowsKl
 from shd_torch.kernels.coded import CODECS
 from shd_torch.kl.gradient import KlResult
