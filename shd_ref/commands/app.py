@@ -273,6 +273,8 @@ def precompute(
             else:
                 summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)
     print_remark(source)
+    for remark in dict.fromkeys(remark for summary in summaries for remark in summary.remarks):
+        messages.print(marked("remark", "yellow", f": {remark}"), soft_wrap=True)
     for summary in summaries:
         console.print(summary_table(summary))
     if any(summary.missing_shards for summary in summaries):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,86 @@ def test_cross_attention_is_told_from_self_attention() -> None:
     site = only_site(build.model({"x": shape, "memory": memory}, [output]))
     assert site.cross is True
     assert (site.num_heads, site.folded) == (1, True)
+
+
+def attention_on(build: GraphBuilder, query: str, key: str) -> onnx.ModelProto:
+    """One head of width 6 on projected queries and keys; the values are those of ``x``."""
+    turned = build.op("Transpose", key, perm=[0, 2, 1])
+    probs = build.op("Softmax", build.op("MatMul", query, turned), axis=-1)
+    context = build.op("MatMul", probs, times(build, "x", 8))
+    output = build.op("MatMul", context, build.const(random_projection(6, 6, 9)))
+    shapes = {"x": ["batch", "length", 6], "condition": ["batch", 1, 6]}
+    read = {name for node in build.nodes for name in node.input}
+    inputs = {name: (TensorProto.FLOAT, shape) for name, shape in shapes.items() if name in read}
+    return build.model(inputs, [output])
+
+
+def times(build: GraphBuilder, value: str, seed: int) -> str:
+    return build.op("MatMul", value, build.const(random_projection(6, 6, seed)))
+
+
+def low_rank(build: GraphBuilder, value: str) -> str:
+    return times(build, times(build, value, 4), 5)
+
+
+def latent(build: GraphBuilder, value: str) -> str:
+    """Part of the width, normed by its mean square, projected again."""
+    wide = build.op("MatMul", value, build.const(random_projection(6, 8, 6)))
+    cut = build.op("Slice", wide, *(build.const(np.array([number])) for number in (0, 6, -1)))
+    square = build.op("ReduceMean", build.op("Mul", cut, cut), build.const(np.array([-1])), keepdims=1)
+    return times(build, build.op("Div", cut, build.op("Sqrt", square)), 7)
+
+
+def first_rows(build: GraphBuilder, value: str) -> str:
+    return build.op("Slice", value, *(build.const(np.array([number])) for number in (0, 1, 1)))
+
+
+def modulated(build: GraphBuilder, value: str, seed: int) -> str:
+    scale = times(build, "condition", seed)
+    return build.op("Add", build.op("Mul", value, scale), times(build, "condition", seed + 1))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "cross"),
+    [
+        (lambda b: low_rank(b, "x"), lambda b: times(b, "x", 1), False),
+        (lambda b: b.op("Add", low_rank(b, "x"), times(b, "x", 1)), lambda b: times(b, "x", 2), False),
+        (lambda b: times(b, "x", 1), lambda b: latent(b, "x"), False),
+        (lambda b: latent(b, "x"), lambda b: latent(b, "x"), False),
+        (lambda b: times(b, first_rows(b, "x"), 1), lambda b: latent(b, "x"), True),
+        (
+            lambda b: times(b, modulated(b, b.op("Relu", "x"), 10), 1),
+            lambda b: times(b, modulated(b, b.op("Tanh", "x"), 20), 2),
+            True,
+        ),
+    ],
+    ids=["low rank", "adapter", "latent", "two latents", "first row", "one condition"],
+)
+def test_queries_and_keys_of_one_tensor_are_self_attention_however_they_are_projected(
+    query: Callable[[GraphBuilder], str], key: Callable[[GraphBuilder], str], cross: bool
+) -> None:
+    build = GraphBuilder()
+    assert only_site(attention_on(build, query(build), key(build))).cross is cross
+
+
+def test_learned_values_beside_the_sequence_repeat_no_heads() -> None:
+    """``bias_kv`` is there once for every sample."""
+
+    def joined(build: GraphBuilder, values: str) -> str:
+        batch = build.op("Slice", build.op("Shape", values), *(build.const(np.array([n])) for n in (0, 1)))
+        shape = build.op("Concat", batch, build.const(np.array([2, 1, 3])), axis=0)
+        learned = build.op("Expand", build.const(np.ones((1, 2, 1, 3), np.float32)), shape)
+        return build.op("Concat", learned, values, axis=2)
+
+    build = GraphBuilder()
+    values = joined(build, "k")
+    logits = build.op("MatMul", "q", build.op("Transpose", values, perm=[0, 1, 3, 2]))
+    context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
+    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), build.const(np.array([0, 0, 6])))
+    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    shapes = {name: (TensorProto.FLOAT, ["batch", 2, name + "s", 3]) for name in ("q", "k")}
+    site = only_site(build.model(shapes, [output]))
+    assert (site.supported, site.num_heads, site.num_kv_heads) == (True, 2, 2)
 
 
 def test_classifiers_and_routers_are_no_sites() -> None:

@@ -14,6 +14,7 @@ from onnx import TensorProto
 from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection, token_teacher
 
 from shd_ref.cache import CacheReader
+from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
@@ -302,6 +303,46 @@ def test_dynamic_quantisation_keeps_samples_apart_but_for_its_scales(tmp_path: P
     assert SEQUENCE_FIRST in str(wrong.reason)
     several = only_site(quantised(attention(window=4), tmp_path))
     assert WINDOWS in str(several.reason)
+
+
+@pytest.mark.parametrize(("batch_size", "said"), [(4, True), (1, False)])
+def test_records_of_shared_scales_are_remarked(
+    batch_size: int, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = saved(quantised(attention(length="length"), tmp_path), tmp_path)
+    np.savez(tmp_path / "data.npz", **samples_for(onnx.load(teacher)))
+    words = ["precompute", str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "1"]
+    words += ["--out", str(tmp_path / "cache"), "--batch-size", str(batch_size)]
+    load_app()(words, standalone_mode=False)
+    remark = capsys.readouterr().err
+    assert ("depend on the batches" in remark and "--batch-size 1" in remark) == said
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["number", "one number"])
+def test_a_flag_beside_the_samples_hides_nothing(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unprobed(monkeypatch)
+    model, cause = onnx.ModelProto(), REFUSED["batch normalisation"][1]
+    model.CopyFrom(REFUSED["batch normalisation"][0])
+    model.graph.input.append(onnx.helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, shape))
+    data = samples_for(model)
+    del data["use_cache_branch"]
+    with pytest.raises(ShdError, match=cause):
+        precompute(saved(model, tmp_path), data, tmp_path / "cache", PrecomputeOptions(1))
+
+
+def test_fixed_numbers_are_no_samples() -> None:
+    model = attention(length="length")
+    read = next(node for node in model.graph.node if "x" in node.input)
+    model.graph.node.insert(0, onnx.helper.make_node("Mul", ["x", "temperature"], ["heated"], name="heat"))
+    assert read is not model.graph.node[0]
+    for node in list(model.graph.node)[1:]:
+        for place, name in enumerate(node.input):
+            node.input[place] = "heated" if name == "x" else name
+    model.graph.input.append(onnx.helper.make_tensor_value_info("temperature", TensorProto.FLOAT, [1]))
+    site = only_site(model)
+    assert (site.supported, site.reason, site.note) == (True, None, None)
 
 
 def test_a_length_that_the_exporter_froze_is_named(tmp_path: Path) -> None:

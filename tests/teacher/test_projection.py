@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from teacher.attention_graphs import GraphBuilder, random_projection
 
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph import nodes
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.session import open_session
@@ -150,7 +152,47 @@ def equation(text: str, operand: NDArray[np.float32]) -> Spelling:
     return lambda build, context: build.op("Einsum", context, build.const(operand), equation=text)
 
 
+def adapted_as_it_runs(build: GraphBuilder, context: str) -> str:
+    """``W + B A``, transposed by the graph, as adapters are merged."""
+    down, up = build.const(weight(2, ROWS, 1)), build.const(weight(D_MODEL, 2, 2))
+    low = build.op("Mul", build.op("MatMul", up, down), build.const(np.float32(0.5)))
+    merged = build.op("Add", build.const(weight(D_MODEL, ROWS)), low)
+    return build.op("MatMul", join(build, context), build.op("Transpose", merged, perm=[1, 0]))
+
+
+def normed_weight(build: GraphBuilder, context: str) -> str:
+    """Weight normalisation: a length for every column."""
+    direction = build.const(weight(D_MODEL, ROWS))
+    length = build.op("ReduceL2", direction, build.const(np.array([1])), keepdims=1)
+    lengths = build.const(np.arange(1, D_MODEL + 1, dtype=np.float32)[:, None])
+    normed = build.op("Mul", direction, build.op("Div", lengths, length))
+    return build.op("Gemm", build.op("Reshape", join(build, context), ints(build, -1, ROWS)), normed, transB=1)
+
+
+def learned_gate(op_type: str) -> Spelling:
+    """A number a head, through a function that nobody folded."""
+
+    def spell(build: GraphBuilder, context: str) -> str:
+        gate = build.op(op_type, build.const(np.float32([0.5, -1, 2]).reshape(1, HEADS, 1, 1)))
+        return times(build, join(build, build.op("Div" if op_type == "Exp" else "Mul", context, gate)))
+
+    return spell
+
+
+def part_of_a_weight(build: GraphBuilder, context: str) -> str:
+    """The second part of a split constant, by ``(out, in)``."""
+    parts = ["first_part", "second_part"]
+    stacked = build.const(weight(2 * D_MODEL, ROWS))
+    build.nodes.append(onnx.helper.make_node("Split", [stacked], parts, axis=0, num_outputs=2))
+    return build.op("MatMul", join(build, context), build.op("Transpose", parts[1], perm=[1, 0]))
+
+
 LINEAR: dict[str, Spelling] = {
+    "adapter merged as it runs": adapted_as_it_runs,
+    "weight normalisation": normed_weight,
+    "learned gate": learned_gate("Sigmoid"),
+    "learned divisor": learned_gate("Exp"),
+    "part of a weight": part_of_a_weight,
     "one product": lambda build, context: times(build, join(build, context)),
     "adapter": adapter("Add"),
     "adapter first": adapter("Add", swapped=True),
@@ -302,3 +344,28 @@ def test_reading_the_heads_outputs_aside_changes_nothing(outputs: tuple[str, ...
     _, site = loaded_site(teacher(spell, *outputs), tmp_path)
     assert site.supported, site.reason
     np.testing.assert_array_equal(site.output_projection, weight())
+
+
+@pytest.mark.parametrize(
+    ("op_type", "sizes"),
+    [("Mul", ((2**11, 1), (1, 2**11))), ("MatMul", ((2**11, 1), (1, 2**11))), ("MatMul", ((1, 2**18), (2**18, 1)))],
+)
+def test_constants_that_grow_beyond_reason_are_refused_before_they_are_computed(
+    op_type: str, sizes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two hold too many numbers, and the last takes too long."""
+
+    def compute(*_: object) -> None:
+        raise AssertionError("it was computed")
+
+    monkeypatch.setattr(nodes, "_compute", compute)
+    monkeypatch.setattr(nodes, "_MOST_HELD", 2**20)
+    monkeypatch.setattr(nodes, "_MOST_PRODUCTS", 2**17)
+
+    def spell(build: GraphBuilder, context: str) -> str:
+        factors = [build.const(np.zeros(size, np.float32)) for size in sizes]
+        return build.op("MatMul", join(build, context), build.op(op_type, *factors))
+
+    with pytest.raises(ShdError, match=r"within .* entries .*constants folded") as caught:
+        find_sites(teacher(spell))
+    assert caught.value.code == "graph-invalid"

@@ -57,10 +57,11 @@ _FROZEN: Final = (
     "are dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., "
     "dynamo=True, dynamic_shapes=...)"
 )
-_SHARED_SCALES: Final = (
+SHARED_SCALES: Final = (
     "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "
     "batch: use the float or the statically quantised form of the model, or --batch-size 1"
 )
+"""Note of a site whose maps of a sample are its own but for the scales, which the batch shares."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Trial:
         if self._keeps_samples(first, second, self._places):
             if _distance(first[1], first[0]) <= self._allowed.least:
                 return Finding(note=NOT_TOLD)
-            return Finding(note=_SHARED_SCALES if self._allowed.same_samples else None)
+            return Finding(note=SHARED_SCALES if self._allowed.same_samples else None)
         return Finding(self._why_different(first, maps_of))
 
     def _why_as_many(self, first: Maps, second: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
@@ -248,6 +249,8 @@ def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
     specs = {spec.name: spec for spec in probe.specs}
     feeds = _different_samples(probe)
     data = [name for name, spec in specs.items() if spec.part == "data" and spec.shape]
+    # Fixed numbers, such as a temperature (1,), are no samples, unless there is nothing else.
+    data = [name for name in data if len(specs[name].shape) > 1 or not isinstance(specs[name].shape[0], int)] or data
     if not data:
         raise ShdError("graph-unsupported", "the graph takes no data")
     samples = min(len(feeds[name]) for name in data)

@@ -2,7 +2,7 @@
 
 Where a graph has cross attention, the positions of its maps are those of two sequences: keys are made from what
 the encoder gives, queries from what the decoder was fed. A site that the keys of a cross site are made from belongs
-to the encoder; every other is the decoder's.
+to the encoder, and so does one beside it on the encoder's inputs alone; every other is the decoder's.
 """
 
 from __future__ import annotations
@@ -78,21 +78,29 @@ def find_kinds(
     below = [upstream.of(site.values) for site in crosses]  # what keys and values of cross attention are made from
     encoder_tensors = frozenset().union(*below)
     cross_maps = {site.probs for site in crosses}
+    sequences = [spec.name for spec in specs if len(spec.shape) > 1]
+    # A mask that only the logits read belongs to the inputs that are as long by name.
+    lengths = {spec.shape[1] for spec in specs if spec.name in encoder_tensors and len(spec.shape) > 1} - {None}
+    masks = {s.name for s in specs if s.part == "mask" and isinstance(s.shape[1], str) and s.shape[1] in lengths}
+    others = [name for name in sequences if name not in encoder_tensors and not name.startswith("encoder_")]
+    decoder = tuple(sorted(n for n in others if n not in masks or n.startswith("decoder_")))
     kinds: dict[int, str] = {}
     for site in readable:
+        made_of = upstream.of(site.probs)
         if site.cross:
             kinds[site.layer] = "cross"
+        elif not cross_maps.isdisjoint(made_of):
+            kinds[site.layer] = "decoder"
         else:
-            follows_cross = not cross_maps.isdisjoint(upstream.of(site.probs))
-            kinds[site.layer] = "encoder" if site.probs in encoder_tensors and not follows_cross else "decoder"
+            # Beside the encoder, as another branch on its inputs; the decoder's rows may be learned queries.
+            is_beside = made_of.isdisjoint(decoder) and not made_of.isdisjoint(sequences)
+            kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_beside else "decoder"
     own_keys = {s.layer for s, tensors in zip(crosses, below, strict=True) if not cross_maps.isdisjoint(tensors)}
-    sequences = [spec.name for spec in specs if len(spec.shape) > 1]
-    decoder = tuple(sorted(n for n in sequences if n not in encoder_tensors and not n.startswith("encoder_")))
-    masks = [spec.name for spec in specs if spec.name in decoder and len(spec.shape) == 2 and spec.part == "mask"]
+    decoder_masks = [s.name for s in specs if s.name in decoder and len(s.shape) == 2 and s.part == "mask"]
     if decoder_mask is None:
-        decoder_mask = DECODER_MASK if DECODER_MASK in masks else None
+        decoder_mask = DECODER_MASK if DECODER_MASK in decoder_masks else None
     elif decoder_mask not in [s.name for s in specs if s.name in decoder and len(s.shape) == 2]:
-        raise _no_mask(decoder_mask, masks)
+        raise _no_mask(decoder_mask, decoder_masks)
     return SiteKinds(kinds, own_keys, decoder, decoder_mask)
 
 
@@ -104,10 +112,11 @@ def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
 
 
 class _Upstream:
-    """Everything that a tensor is made from, its own name included."""
+    """Everything that a tensor is made from, its own name included; what only gives it a size is left out."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self._sources = {name: node.input for node in model.graph.node for name in node.output}
+        nodes = [node for node in model.graph.node if node.op_type not in ("Shape", "Size")]
+        self._sources = {name: node.input for node in nodes for name in node.output}
 
     def of(self, tensor: str) -> frozenset[str]:
         """Names of tensors and inputs."""

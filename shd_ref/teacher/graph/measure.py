@@ -128,11 +128,18 @@ def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
     """How often value heads are repeated: elements out over elements in, whatever the axis."""
     factor = 1
     for node in nodes:
-        sizes = [shapes.get(name_of(value)) for value in (*data_inputs(node), node.outputs[0])]
-        if sizes[0] is None or sizes[1] is None:
+        before, after = (_size_of(value, shapes) for value in (data_inputs(node)[0], node.outputs[0]))
+        if before is None or after is None:
             return None
-        factor *= max(1, int(np.prod(sizes[1]) // np.prod(sizes[0])))
+        if node.op_type == "Expand" and len(before) == len(after):  # a learned value is there for every sample
+            before, after = before[1:], after[1:]
+        factor *= max(1, math.prod(after) // math.prod(before))
     return factor
+
+
+def _size_of(value: ir.Value, shapes: Shapes) -> tuple[int, ...] | None:
+    constant = constant_of(value)
+    return shapes.get(name_of(value)) if constant is None else constant.shape
 
 
 def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:

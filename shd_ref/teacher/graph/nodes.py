@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -11,20 +12,54 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.operators import STANDARD_DOMAINS
 from shd_ref.teacher.packages import ir, onnx
 
-_CONSTANT_OPS: Final = frozenset(
-    {"Cast", "DequantizeLinear", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_LAYOUT: Final = frozenset({"Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_SHRINKING: Final = frozenset(
+    {"LpNormalization", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Slice", "Split"}
 )
+_BY_ENTRY: Final = frozenset(
+    {
+        "Abs",
+        "Add",
+        "Cast",
+        "Clip",
+        "DequantizeLinear",
+        "Div",
+        "Exp",
+        "Log",
+        "Max",
+        "Min",
+        "Mul",
+        "Neg",
+        "Pow",
+        "Reciprocal",
+        "Sigmoid",
+        "Softplus",
+        "Sqrt",
+        "Sub",
+        "Sum",
+        "Tanh",
+    }
+)
+_CONSTANT_OPS: Final = _LAYOUT | _SHRINKING | _BY_ENTRY | {"Concat", "Gemm", "MatMul"}
+"""What weights are computed with in graphs that no optimiser has folded: adapters that are merged as the graph runs,
+norms and scales of weights, gates that are learned numbers."""
+
+_MOST_HELD: Final = 2**29  # entries of all constants that one of them is computed from
+_MOST_PRODUCTS: Final = 2**40  # multiplications of one product: half a minute or less
+_VERDICT: Final = "shd_ref.is_constant"
 
 
 def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
-    """The value as an array where the graph fixes it, through layout and dequantisation of weights.
+    """The value as an array where the graph fixes it, computed from its constants where it has to be.
 
     Raises:
-        ShdError: ``graph-invalid`` for constants that cannot be computed, as they contradict each other.
+        ShdError: ``graph-invalid`` for constants that cannot be computed, as they contradict each other, or that
+            would grow beyond reason.
     """
     if value is None or not is_constant(value):
         return None
     found: dict[ir.Value, NDArray[Any]] = {}
+    held = 0
     waiting = [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         node = waiting[-1].producer()
@@ -41,9 +76,8 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
             if stated is not None:
                 found[current] = stated.numpy()
             elif node is not None:
-                feeds = {name_of(each): found[each] for each in inputs}
-                outputs = onnx.reference.ReferenceEvaluator(ir.to_proto(node)).run(None, feeds)
-                found[current] = np.asarray(next(iter(outputs)))
+                held = _count_held(node, [found[each] for each in inputs], held)
+                found.update(zip(node.outputs, _compute(node, found), strict=False))
         except ShdError:
             raise
         except Exception as error:  # the evaluator raises what NumPy and its own operators raise
@@ -56,22 +90,70 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
     return found[value]
 
 
+def _compute(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray[Any]]:
+    """The outputs of an operator on constants."""
+    feeds = {name_of(each): known[each] for each in node.inputs if each is not None}
+    version = None if node.graph is None else node.graph.opset_imports.get("")
+    opsets = None if version is None else {"": version}
+    with np.errstate(all="ignore"):  # what is no number is found out where it is used
+        outputs = onnx.reference.ReferenceEvaluator(ir.to_proto(node), opsets=opsets).run(None, feeds)
+    return [np.asarray(output) for output in outputs]
+
+
+def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int) -> int:
+    """Entries that are held with this operator's result; what it costs is known before it is computed."""
+    sizes = [array.size for array in inputs]
+    entries, products = max(sizes, default=0), 0
+    if node.op_type in _BY_ENTRY - {"DequantizeLinear"}:
+        entries = math.prod(np.broadcast_shapes(*(array.shape for array in inputs)))
+    elif node.op_type == "Concat":
+        entries = sum(sizes)
+    elif node.op_type in ("Gemm", "MatMul"):
+        left, right = (array.shape for array in inputs[:2])
+        if node.op_type == "Gemm":
+            left = left[::-1] if int_attribute(node, "transA") else left
+            right = right[::-1] if int_attribute(node, "transB") else right
+        rows = math.prod(left[-2:-1])
+        columns = right[-1] if len(right) > 1 else 1
+        entries = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns
+        products = entries * left[-1]
+    if held + entries > _MOST_HELD or products > _MOST_PRODUCTS:
+        raise ShdError(
+            "graph-invalid",
+            f"constants of the graph must be computed from one another within {_MOST_HELD} entries and "
+            f"{_MOST_PRODUCTS} multiplications; node {node.name!r} ({node.op_type}) needs more: export the model "
+            "with its constants folded",
+        )
+    return held + entries
+
+
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether ``constant_of`` gives a value, found without computing it."""
+    """Whether ``constant_of`` gives a value, found without computing it.
+
+    The answer is kept with the value, as every one behind it is asked for: a graph is to be read, not changed.
+    """
     if value is None:
         return False
-    seen, waiting = {value}, [value]
+    waiting, begun = [value], {value}
     while waiting:
-        current = waiting.pop()
-        if ir.convenience.get_const_tensor(current) is not None:
-            continue
+        current = waiting[-1]
         node = current.producer()
-        if node is None or node.op_type not in _CONSTANT_OPS or node.domain not in STANDARD_DOMAINS:
-            return False
-        sources = {source for source in node.inputs if source is not None} - seen
-        seen |= sources
-        waiting += sources
-    return True
+        if ir.convenience.get_const_tensor(current) is not None:
+            verdict = True
+        elif node is None or node.op_type not in _CONSTANT_OPS or node.domain not in STANDARD_DOMAINS:
+            verdict = False
+        else:
+            sources = [source for source in node.inputs if source is not None]
+            known = [source.meta.get(_VERDICT) for source in sources]
+            unknown = [source for source, one in zip(sources, known, strict=True) if one is None]
+            if False not in known and unknown and unknown[0] not in begun:
+                waiting.append(unknown[0])
+                begun.add(unknown[0])
+                continue
+            verdict = False not in known and not unknown and bool(sources)  # unknown: it feeds itself
+        waiting.pop()
+        current.meta[_VERDICT] = verdict
+    return bool(value.meta[_VERDICT])
 
 
 def int_attribute(node: ir.Node, *names: str) -> int | None:

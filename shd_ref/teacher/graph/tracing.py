@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.nodes import is_constant
+from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_constant
 from shd_ref.teacher.opening.operators import (
+    ADDING_OPS,
     INTEGER_PRODUCTS,
     LAYOUT_OPS,
     LOGIT_OPS,
@@ -20,6 +21,11 @@ from shd_ref.teacher.packages import ir
 
 NodeTest: TypeAlias = Callable[[ir.Node], bool]
 
+_LAYER_NORMS: Final = frozenset(
+    {"LayerNormalization", "LpNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
+)
+_NORM_STEPS: Final = frozenset({"Add", "Cast", "Clip", "Div", "Expand", "Max", "Reciprocal", "Sqrt"})
+"""Between a mean of squares and what is divided by its root."""
 _FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 
 
@@ -42,7 +48,28 @@ def is_value_product(node: ir.Node) -> bool:
     if node.op_type in OPAQUE_PRODUCTS:
         return len(node.inputs) == 2 and not any(is_constant(value) for value in node.inputs)
     products = PRODUCTS | INTEGER_PRODUCTS
-    return node.op_type in products and not any(is_constant(value) for value in operands(node))
+    return node.op_type in products and not any(_is_weight(value) for value in operands(node))
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether a constant is a matrix; learned queries and maps are computed constants, too, of more axes."""
+    if not is_constant(value):
+        return False
+    if _is_stated(value):
+        return True
+    constant = constant_of(value)
+    return constant is not None and constant.ndim <= 2
+
+
+def _is_stated(value: ir.Value) -> bool:
+    """Whether a constant is only moved, cast or dequantised, and not computed of others."""
+    current: ir.Value | None = value
+    while current is not None and ir.convenience.get_const_tensor(current) is None:
+        node = current.producer()
+        if node is None or node.op_type not in LAYOUT_OPS:
+            return False
+        current = node.inputs[0]
+    return True
 
 
 def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
@@ -60,19 +87,59 @@ def _is_weight_product(node: ir.Node) -> bool:
 
 
 def is_cross(scores: ir.Node) -> bool | None:
-    """Whether Q and K are projections of different tensors; None where their projections are not found."""
+    """Whether Q and K are made of different tensors; None where their projections are not found."""
     # Everything a projection may pass through on its way to Q K^T: biases, scales, head splits, rotary embedding.
     between = LAYOUT_OPS | LOGIT_OPS | REPEAT_OPS | {"Neg", "Slice", "Split"}
     projections = [trace_back(value, between, _is_weight_product) for value in operands(scores)]
-    sources = [_projection_source(node) for node in projections if node is not None]
-    return None if len(sources) < 2 else sources[0] is not sources[1]
+    sources = [_projected_tensors(node) for node in projections if node is not None]
+    return None if len(sources) < 2 else sources[0].isdisjoint(sources[1])
 
 
-def _projection_source(projection: ir.Node) -> ir.Value | None:
-    value = next((value for value in operands(projection) if not is_constant(value)), None)
-    while value is not None and (node := value.producer()) is not None and node.op_type in LAYOUT_OPS:
-        value = node.inputs[0]
-    return value
+def _projected_tensors(projection: ir.Node) -> set[ir.Value]:
+    """What a projection reads, and what that is projected from in turn: adapters and latents have two products."""
+    found: set[ir.Value] = set()
+    waiting = [value for value in operands(projection) if not is_constant(value)]
+    while waiting:
+        value = waiting.pop()
+        if value in found:
+            continue
+        found.add(value)
+        node = value.producer()
+        waiting += [] if node is None else _other_forms(node)
+    return found
+
+
+def _other_forms(node: ir.Node) -> list[ir.Value]:
+    """What a tensor is another form of: moved, normed or projected, or a part of its width.
+
+    Not where two tensors are joined or added, as past a residual connection everything comes from everything.
+    """
+    sources = [value for value in node.inputs if value is not None and not is_constant(value)]
+    if node.op_type in ("Slice", "Split"):
+        return sources[:1] if _cuts_width(node) else []
+    if node.op_type in SCALING_OPS and len(sources) == 2:  # a norm that is written out
+        left, right = sources
+        return [one for one, other in ((left, right), (right, left)) if trace_back(other, _NORM_STEPS, _is_mean)]
+    if node.op_type in ADDING_OPS | SCALING_OPS:
+        return sources if len(sources) == 1 else []
+    kept = node.op_type in LAYOUT_OPS or node.op_type in _LAYER_NORMS or _is_weight_product(node)
+    return sources if kept else []
+
+
+def _is_mean(node: ir.Node) -> bool:
+    return node.op_type in ("ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare")
+
+
+def _cuts_width(node: ir.Node) -> bool:
+    """Whether it cuts the last axis: parts of a latent, but not of the sequence."""
+    source = node.inputs[0]
+    rank = 0 if source is None or source.shape is None else len(source.shape)
+    if node.op_type == "Split":
+        axes = [int_attribute(node, "axis") or 0]
+    else:
+        constant = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
+        axes = [0] if constant is None else constant.ravel().tolist()
+    return all(axis == -1 or axis == rank - 1 for axis in axes)
 
 
 def before_rounding(value: ir.Value) -> ir.Value:

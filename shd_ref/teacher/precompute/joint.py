@@ -137,6 +137,7 @@ class JointJob:
                     seconds=time.monotonic() - self._started,
                     compared_samples=job.compared_samples,
                     comparison=job.comparison,
+                    remarks=job.remarks,
                 )
             )
         return summaries

@@ -39,6 +39,7 @@ class PrecomputeSummary:
         codec_error: over the rows that were measured.
         compared_samples: how many the first batch held, where teacher, reference and graph were all at hand.
         comparison: what it showed.
+        remarks: what is to be known of the records, such as that they depend on the batches they were made in.
     """
 
     folder: Path | str
@@ -56,6 +57,7 @@ class PrecomputeSummary:
     codec_error: CodecError
     compared_samples: int
     comparison: Comparison
+    remarks: tuple[str, ...] = ()
 
 
 def summarise(
@@ -68,6 +70,7 @@ def summarise(
     seconds: float,
     compared_samples: int,
     comparison: Comparison,
+    remarks: tuple[str, ...] = (),
 ) -> PrecomputeSummary:
     """The summary of what is committed in a cache."""
     storage = open_storage(folder)
@@ -99,6 +102,7 @@ def summarise(
         codec_error=merge_codec_errors(errors),
         compared_samples=compared_samples,
         comparison=comparison,
+        remarks=remarks,
     )
 
 

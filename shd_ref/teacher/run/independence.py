@@ -48,12 +48,16 @@ def check_samples(
     for indices in _pairs(inputs):
         batch = inputs.batch(indices)
         entries = max((site.num_heads or 1) for site in sites.values()) * max(inputs.longest_axis(indices), 1) ** 2
-        at_once = max(1, _HELD_BYTES // (4 * (2 * len(next(iter(batch.arrays.values()))) + 1) * entries))
+        rows = len(batch.arrays[inputs.names[0]])
+        # What is supplied beside the data may be a single flag, or hold the samples on another axis.
+        sampled = [name for name, array in batch.arrays.items() if name in inputs.names or len(array.shape[:2]) == 2]
+        sampled = [name for name in sampled if len(batch.arrays[name]) == rows]
+        at_once = max(1, _HELD_BYTES // (4 * (2 * rows + 1) * entries))
         told = set()
         for start in range(0, len(pending), at_once):
             names = pending[start : start + at_once]
             runner = functools.partial(_run_changed, run, names, batch)
-            trial = Trial(runner, batch.arrays, batch.arrays, allowed, grows=inputs.fixed_batch is None)
+            trial = Trial(runner, batch.arrays, sampled, allowed, grows=inputs.fixed_batch is None)
             for name in names:
                 finding = trial.judge(name, "batch-heads", 1)
                 if finding.reason is not None:

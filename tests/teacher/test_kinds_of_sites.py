@@ -1,0 +1,75 @@
+"""Encoder, decoder and cross attention of one graph, in graphs written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from teacher.attention_graphs import GraphBuilder, random_projection
+
+pytest.importorskip("onnxruntime")
+
+from shd_ref.cache import CacheReader
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.graph.kinds import find_kinds
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+
+
+def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, masked: bool = False) -> str:
+    """One head of width 6, with its projection."""
+
+    def times(value: str, number: int) -> str:
+        return build.op("MatMul", value, build.const(random_projection(6, 6, 10 * seed + number)))
+
+    query, key, value = times(rows, 1), times(keys, 2), times(keys, 3)
+    logits = build.op("MatMul", query, build.op("Transpose", key, perm=[0, 2, 1]))
+    if masked:
+        column = build.op("Cast", build.op("Unsqueeze", "attention_mask", build.const(np.array([1]))), to=9)
+        logits = build.op("Where", column, logits, build.const(np.float32(-1e9)))
+    return times(build.op("MatMul", build.op("Softmax", logits, axis=-1), value), 4)
+
+
+def beside(*, learned: bool) -> onnx.ModelProto:
+    """Self-attention on ``x`` or on learned queries, and, beside it, learned queries that read ``x``."""
+    build = GraphBuilder()
+    batch = build.op("Slice", build.op("Shape", "x"), build.const(np.array([0])), build.const(np.array([1])))
+    shape = build.op("Concat", batch, build.const(np.array([2, 6])), axis=0)
+    queries = build.op("Expand", build.const(random_projection(2, 6, 90)[None]), shape)
+    own = attend(build, queries, queries, 1) if learned else attend(build, "x", "x", 1, masked=True)
+    read = attend(build, own if learned else queries, "x", 2, masked=True)
+    inputs = {
+        "x": (TensorProto.FLOAT, ["batch", "length", 6]),
+        "attention_mask": (TensorProto.INT64, ["batch", "length"]),
+    }
+    return build.model(inputs, [own, read])
+
+
+@pytest.mark.parametrize(("learned", "kinds"), [(False, ["encoder", "cross"]), (True, ["decoder", "cross"])])
+def test_what_reads_the_encoders_inputs_alone_has_its_positions(learned: bool, kinds: list[str]) -> None:
+    model = beside(learned=learned)
+    sites = find_sites(model)
+    assert [site.supported for site in sites] == [True, True], sites
+    found = find_kinds(model, sites, input_specs(model))
+    assert [found.kind(site) for site in sites] == kinds
+
+
+def test_its_records_do_not_depend_on_the_padding_of_a_batch(tmp_path: Path) -> None:
+    onnx.save(beside(learned=False), tmp_path / "teacher.onnx")
+    lengths = np.array([6, 3, 5, 4])
+    data = {
+        "x": np.random.default_rng(0).normal(size=(4, 6, 6)).astype(np.float32),
+        "attention_mask": (np.arange(6) < lengths[:, None]).astype(np.int64),
+    }
+    shapes = []
+    for size in (1, 4):
+        folder = tmp_path / str(size)
+        options = PrecomputeOptions(1, layer_pairs=((0, 0),), codec="float32")
+        precompute(tmp_path / "teacher.onnx", data, folder, options, RunOptions(batch_size=size))
+        reader = CacheReader(folder)
+        shapes.append(sorted(reader.decode(reader.read(key), 0).shape for key in reader))
+    assert shapes[0] == shapes[1] == [(1, n, n) for n in sorted(lengths)]
