@@ -182,6 +182,8 @@ def make_request(
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
     )
     mask = mask.fit(shape, device)
+    if check:
+        _check_added(mask, layer)
     dtype = torch.promote_types(compute_dtype(queries, keys), supervision.dtype)
     mass = supervision.mass().to(dtype)
     counted = mass != 0 if loss_mask is None else (mass != 0) & loss_mask[:, None, :]
@@ -206,6 +208,15 @@ def make_request(
     elif check:
         check_support(request, layer)
     return _weigh(request, counted, beta)
+
+
+def _check_added(mask: AttentionMask, layer: int) -> None:
+    """What is added to logits must be numbers; -inf in a mask is a key that is masked (MAP-7)."""
+    added = mask.attn_mask
+    if added is not None and added.dtype != torch.bool:
+        check_real(added.detach(), "attn_mask", check=True, allow_minus_inf=True, layer=layer)
+    if mask.alibi_slopes is not None:
+        check_real(mask.alibi_slopes, "alibi_slopes", check=True, layer=layer)
 
 
 def _weigh(request: KlRequest, counted: Tensor, beta: float) -> tuple[KlRequest, Tensor]:
