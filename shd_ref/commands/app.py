@@ -272,9 +272,10 @@ def precompute(
                 summaries = [precompute_cache(teacher, source, out, options, run, **told)]
             else:
                 summaries = precompute_shapes(teacher, source, out, options, heads, run, **told)
-    print_remark(source)
     for remark in dict.fromkeys(remark for summary in summaries for remark in summary.remarks):
         messages.print(marked("remark", "yellow", f": {remark}"), soft_wrap=True)
+    for remark in dict.fromkeys(summary.remark for summary in summaries if summary.remark is not None):
+        messages.print(remark, highlight=False, soft_wrap=True)
     for summary in summaries:
         console.print(summary_table(summary))
     if any(summary.missing_shards for summary in summaries):

@@ -24,6 +24,8 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     if summary.skipped:
         why = ": the teacher gave NaN; their receipts name them"
         table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
+    if summary.supplied:
+        table.add_row("fed besides", summary.supplied)
     ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
     table.add_row("stored", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than its maps in float32")
     alphas = summary.alphas

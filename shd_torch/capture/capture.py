@@ -32,7 +32,7 @@ from shd_torch.capture.hugging_face import read_hf_call
 from shd_torch.capture.kinds import find_call_kinds
 from shd_torch.capture.taps import RawCall, add_call, is_recording, record
 from shd_torch.maps.attention import softmax
-from shd_torch.supervision.taught_layers import TaughtLayers
+from shd_torch.supervision.taught_layers import Kinds, TaughtLayers
 
 Call: TypeAlias = AttentionCall | LogitsCall
 
@@ -46,8 +46,11 @@ _REMEDY = (
 class Captured:
     """The attention of a student's last forward pass, as ``capture_attention`` recorded it."""
 
-    def __init__(self, layers: tuple[int, ...] | None, ignored_arguments: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, layers: tuple[int, ...] | None, ignored_arguments: frozenset[str] = frozenset(), kinds: Kinds = ()
+    ) -> None:
         self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
+        self._kinds = kinds  # by which they are numbered, where there are several
         self._ignored_arguments = ignored_arguments
         self._kept: dict[int, Call] = {}
         self.num_calls = 0
@@ -105,6 +108,29 @@ class Captured:
                 "capture all layers, or name it in layers",
             )
         return _with_query_key(call, number)
+
+    def check_taught(self, layers: tuple[int, ...]) -> None:
+        """Refuse a student of another depth, or calls that are numbered otherwise, than its teaching was made for.
+
+        ``capture_attention`` does so itself, where it was given these layers.
+
+        Args:
+            layers: of a supervision.
+
+        Raises:
+            ShdError: ``cache-mismatch``.
+        """
+        if not isinstance(layers, TaughtLayers) or not self.num_calls:
+            return
+        if layers.kinds != self._kinds:
+            raise ShdError(
+                "cache-mismatch",
+                f"attention must be captured by the kinds that its teaching was made for, {layers.kinds or 'one'}; "
+                f"got {self._kinds or 'calls in the order they ran'}: give capture_attention the layers of the "
+                "supervision (layers=supervision.layers)",
+                "CACHE-115",
+            )
+        layers.check_calls(self.num_calls, "the student")
 
     def clear(self) -> None:
         """Forget what was recorded, and with it the student's graph."""
@@ -164,7 +190,8 @@ class AttentionCapture:
             raise ShdError(
                 "argument-value", f"ignored_arguments must be a list of argument names; got {ignored_arguments!r}"
             )
-        self.captured = Captured(kept, frozenset(ignored_arguments))
+        kinds = () if self._taught is None else self._taught.kinds
+        self.captured = Captured(kept, frozenset(ignored_arguments), kinds)
 
     def start(self) -> Captured:
         """Record every forward pass from now on; the result fills itself.

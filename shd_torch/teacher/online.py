@@ -271,7 +271,8 @@ def layer_kls(
         sum over n.
 
     Raises:
-        ShdError: what ``attention_kl`` raises; ``capture-failed`` where a layer was not captured.
+        ShdError: what ``attention_kl`` raises; ``capture-failed`` where a layer was not captured; ``cache-mismatch``
+            for a student of another depth than was meant, however it was captured.
 
     Source: Eq. 11.
     """
@@ -281,6 +282,7 @@ def layer_kls(
         raise ShdError("argument-value", "taught must come from at least one teacher; got none")
     terms: dict[int, Tensor] = {}
     for teacher in teachers:
+        captured.check_taught(teacher.layers)
         calls = [captured.layer(layer) for layer in teacher.layers]
         num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
         sizes = [(call.query.shape[2], call.key.shape[2]) for call in calls]

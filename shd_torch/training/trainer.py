@@ -251,7 +251,7 @@ class SupervisedCollator:
         """Samples with records become a mapping with ``supervision``; samples alone what they always became.
 
         Raises:
-            ShdError: ``inputs-invalid`` where the attention mask is not that of the records, padded on the right.
+            ShdError: ``inputs-invalid`` where the attention mask is not that of the samples, padded on the right.
         """
         if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], StoredRecord):
             return dict(self.collate(list(batch)))
@@ -259,11 +259,18 @@ class SupervisedCollator:
         joined = dict(self.collate(list(samples)))
         mask = joined.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            _check_padding(mask, [record.length for record in records])
+            _check_padding(mask, [self._seen(*pair) for pair in zip(samples, records, strict=True)])
         joined["supervision"] = pack_records(records, self.manifest, self.layers)
         alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
         joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
         return joined
+
+    def _seen(self, sample: Any, record: StoredRecord) -> Tensor:
+        """``(n,)``, the mask of the positions that the teacher saw; ones where the sample does not hold it."""
+        name = self.manifest.inputs.mask
+        if name is None or not isinstance(sample, Mapping) or name not in sample:
+            return torch.ones(record.length, dtype=torch.bool)
+        return torch.as_tensor(sample[name])[: record.length].bool()
 
 
 def _mask_of_rows(given: Mapping[str, Any], kind: str | None) -> Tensor | None:
@@ -297,24 +304,25 @@ def _leave_samples(dataset: Any, argument: str) -> Any:
 
 def _count_rows(inputs: Mapping[str, Any]) -> int:
     """Query rows of a batch that count."""
-    if "supervision" in inputs:
-        return sum(inputs["supervision"].lengths)
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return int(mask.sum())
+    if "supervision" in inputs:
+        return sum(inputs["supervision"].lengths)
     first = next(value for value in inputs.values() if isinstance(value, Tensor))
     return first.shape[0] * (first.shape[1] if first.ndim == 2 else 1)
 
 
-def _check_padding(mask: Tensor, lengths: Sequence[int]) -> None:
-    expected = torch.arange(mask.shape[1]) < torch.tensor(lengths)[:, None]
-    wrong = (mask.bool() != expected).any(1)
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        raise ShdError(
-            "inputs-invalid",
-            f"attention_mask must be ones for the {lengths[first]} positions that the teacher saw, then zeros; "
-            f"sample {first} of a batch has {mask[first].tolist()}: set the tokenizer's padding_side to 'right', and "
-            "truncate as for precompute",
-            "CACHE-83",
-        )
+def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
+    """Refuse a batch whose collation moved the positions of a sample, or cut them."""
+    for number, (given, expected) in enumerate(zip(mask.bool().cpu(), seen, strict=True)):
+        n = len(expected)
+        if len(given) < n or given[n:].any() or not torch.equal(given[:n], expected):
+            what = "ones" if expected.all() else f"{expected.int().tolist()}, as in the sample,"
+            raise ShdError(
+                "inputs-invalid",
+                f"attention_mask must be {what} for the {n} positions that the teacher saw, then zeros; "
+                f"sample {number} of a batch has {mask[number].tolist()}: set the tokenizer's padding_side to "
+                "'right', and truncate as for precompute; or pad the samples before precompute, and join those",
+                "CACHE-83",
+            )

@@ -109,6 +109,11 @@ def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
     heads, out = ("--student-heads", "2"), tmp_path / "c"
     assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, "--out", out)
     assert said in shd("verify", out, "--teacher", tmp_path / "t.onnx", *text)
+    shared = ("--out", tmp_path / "shared", "--samples-per-shard", "1", "--shards")
+    assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, *shared, "0/2")
+    assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, *shared, "1/2")
+    both = ("--student-heads", "2,1", "--out", tmp_path / "both")
+    assert shd("precompute", tmp_path / "t.onnx", *text, *both).count(said) == 1
     assert said in shd("plan", tmp_path / "t.onnx", *text, *heads)
     assert said in shd("fidelity", tmp_path / "t.onnx", *text, *heads)
     assert said in shd("report", out, "--teacher", tmp_path / "t.onnx", *text, "--out", tmp_path / "r.html")

@@ -147,6 +147,19 @@ def test_from_the_command_line(teacher: Path, tmp_path: Path, monkeypatch: pytes
     assert again.exit_code == 0, "nothing is left to do, so no worker is asked for"
 
 
+def test_what_was_cut_is_said(teacher: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "lines.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in ("a b", "b a b", "a")))
+    text = ["--inputs", str(tmp_path / "lines.jsonl"), "--tokenizer", str(tmp_path), "--max-length", "2"]
+    job = ["precompute", str(teacher), *text, "--student-heads", "2", "--out", str(tmp_path / "cache")]
+    for words in ([], ["--engine", "ray"]):  # where nothing is left to do, no actor is started
+        result = CliRunner().invoke(load_app(), [*job, *words], env={"COLUMNS": "200"})
+        assert "1 of 3 texts were cut to 2 tokens" in result.output
+
+
 def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one student's cache holds more already than another's."""
     from shd_ref.teacher.precompute.ray_engine import precompute_shapes_on_ray

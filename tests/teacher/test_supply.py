@@ -31,6 +31,13 @@ def test_the_key_is_of_what_the_data_hold() -> None:
     assert inputs.key(0) == sample_key({name: array[0] for name, array in DATA.items()})
 
 
+def test_what_is_fed_besides_is_told() -> None:
+    second = InputSpec("past_key_values.0.value", PAST.dtype, PAST.shape)
+    told = "past_key_values.0.key and 1 more (an empty past), position_ids (counted from the mask)"
+    assert ModelInputs(DATA, (*SPECS, second)).supply == f"{told}, use_cache_branch (false)"
+    assert ModelInputs(DATA, (IDS, MASK)).supply == ""
+
+
 def test_positions_are_counted_from_the_mask_as_generation_does() -> None:
     (batch,) = ModelInputs(DATA, SPECS).batches([0, 1, 2], 3)
     by_index = dict(zip(batch.indices, batch.arrays["position_ids"].tolist(), strict=True))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="these teachers come from transformers")
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
@@ -20,6 +21,7 @@ from teacher.past_decoders import DECODERS, VOCABULARY, export_with_past, make_d
 
 from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, sample_key, trim_sample
+from shd_ref.cli import load_app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.engine import precompute
@@ -123,6 +125,15 @@ def test_other_tools_take_the_same_data(taught: Taught) -> None:
     assert 0 < report.results[0].attention_error < 1
 
 
+def test_the_command_tells_what_it_fed_besides(taught: Taught, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **make_data())  # type: ignore[arg-type]
+    job = ["precompute", str(taught.graph), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
+    result = CliRunner().invoke(load_app(), [*job, "--out", str(tmp_path / "cache")], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "past_key_values.0.key and 3 more (an empty past)" in result.output
+    assert ("position_ids (counted from the mask)" in result.output) == (taught.name != "opt")
+
+
 def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tmp_path: Path) -> None:
     options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec="float16")
     precompute(taught.graph, make_data(), tmp_path / "cache", options)
@@ -132,8 +143,8 @@ def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tm
 
 
 def test_a_student_learns_from_the_cache(taught: Taught) -> None:
-    data = {name: torch.from_numpy(array[PADDED_IN_FRONT:]) for name, array in make_data().items()}
-    samples = [{name: array[i] for name, array in data.items()} for i in range(SAMPLES - PADDED_IN_FRONT)]
+    data = {name: torch.from_numpy(array) for name, array in make_data().items()}
+    samples = [{name: array[i] for name, array in data.items()} for i in range(SAMPLES)]
     joined = SupervisedDataset(samples, taught.cache)
     loader = DataLoader(joined, batch_size=SAMPLES, collate_fn=joined.collate)
     torch.manual_seed(1)

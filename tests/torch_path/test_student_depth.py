@@ -66,6 +66,24 @@ def test_plain_loop(caches: dict[str, Path], cache: str, layers: int) -> None:
         teach_once(caches[cache], layers, layers=[0])
 
 
+@pytest.mark.parametrize("cache", ["maps", "factored", "pairs of 3"])
+def test_capture_that_was_not_told(caches: dict[str, Path], cache: str) -> None:
+    """All layers captured, or those of a plain list, which knows no depth."""
+    joined = SupervisedDataset(make_samples(), caches[cache])
+    batch, supervision = next(iter(DataLoader(joined, 4, collate_fn=joined.collate_with(pad))))
+    for depth in (2, MEANT, 4):
+        student = make_model(2, seed=2, layers=depth)
+        for layers in (None, [layer for layer in supervision.layers if layer < depth]):
+            with capture_attention(student, layers=layers) as captured:
+                student(**batch)
+            if depth == MEANT:
+                assert sorted(layer_kls(captured, supervision)) == list(supervision.layers)
+                continue
+            with pytest.raises(ShdError, match=f"the student must make 3 attention calls.*got {depth}") as caught:
+                layer_kls(captured, supervision)
+            assert caught.value.code == "cache-mismatch"
+
+
 def test_layers_named_by_pairs_leave_the_others_open(caches: dict[str, Path]) -> None:
     for layers in (3, 4, 5):
         assert sorted(teach_once(caches["pairs"], layers)) == [0, 2]

@@ -53,7 +53,7 @@ class PrecomputeJob:
         outputs, masks, spans = self._first_outputs()
         self.comparison = compare_with_reference(work.graph, outputs, query_mask=masks)
         self.compared_samples = len(outputs[work.graph.layers[0].codes])
-        self.manifest = make_manifest(work, outputs, spans)
+        self.manifest = make_manifest(work, outputs, masks, spans)
         if work.options.is_factored:
             check_factors(work, outputs, next(iter(masks.values())), self.manifest)
 

@@ -138,6 +138,8 @@ class JointJob:
                     compared_samples=job.compared_samples,
                     comparison=job.comparison,
                     remarks=job.remarks,
+                    supplied=job.work.inputs.supply,
+                    remark=job.work.inputs.remark,
                 )
             )
         return summaries

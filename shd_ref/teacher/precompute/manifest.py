@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,27 @@ SHARD_BYTES: Final = 256 * 2**20
 LEAST_SHARDS: Final = 16
 """A killed run loses at most the shards in progress: even a small data set has a few."""
 
+Masks: TypeAlias = Mapping[int, NDArray[np.bool_] | None]
+"""``(B, L)`` by student layer, True = the row of its maps counts; None where every row does."""
 
-def find_support(work: TeacherRun, outputs: Outputs) -> str:
-    """Whether no row of these maps looks ahead: ``"causal"``, else ``"full"``, as are maps that are not square."""
-    merged = [outputs[layer.merged] for layer in work.graph.layers]
-    rows, columns = merged[0].shape[2:]
-    if rows != columns or has_own_shapes(work, outputs):
+
+def find_support(work: TeacherRun, outputs: Outputs, masks: Masks) -> str:
+    """Whether no row that counts looks ahead: ``"causal"``, else ``"full"``, as are maps that are not square.
+
+    Args:
+        work: the run.
+        outputs: with check outputs.
+        masks: of the rows of each layer's maps, by student layer.
+    """
+    rows, columns = outputs[work.graph.layers[0].merged].shape[2:]
+    if rows != columns or rows == 1 or has_own_shapes(work, outputs):
         return "full"
-    return "causal" if rows > 1 and all(not np.triu(maps, 1).any() for maps in merged) else "full"
+    for layer in work.graph.layers:
+        # What rows of padding look at is not stored (CACHE-121), and often all keys.
+        ahead, mask = np.triu(outputs[layer.merged], 1).any(axis=(1, 3)), masks.get(layer.student_layer)
+        if (ahead if mask is None else ahead & mask).any():
+            return "full"
+    return "causal"
 
 
 def has_own_shapes(work: TeacherRun, outputs: Outputs) -> bool:
@@ -70,12 +83,13 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
     return replace(options, plans=manifest.layer_plans) if same else options
 
 
-def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[Any]] = ()) -> Manifest:
+def make_manifest(work: TeacherRun, outputs: Outputs, masks: Masks, spans: Sequence[NDArray[Any]] = ()) -> Manifest:
     """The manifest of a run.
 
     Args:
         work: the run.
         outputs: of its longest samples, with check outputs.
+        masks: of the rows of each layer's maps, by student layer.
         spans: for factored records: what the mask of each layer leaves one of the longest samples, see
             ``describe_mask``.
 
@@ -83,7 +97,7 @@ def make_manifest(work: TeacherRun, outputs: Outputs, spans: Sequence[NDArray[An
         ShdError: ``graph-unsupported``.
     """
     options, run, inputs = work.options, work.run, work.inputs
-    support, count = find_support(work, outputs), len(inputs)
+    support, count = find_support(work, outputs, masks), len(inputs)
     windows: Sequence[int | None] = ()
     if options.is_factored:
         support, windows = describe_mask(spans)

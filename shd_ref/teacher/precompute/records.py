@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import CodecError, Manifest, NewRecord, codec_error, decode, encode, merge_codec_errors
 from shd_ref.mixing import compose_mixing
 from shd_ref.teacher.precompute.factored import code_factors, measure_factors
+from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
 from shd_ref.teacher.run.faults import Outputs
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -40,7 +41,7 @@ def make_records(
     codec, inputs, factored = work.options.codec, work.inputs, work.options.is_factored
     # A batch that goes into one shard whole needs no copy; a view of a part would keep the rest alive.
     part = slice(len(numbers)) if len(numbers) == len(batch.indices) else numbers
-    codes = [] if factored else [outputs[layer.codes][part] for layer in work.graph.layers]
+    codes = [] if factored else [_codes_of(work, batch, outputs, layer, part) for layer in work.graph.layers]
     if codec != CODED_IN_GRAPH:
         codes = [encode(codec, maps) for maps in codes]
     alphas = _stack_layers([outputs[layer.alphas][numbers] for layer in work.graph.layers])
@@ -66,6 +67,22 @@ def make_records(
             )
         )
     return records
+
+
+def _codes_of(
+    work: TeacherRun, batch: Batch, outputs: Outputs, layer: SqueezedLayer, part: slice | list[int]
+) -> NDArray[Any]:
+    """Codes or maps of some samples of a layer, 0 in the rows of padding that a record keeps (CACHE-121)."""
+    codes, mask = outputs[layer.codes][part], work.query_mask(batch, layer.site)
+    if mask is None:
+        return codes
+    counted = mask[part]
+    # Rows of padding behind are cut off anyway.
+    behind = ~np.logical_or.accumulate(counted[:, ::-1], axis=1)[:, ::-1]
+    if (counted | behind).all():
+        return codes
+    zeroed: NDArray[Any] = np.where(counted[:, None, :, None], codes, codes.dtype.type(0))
+    return zeroed
 
 
 def shapes_of(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> tuple[tuple[int, int], ...]:

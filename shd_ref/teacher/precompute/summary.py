@@ -40,6 +40,8 @@ class PrecomputeSummary:
         compared_samples: how many the first batch held, where teacher, reference and graph were all at hand.
         comparison: what it showed.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
+        supplied: what was fed beside the data, as it follows from them (CACHE-120), in a line; empty for nothing.
+        remark: what the reading process said of the data, such as how many texts were cut; None for nothing.
     """
 
     folder: Path | str
@@ -58,6 +60,8 @@ class PrecomputeSummary:
     compared_samples: int
     comparison: Comparison
     remarks: tuple[str, ...] = ()
+    supplied: str = ""
+    remark: str | None = None
 
 
 def summarise(
@@ -71,6 +75,8 @@ def summarise(
     compared_samples: int,
     comparison: Comparison,
     remarks: tuple[str, ...] = (),
+    supplied: str = "",
+    remark: str | None = None,
 ) -> PrecomputeSummary:
     """The summary of what is committed in a cache."""
     storage = open_storage(folder)
@@ -82,7 +88,8 @@ def summarise(
         skipped += len(receipt.skipped)
         errors.append(receipt.codec_error)
         stored += sum(blob.end - blob.start for record in receipt.records for blob in record.layers)
-        float32 += sum(4 * record.length**2 for record in receipt.records)
+        shapes = (manifest.map_shapes(record.length, record.shapes) for record in receipt.records)
+        float32 += sum(4 * rows * keys for of_layers in shapes for rows, keys in of_layers)
         if sum(map(len, alphas)) < MAX_ALPHAS:
             alphas.append(_read_alphas(storage, receipt))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])
@@ -95,7 +102,7 @@ def summarise(
         skipped=skipped,
         seconds=seconds,
         stored_bytes=stored,
-        float32_bytes=float32 * len(manifest.layers) * manifest.num_student_heads,
+        float32_bytes=float32 * manifest.num_student_heads,
         alphas=found,
         num_clipped=int(((found < 0) | (found > 1)).sum()),
         num_degenerate=int((found == 0.5).sum()) if manifest.strategy == "shd" else 0,
@@ -103,6 +110,8 @@ def summarise(
         compared_samples=compared_samples,
         comparison=comparison,
         remarks=remarks,
+        supplied=supplied,
+        remark=remark,
     )
 
 

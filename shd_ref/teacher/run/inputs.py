@@ -126,6 +126,16 @@ class ModelInputs:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def supply(self) -> str:
+        """What is fed beside the data, in a line; empty for nothing."""
+        return self._supply.description
+
+    @property
+    def remark(self) -> str | None:
+        """What the source says of the samples that were read, such as how many texts were cut."""
+        return self._source.remark
+
     def key(self, index: int) -> str:
         """The sample key in 32 hex digits."""
         return bytes(self.keys[index]).hex()

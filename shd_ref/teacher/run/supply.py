@@ -50,6 +50,15 @@ class Supply:
         """Of the inputs that are supplied, sorted."""
         return tuple(sorted(spec.name for spec in self._specs))
 
+    @property
+    def description(self) -> str:
+        """What is supplied, in a line; empty for nothing."""
+        past = [spec.name for spec in self._specs if spec.part == "past"]
+        parts = [f"{past[0]}{f' and {len(past) - 1} more' * (len(past) > 1)} (an empty past)"] if past else []
+        parts += [f"{spec.name} (counted from the mask)" for spec in self._specs if spec.part == "positions"]
+        parts += [f"{spec.name} (false)" for spec in self._specs if spec.part == "branch"]
+        return ", ".join(parts)
+
     def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
         """The arrays of a batch.
 

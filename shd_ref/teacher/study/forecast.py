@@ -155,7 +155,7 @@ def forecast_cache(
     chosen = np.linspace(0, len(work.inputs) - 1, min(num_samples, len(work.inputs))).astype(int)
     batches = list(work.batches(dict.fromkeys(chosen.tolist())))
     outputs = [work.squeeze_checked(batch) for batch in batches]
-    support = find_support(work, outputs[0])
+    support = find_support(work, outputs[0], work.query_masks(batches[0]))
     merged = [maps for batch, output in zip(batches, outputs, strict=True) for maps in _maps(work, batch, output)]
     if not all(np.isfinite(maps).all() for maps in merged):
         raise ShdError(
@@ -210,7 +210,9 @@ def _maps(work: TeacherRun, batch: Batch, outputs: dict[str, Any]) -> Iterator[A
     """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32."""
     for number in range(len(batch.indices)):
         for layer in work.graph.layers:
-            maps = outputs[layer.merged][number]
+            maps, mask = outputs[layer.merged][number], work.query_mask(batch, layer.site)
+            if mask is not None:
+                maps = np.where(mask[number, :, None], maps, np.float32(0))  # as they are stored (CACHE-121)
             rows, keys = work.map_shape(batch, number, layer.site, maps.shape[1:])
             yield np.array(maps[:, :rows, :keys], dtype=np.float32)
 
@@ -253,7 +255,8 @@ def _forecast_factored(
     try:
         factored = work.as_factored()
         outputs = [factored.squeeze_checked(batch) for batch in batches]
-        manifest = make_manifest(factored, outputs[0], read_spans(factored, batches[0], outputs[0], 0))
+        masks, spans = factored.query_masks(batches[0]), read_spans(factored, batches[0], outputs[0], 0)
+        manifest = make_manifest(factored, outputs[0], masks, spans)
         errors = {codec: _factored_error(factored, batches, outputs, codec, manifest) for codec in FACTORED_CODECS}
     except ShdError as error:
         if error.code not in ("graph-unsupported", "inputs-invalid"):

@@ -1,0 +1,212 @@
+"""Caches of samples that are padded in front, behind and between, in every form: to the loss and the trainer."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="these teachers come from transformers")
+pytest.importorskip("onnxruntime", reason="a teacher graph is run")
+
+from torch_path.models import hf_inputs, hf_model
+from torch_path.trainer_cases import make_trainer
+
+from shd_ref import squeeze_heads, value_outputs
+from shd_ref.cache import CODECS, CacheReader
+from shd_ref.cache.codecs.distortion import row_tv_bound
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.tolerances import load_tolerances
+from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention, shd_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+LENGTH = 10
+NAMES = ("bert", "llama")
+Arrays = dict[str, NDArray[np.int64]]
+
+
+def make_data(between: bool = True) -> Arrays:
+    """Ids and mask: the first sample is whole, as the longest one, and looks like one without any padding."""
+    rng = np.random.default_rng(0)
+    mask = np.ones((8, LENGTH), dtype=np.int64)
+    for index, (first, last) in enumerate([(0, 10), (3, 10), (7, 10), (0, 6), (2, 8), (9, 10), (0, 1), (1, 10)]):
+        mask[index] = (np.arange(LENGTH) >= first) & (np.arange(LENGTH) < last)
+    if between:
+        mask[7, 4:6] = 0
+    return {"input_ids": rng.integers(3, 50, mask.shape) * mask, "attention_mask": mask}
+
+
+def samples_of(data: Arrays) -> list[dict[str, Tensor]]:
+    return [{name: torch.from_numpy(array[i]) for name, array in data.items()} for i in range(len(data["input_ids"]))]
+
+
+def teacher_of(name: str) -> Any:
+    teacher = hf_model(name, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in teacher.named_parameters():
+            if any(part in parameter_name for part in ("query.weight", "key.weight", "q_proj", "k_proj")):
+                parameter.mul_(20)  # maps that are far from uniform
+    return teacher
+
+
+class _Plain(torch.nn.Module):
+    """Ids and mask by place, and one output, as the tracer needs them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        output: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+        return output
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, axes = tmp_path_factory.mktemp("graphs"), {0: "batch", 1: "sequence"}
+    for name in NAMES:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # the tracer warns of every branch, and of its age
+            torch.onnx.export(
+                _Plain(teacher_of(name)),
+                tuple(hf_inputs(name).values()),
+                str(folder / f"{name}.onnx"),
+                input_names=list(hf_inputs(name)),
+                output_names=["output"],
+                dynamic_axes=dict.fromkeys((*hf_inputs(name), "output"), axes),
+                opset_version=18,
+                dynamo=False,
+            )
+    return {name: folder / f"{name}.onnx" for name in NAMES}
+
+
+def write(graph: Path, folder: Path, data: Arrays, **options: Any) -> CacheReader:
+    precompute(graph, data, folder, PrecomputeOptions(num_student_heads=2, **options), RunOptions(num_threads=1))
+    return CacheReader(folder)
+
+
+def own_maps(name: str, data: Arrays) -> list[NDArray[np.float64]]:
+    """Merged maps of the PyTorch model, layer by layer, by the reference."""
+    teacher, inputs = teacher_of(name), {key: torch.from_numpy(array) for key, array in data.items()}
+    values: list[Tensor] = []
+    outer: list[Tensor] = []
+    for key, module in teacher.named_modules():
+        if key.endswith(("v_proj", "self.value")):
+            module.register_forward_hook(lambda *call: values.append(call[2].unflatten(-1, (-1, 8)).transpose(1, 2)))
+        if key.endswith(("o_proj", "attention.output.dense")):
+            outer.append(module.weight.detach().T)
+    with torch.no_grad():
+        attentions = teacher(**inputs, output_attentions=True).attentions
+    merged = []
+    for probs, value, projection in zip(attentions, values, outer, strict=True):
+        each = value.repeat_interleave(probs.shape[1] // value.shape[1], dim=1)
+        outputs = value_outputs(each.double().numpy(), projection.double().numpy())
+        mask = data["attention_mask"].astype(bool)
+        merged.append(squeeze_heads(probs.double().numpy(), outputs, 2, query_mask=mask).probs)
+    return merged
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_padding_are_empty_and_all_others_the_models(
+    name: str, graphs: dict[str, Path], tmp_path: Path
+) -> None:
+    data = make_data()
+    expected, limits = own_maps(name, data), load_tolerances()["graph"]["probs"]["float32"]
+    mask = data["attention_mask"].astype(bool)
+    for codec in CODECS:
+        reader = write(graphs[name], tmp_path / codec, data, codec=codec)
+        assert reader.manifest.support == ("causal" if name == "llama" else "full")
+        joined = SupervisedDataset(samples_of(data), reader)
+        for index, key in enumerate(joined.keys):
+            record = reader.read(key)
+            counted = mask[index, : record.length]
+            for layer in (0, 1):
+                found = reader.decode(record, layer)
+                assert not found[:, ~counted].any()
+                exact = expected[layer][index, :, : record.length, : record.length][:, counted].astype(np.float32)
+                moved = 0.5 * np.abs(found[:, counted] - exact).sum(-1)
+                assert (moved <= row_tv_bound(codec, exact) + LENGTH * limits).all()
+        assert recheck_records(tmp_path / codec, graphs[name], data).records == len(joined)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_is_that_of_the_rows_that_count(
+    name: str, impl: str, graphs: dict[str, Path], tmp_path: Path
+) -> None:
+    data = make_data(between=False)
+    torch.manual_seed(1)
+    student = hf_model(name, attn_implementation=impl, num_attention_heads=2)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    joined = SupervisedDataset(samples_of(data), write(graphs[name], tmp_path / "maps", data, codec="float32"))
+    batch, coded = joined.collate([joined[index] for index in range(len(joined))])
+    counted = batch["attention_mask"].bool()
+    with capture_attention(student, layers=coded.layers) as captured:
+        student(**batch)
+    exact = [torch.from_numpy(maps).float() for maps in own_maps(name, data)]
+    expected = shd_loss(exact, captured.logits, loss_mask=counted)
+    wanted = torch.autograd.grad(expected, [call.query for call in captured.calls], retain_graph=True)
+    factored = write(graphs[name], tmp_path / "factored", data, form="factored", factored_codec="float16")
+    joined = SupervisedDataset(samples_of(data), factored)
+    _, halves = joined.collate([joined[index] for index in range(len(joined))])
+    for taught, atol in ((coded, 1e-5), (halves, 2e-2)):
+        for mask in (None, counted):
+            terms = [
+                attention_kl(call.query, call.key, each, loss_mask=mask, check=True, **call.mask_keywords)
+                for call, each in zip(captured.calls, taught.supervise(), strict=True)
+            ]
+            found = torch.autograd.grad(
+                torch.stack(terms).sum(), [call.query for call in captured.calls], retain_graph=True
+            )
+            torch.testing.assert_close(torch.stack(terms).sum(), expected, atol=atol, rtol=atol)
+            for one, other in zip(found, wanted, strict=True):
+                assert (one - other).norm() <= atol * other.norm()
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+def test_the_trainer_takes_data_as_the_teacher_saw_them(form: str, graphs: dict[str, Path], tmp_path: Path) -> None:
+    data = make_data(between=False)
+    reader = write(graphs["llama"], tmp_path / "cache", data, form=form)
+    samples = [sample | {"labels": sample["input_ids"]} for sample in samples_of(data)]
+    student = hf_model("llama", num_attention_heads=2)
+    joined = SupervisedDataset(samples, reader)
+
+    def stack(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([sample[name] for sample in batch]) for name in batch[0]}
+
+    def shift(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: array.roll(1, dims=1) for name, array in stack(batch).items()}
+
+    # One batch of all samples, and two micro-batches of one step: the rows that count weigh alike in both.
+    logs = []
+    for size in (8, 4):
+        trainer = make_trainer(
+            tmp_path / str(size),
+            train=joined,
+            model=hf_model("llama", num_attention_heads=2),
+            collate=stack,
+            beta=0.1,
+            arguments={
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": 8 // size,
+                "max_steps": 1,
+            },
+        )
+        trainer.train()
+        logs.append(next(entry["shd_loss"] for entry in trainer.state.log_history if "shd_loss" in entry))
+    assert 0 < logs[0] < np.inf
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+    moved = make_trainer(tmp_path / "moved", train=joined, model=student, collate=shift, beta=0.1)
+    with pytest.raises(ShdError, match="positions that the teacher saw") as caught:
+        moved.train()
+    assert caught.value.code == "inputs-invalid"
