@@ -130,6 +130,10 @@ def check_chain(
         return "mixing", Difference(f"must be numbers of the shape {list(shape)}", f"shape {list(shape)}", found)
     by_row = mixing if per_row else mixing[..., None]  # (B, H_s, H_t, 1 or L)
 
+    if strategy in ("mean", "simplex"):
+        extra = _pairless(got)
+        if extra:
+            return extra
     if strategy in ("shd", "constant", "hard"):
         runner = _Rounds(solved_on, outputs, inputs, dtype, flat)
         difference = runner.run(plan, got["alphas"], weights)
@@ -157,6 +161,15 @@ def check_chain(
         return "probs", difference
     difference = _compare(_residual(maps, outputs, by_row, groups, mask), got["residual"], dtype, "residual")
     return ("residual", difference) if difference else None
+
+
+def _pairless(got: Mapping[str, Any]) -> tuple[str, Difference] | None:
+    """What a strategy without pairs has of them after all (MIX-11)."""
+    for name, nothing in (("alphas", []), ("num_clipped", 0), ("num_degenerate", 0)):
+        answer = as_plain(got[name])
+        if answer != nothing:
+            return name, Difference("must be empty where no pair has a weight", str(nothing), abbreviate(answer))
+    return None
 
 
 def soften_maps(maps: Array, temperature: float, row_sums: str) -> Array:

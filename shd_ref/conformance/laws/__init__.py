@@ -12,6 +12,8 @@ from shd_ref.conformance.laws import (
     shapes,
     student,
     student_refusals,
+    symmetries,
+    triples,
 )
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
@@ -27,6 +29,8 @@ LAWS: tuple[Law, ...] = (
     *calls.LAWS,
     *student.LAWS,
     *student_refusals.LAWS,
+    *triples.LAWS,
+    *symmetries.LAWS,
 )
 """Every law, by chapter."""
 

@@ -1,45 +1,47 @@
-"""Rows of option values in which every pair of values of two options meets somewhere."""
+"""Rows of option values in which every two values of two options meet somewhere, or every three of three."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 from shd_ref.conformance.adapter import Missing
 
 Row = dict[str, str]
-Pair = tuple[tuple[str, str], ...]  # two options with one value each
+Meeting = tuple[tuple[str, str], ...]  # some options, in order, with one value each
 
 
-def cover(options: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """A few rows, one value an option, that hold every pair of values of two options which is allowed at all.
+def cover(
+    options: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool] = lambda row: True, *, strength: int = 2
+) -> list[Row]:
+    """A few rows, one value an option, that hold every meeting of values which is allowed at all.
 
-    Greedy and without chance: a row starts with the first pair that is not covered, and takes for each other option
-    the value that covers most of what is left.
+    Greedy and without chance: a row starts with the first meeting that is not covered, and takes for each other
+    option the value that covers most of what is left.
 
     Args:
         options: the values of each option.
         allowed: whether a row, or a part of one, can be asked for.
+        strength: how many options meet: 2 for every pair of values, 3 for every three.
     """
-    left: dict[Pair, None] = dict.fromkeys(
-        ((one, a), (other, b))
-        for one, other in combinations(options, 2)
-        for a in options[one]
-        for b in options[other]
-        if allowed({one: a, other: b})
+    left: dict[Meeting, None] = dict.fromkeys(
+        meeting
+        for names in combinations(options, strength)
+        for values in product(*(options[name] for name in names))
+        if allowed(dict(meeting := tuple(zip(names, values, strict=True))))
     )
     rows: list[Row] = []
     while left:
         row: Row | None = None
-        for pair in list(left):
-            row = _extend(dict(pair), options, left, allowed)
+        for meeting in list(left):
+            row = _extend(dict(meeting), options, left, allowed, strength)
             if row is not None:
                 break
-            del left[pair]  # no whole row can have it
+            del left[meeting]  # no whole row can have it
         if row is None:
             break
-        for pair in combinations(((name, row[name]) for name in options), 2):
-            left.pop(pair, None)
+        for meeting in combinations(((name, row[name]) for name in options), strength):
+            left.pop(meeting, None)
         rows.append(row)
     return rows
 
@@ -47,8 +49,9 @@ def cover(options: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool] =
 def _extend(
     row: Row,
     options: Mapping[str, Sequence[str]],
-    left: Container[Pair],
+    left: Container[Meeting],
     allowed: Callable[[Row], bool],
+    strength: int,
 ) -> Row | None:
     order = list(options)
     for name in order:
@@ -59,9 +62,9 @@ def _extend(
             if not allowed({**row, name: value}):
                 continue
             found = 0
-            for other, chosen in row.items():
-                pair = ((name, value), (other, chosen))
-                found += (pair if order.index(name) < order.index(other) else pair[::-1]) in left
+            for others in combinations(row.items(), strength - 1):
+                meeting = tuple(sorted(((name, value), *others), key=lambda item: order.index(item[0])))
+                found += meeting in left
             if found > gain:
                 best, gain = value, found
         if best is None:

@@ -292,10 +292,37 @@ def _masks(call: Subjected, trial: Trial) -> None:
     for shape in shapes:
         given = {**inputs, "query_mask": np.ones(shape, dtype=np.bool_)}
         _refused(trial, call.operation, given, _SHAPE, f"a query_mask {list(shape)} of {call.operation}")
+    # With one sample, one row or as many samples as rows a wrong mask can look right.
+    for samples, kept, shape in (
+        (1, rows, (rows,)),
+        (1, rows, (rows, 1)),
+        (1, rows, (1, 1, rows)),
+        (1, rows, (1, 1)),
+        (batch, 1, (batch,)),
+        (batch, 1, (1, batch)),
+        (batch, 1, (1, 1)),
+        (1, 1, (1,)),
+        (1, 1, ()),
+        (batch, batch, (batch,)),
+        (batch, batch, (1, batch)),
+        (batch, batch, (batch, 1)),
+    ):
+        fewer = {name: _fewer(value, name, samples, kept) for name, value in inputs.items()}
+        fewer["query_mask"] = np.ones(shape, dtype=np.bool_)
+        what = f"a query_mask {list(shape)} of {call.operation} with B = {samples}, L = {kept}"
+        _refused(trial, call.operation, fewer, _SHAPE, what)
     for dtype in (np.int64, np.float32):
         given = {**inputs, "query_mask": np.ones((batch, rows), dtype=dtype)}
         what = f"a query_mask of {np.dtype(dtype).name} of {call.operation}"
         _refused(trial, call.operation, given, ("argument-dtype",), what)
+
+
+def _fewer(value: Any, name: str, samples: int, rows: int) -> Any:
+    """An argument with the first samples, and for maps the first rows."""
+    if not isinstance(value, np.ndarray) or name == "output_projection":
+        return value
+    cut = value[:samples]
+    return np.array(cut[..., :rows, :] if "probs" in name else cut)
 
 
 def _uncounted(call: Subjected, trial: Trial) -> None:
@@ -344,7 +371,36 @@ def _attn_masks(trial: Trial) -> None:
         _refused(trial, "softmax", given, _SHAPE, f"an attn_mask {list(shape)} for logits {list(logits.shape)}")
 
 
+def _gram_axes(trial: Trial) -> None:
+    # One weight a sample is none a row, and the other way round, also where B, L or H are equal or one.
+    for batch, heads, rows in ((3, 3, 3), (3, 3, 1), (1, 3, 4), (1, 2, 1), (2, 2, 2), (4, 3, 2)):
+        gram = trial.rounded(np.abs(trial.numbers(8101, batch, *(heads,) * 4, rows)))
+        alpha = trial.numbers(8102, batch, rows, low=0, high=16, shift=4)
+        by_row = [(batch,), (rows,), (), (batch, 1), (1, rows), (rows, batch), (batch, rows, 1), (batch, 1, rows)]
+        by_map = [(batch, 1), (1, batch), (batch, batch), (1,), (), (batch, rows), (batch, heads), (batch, 1, 1)]
+        for tensor, right, wrong in ((gram, (batch, rows), by_row), (gram[..., 0].copy(), (batch,), by_map)):
+            given = {"gram": tensor, "p": 0, "q": 1}
+            _accepted(
+                trial,
+                "merge_gram",
+                {**given, "alpha": alpha.copy() if len(right) == 2 else alpha[:, 0].copy()},
+                "alpha",
+            )
+            for shape in wrong:
+                if shape != right:
+                    what = f"an alpha {list(shape)} for a gram tensor {list(tensor.shape)}"
+                    part = np.resize(alpha, shape).astype(alpha.dtype)
+                    _refused(trial, "merge_gram", {**given, "alpha": part}, _SHAPE, what)
+
+
 def _laws() -> Iterator[Law]:
+    yield Law(
+        "law/gram-weights-refused",
+        ("merge_gram",),
+        ("GRAM-6", "ERR-1"),
+        "An alpha is (B), or (B, L) per row, and nothing that broadcasts to it.",
+        _gram_axes,
+    )
     sums = {"maps": ("MAP-3", "MAP-9"), "mixed": ("MIX-18",), "mixing": ("MIX-3",), "logits": (), "numbers": ()}
     for call in _CALLS:
         name, operations = call.operation.replace("_", "-"), (call.operation,)

@@ -1,0 +1,233 @@
+"""Laws of symmetry: the order of samples, heads, rows, keys and features means nothing, and neither do batches.
+
+Each operation is a table of axes: a letter an axis, the same in arguments and answers. Where an argument is turned
+around along a letter, so must be the answer; what is right by itself is the matter of other laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.compare import as_numbers, as_plain
+from shd_ref.conformance.laws.law import Array, Law, Trial, broken, exactly
+
+_WIDE = ("float64", "float32")
+_Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turned:
+    """An operation, and how its arrays read.
+
+    Attributes:
+        operation: its name.
+        make: inputs from ``(B, L, S, D)``.
+        axes: by argument, a letter an axis.
+        answers: by name of an answer, its letters and the quantity of its tolerance; no letters: it stays as it is.
+        letters: along which the arguments are turned; ``B`` is also taken apart.
+        sizes: ``(B, L, S, D)`` of each call.
+    """
+
+    operation: str
+    make: Callable[[Trial, Sequence[int]], _Inputs]
+    axes: Mapping[str, str]
+    answers: Mapping[str, tuple[str, str]]
+    letters: str
+    spec: str
+    sizes: tuple[tuple[int, int, int, int], ...] = ((5, 3, 6, 4), (2, 37, 21, 35))
+
+
+def _mask(sizes: Sequence[int]) -> Array:
+    mask: Array = (np.arange(sizes[0])[:, None] * 2 + np.arange(sizes[1])[None, :] ** 2) % 5 > 0
+    return mask
+
+
+def _pair(trial: Trial, sizes: Sequence[int], **options: Any) -> _Inputs:
+    b, rows, keys, width = sizes
+    return {
+        "probs_p": trial.shares(13_001, b, rows, keys), "probs_q": trial.shares(13_002, b, rows, keys),
+        "value_outputs_p": trial.quotients(13_003, b, keys, width),
+        "value_outputs_q": trial.quotients(13_004, b, keys, width),
+        "query_mask": _mask(sizes), **options,
+    }  # fmt: skip
+
+
+def _teacher(trial: Trial, sizes: Sequence[int], *, heads: int = 6, **options: Any) -> _Inputs:
+    b, rows, keys, width = sizes
+    return {
+        "teacher_probs": trial.shares(13_011, b, heads, rows, keys),
+        "value_outputs": trial.quotients(13_012, b, heads, keys, width),
+        "num_student_heads": 2, "query_mask": _mask(sizes), **options,
+    }  # fmt: skip
+
+
+def _gram(trial: Trial, sizes: Sequence[int], **options: Any) -> _Inputs:
+    b, rows, keys, width = sizes
+    return {
+        "teacher_probs": trial.shares(13_021, b, 4, rows, keys), "values": trial.quotients(13_022, b, 2, keys, 3),
+        "output_projection": trial.quotients(13_023, 12, width), "query_mask": _mask(sizes), **options,
+    }  # fmt: skip
+
+
+def _mixed(trial: Trial, sizes: Sequence[int], *, by_row: bool) -> _Inputs:
+    b, rows, keys, _ = sizes
+    weights = np.swapaxes(trial.shares(13_032, b, 3, rows, 5), 2, 3)
+    mixing = np.ascontiguousarray(weights if by_row else weights[..., 0])
+    return {"teacher_probs": trial.shares(13_031, b, 5, rows, keys), "mixing": mixing}
+
+
+def _maps(trial: Trial, sizes: Sequence[int], **options: Any) -> _Inputs:
+    b, rows, keys, _ = sizes
+    return {"attn_probs": trial.shares(13_041, b, 5, rows, keys), "temperature": 1.7, **options}
+
+
+def _logits(trial: Trial, sizes: Sequence[int]) -> _Inputs:
+    b, rows, keys, _ = sizes
+    shape = b, 5, rows, keys
+    mask = trial.numbers(13_052, *shape, low=0, high=4, shift=0) > 0
+    return {"attn_logits": 3 * trial.quotients(13_051, *shape), "attn_mask": mask, "temperature": 1.3}
+
+
+def _values(trial: Trial, sizes: Sequence[int]) -> _Inputs:
+    b, _, keys, width = sizes
+    return {"values": trial.quotients(13_061, b, 2, keys, 3), "output_projection": trial.quotients(13_062, 12, width)}
+
+
+def _composed(trial: Trial, sizes: Sequence[int], *, by_row: bool) -> _Inputs:
+    shapes = [(sizes[0], pairs, *sizes[1 : 1 + by_row]) for pairs in (2, 1)]
+    alphas = [trial.rounded(np.abs(trial.quotients(13_071 + n, *shape)) / 3.5) for n, shape in enumerate(shapes)]
+    return {"alphas": alphas, "plan": [[[3, 0], [1, 4]], [[2, 0]]], "num_teacher_heads": 5}
+
+
+_PAIR = {"probs_p": "BLS", "probs_q": "BLS", "value_outputs_p": "BSD", "value_outputs_q": "BSD", "query_mask": "BL"}
+_TEACHER = {"teacher_probs": "BHLS", "value_outputs": "BHSD", "query_mask": "BL"}
+_PROJECTED = {"teacher_probs": "BHLS", "values": "BKSV", "output_projection": "ND", "query_mask": "BL"}
+_SMALL = ((5, 3, 6, 4), (2, 17, 5, 9))
+
+
+def _squeezed(name: str, by_row: bool, **options: Any) -> Turned:
+    mixing = "BCHL" if by_row else "BCH"
+    if by_row:
+        options["alpha_per"] = "row"
+    return Turned(
+        "squeeze_heads", partial(_teacher, strategy=name, **options), _TEACHER,
+        {"probs": ("BCLS", "probs"), "mixing": (mixing, "alpha"), "residual": ("B", "residual"), "plan": ("", "")},
+        "BLSD", "NUM-3 MIX-4 MIX-10",
+    )  # fmt: skip
+
+
+_TURNED = (
+    Turned(
+        "softmax", _logits, {"attn_logits": "BHLS", "attn_mask": "BHLS"}, {"attn_probs": ("BHLS", "probs")},
+        "BHLS", "MAP-1 MAP-2 NUM-3", ((5, 3, 6, 1), (2, 37, 67, 1), (1, 2, 131, 1)),
+    ),
+    *(
+        Turned(
+            "soften", partial(_maps, row_sums=sums), {"attn_probs": "BHLS"}, {"attn_probs": ("BHLS", "probs")},
+            "BHLS", "TEMP-2 NUM-3", ((5, 3, 6, 1), (2, 37, 67, 1), (1, 2, 131, 1)),
+        )
+        for sums in ("one", "at_most_one")
+    ),
+    Turned(
+        "value_outputs", _values, {"values": "BKSV", "output_projection": "ND"}, {"value_outputs": ("BHSD", "probs")},
+        "BSD", "MAP-11 NUM-3", ((5, 1, 6, 4), (2, 1, 67, 35), (1, 1, 2, 131)),
+    ),
+    Turned("solve_alpha", _pair, _PAIR, {"alpha": ("B", "alpha")}, "BLSD", "ALPHA-2 ALPHA-8 NUM-3"),
+    Turned(
+        "solve_alpha", partial(_pair, alpha_per="row"), _PAIR, {"alpha": ("BL", "alpha")},
+        "BLSD", "ALPHA-9 NUM-3", ((5, 3, 6, 4), (2, 9, 21, 35)),
+    ),
+    *(
+        Turned(
+            "mix_heads", partial(_mixed, by_row=by_row), {"teacher_probs": "BHLS", "mixing": "BCHL"[: 3 + by_row]},
+            {"probs": ("BCLS", "probs")}, "BHCLS", "MIX-3 NUM-3",
+        )
+        for by_row in (False, True)
+    ),
+    *(
+        Turned(
+            "compose_mixing", partial(_composed, by_row=by_row), {"alphas": "BPL"[: 2 + by_row]},
+            {"mixing": ("BCHL"[: 3 + by_row], "alpha")}, "BL"[: 1 + by_row], "MIX-13 NUM-3",
+        )
+        for by_row in (False, True)
+    ),
+    _squeezed("shd", by_row=False),
+    _squeezed("shd", by_row=True, plan="balanced"),
+    _squeezed("hard", by_row=False, temperature=1.5),
+    _squeezed("simplex", by_row=False, plan="balanced"),
+    *(
+        Turned(
+            "gram_tensor", partial(_gram, alpha_per=per), _PROJECTED, {"gram": (letters, "probs")},
+            "BLSD", "GRAM-1 NUM-3",
+        )
+        for per, letters in (("map", "BIJKM"), ("row", "BIJKML"))
+    ),
+    *(
+        Turned(
+            "diagnose", partial(_teacher, heads=4, strategies=["shd"], alpha_per=per), _TEACHER,
+            {"unconstrained": ("B", "residual"), "stochastic": ("B", "residual"), "plan": ("", "")},
+            "BLSD", "ORACLE-1 NUM-3", _SMALL,
+        )
+        for per in ("map", "row")
+    ),
+)  # fmt: skip
+
+
+def _flip(value: Any, letters: str, letter: str, part: slice) -> Any:
+    """An argument turned around, or cut, along a letter; a list has arrays of one reading."""
+    if isinstance(value, list):
+        return [_flip(item, letters, letter, part) for item in value]
+    if letter not in letters:
+        return value
+    return value[(slice(None),) * letters.index(letter) + (part,)].copy(order="C")
+
+
+def _check(trial: Trial, one: Turned, sizes: Sequence[int]) -> None:
+    inputs = one.make(trial, sizes)
+    whole = trial.call(one.operation, **inputs)
+    parts = {letter: [slice(None, None, -1)] for letter in one.letters}
+    parts["B"] += [slice(0, 1), slice(sizes[0] // 2, None)] if sizes[0] > 1 else []
+    for letter, wanted in parts.items():
+        for part in wanted:
+            given = {name: _flip(value, one.axes.get(name, ""), letter, part) for name, value in inputs.items()}
+            got = trial.call(one.operation, **given)
+            how = "turned around" if part.step else f"samples {part.start} to {part.stop or sizes[0]}"
+            what = f"of {one.operation} with axis {letter} {how}, (B, L, S, D) = {tuple(sizes)},"
+            for name, (letters, quantity) in one.answers.items():
+                if not letters:
+                    exactly(got[name], as_plain(whole[name]), f"{name} {what}")
+                    continue
+                before, after = as_numbers(whole[name]), as_numbers(got[name])
+                if before is None or after is None or before.ndim != len(letters):
+                    raise broken(f"{name} {what}", "must be numbers with its axes", letters, whole[name])
+                right = _flip(before, letters, letter, part)
+                size = max(1.0, float(np.abs(right).max()))
+                trial.agree(after / size, right / size, quantity, f"{name} {what}", times=2)
+
+
+def _statement(trial: Trial, chosen: Sequence[Turned]) -> None:
+    for one in chosen:
+        for sizes in one.sizes:
+            _check(trial, one, sizes)
+
+
+def _laws() -> Iterator[Law]:
+    for operation in dict.fromkeys(one.operation for one in _TURNED):
+        chosen = [one for one in _TURNED if one.operation == operation]
+        spec = tuple(dict.fromkeys(spec for one in chosen for spec in one.spec.split()))
+        yield Law(
+            f"law/turned-{operation.replace('_', '-')}",
+            (operation,),
+            spec,
+            "The order of samples, rows, keys and features means nothing, nor does the batch that a sample is in.",
+            partial(_statement, chosen=chosen),
+            _WIDE,
+        )
+
+
+LAWS = tuple(_laws())

@@ -1,0 +1,202 @@
+"""Laws in which every three values of three options meet: a branch on two options that forgets the third."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from shd_ref.conformance.chain import check_chain
+from shd_ref.conformance.compare import Difference, as_plain
+from shd_ref.conformance.laws.bounds import check_diagnosis
+from shd_ref.conformance.laws.covering import Row, cover, each, words
+from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, exactly
+from shd_ref.conformance.laws.plans import check_matched
+from shd_ref.conformance.variants import compute
+
+_WIDE = ("float64", "float32")
+DEFAULTS = {
+    "strategy": "shd", "alpha_per": "map", "alpha_rule": "least_squares", "alpha_from": "teacher", "row_sums": "one",
+    "by": "residual",
+}  # fmt: skip
+# Teacher and student heads, with explicit rounds that no kind gives.
+_ROUNDS: dict[str, tuple[int, int, list[list[list[int]]]]] = {
+    "none": (4, 4, []),
+    "one": (5, 3, [[[4, 1], [2, 0]]]),
+    "several": (6, 2, [[[5, 1], [0, 3]], [[2, 0], [3, 1]]]),
+}
+_TEMPERATURES = {"one": 1.0, "above": 5.5, "below": 0.3125}
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "strategy": ("shd", "constant", "hard", "mean", "simplex"),
+    "plan": ("progressive", "balanced", "explicit"),
+    "alpha_per": ("map", "row"),
+    "alpha_rule": ("least_squares", "as_printed"),
+    "alpha_from": ("teacher", "softened"),
+    "row_sums": ("one", "at_most_one"),
+    "temperature": ("one", "above", "below"),
+    "query_mask": ("none", "some rows"),
+    "by": ("residual", "similarity"),
+    "rounds": tuple(_ROUNDS),
+}
+
+
+def _options_of(*names: str, **others: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {**{name: _ARGUMENTS[name] for name in names}, **others}
+
+
+def _teacher(
+    trial: Trial, seed: int, row: Row, heads: int, *, batch: int = 3, keys: int = 5, width: int = 3
+) -> tuple[Array, Array, Array | None]:
+    """Maps ``(B, H, 4, S)``, outputs ``(B, H, S, D)`` and a mask, as a row of options asks for."""
+    maps = trial.probs(seed, batch, heads, 4, keys).astype(np.float64)
+    if row["row_sums"] == "at_most_one":
+        maps *= np.array([1.0, 0.25, 0.5, 0.75])[np.arange(maps[..., 0].size).reshape(maps.shape[:-1]) % 7 % 4, None]
+    mask = None
+    if row["query_mask"] != "none":
+        mask = (np.arange(batch)[:, None] * 3 + np.arange(4)[None, :]) % 4 > 1
+        # A row that does not count may have anything but negative entries: here, what would decide if it did.
+        other = 1.5 * np.eye(keys)[np.arange(seed, seed + heads) * 3 // 2 % keys]
+        maps = np.where(mask[:, None, :, None], maps, other[None, :, None])
+    return trial.rounded(maps), trial.numbers(seed + 1, batch, heads, keys, width), mask
+
+
+def _inputs(trial: Trial, seed: int, row: Row, **sizes: int) -> dict[str, Any]:
+    """A call of ``squeeze_heads`` or ``diagnose``; what is at its default is left out every other time."""
+    heads, students, explicit = _ROUNDS[row["rounds"]]
+    if row.get("strategy") == "hard":
+        sizes["batch"] = 9  # a choice of two shows less than a number
+    maps, outputs, mask = _teacher(trial, seed, row, heads, **sizes)
+    named = {name: row[name] for name in DEFAULTS if row.get(name, DEFAULTS[name]) != DEFAULTS[name]}
+    inputs: dict[str, Any] = {
+        "teacher_probs": maps, "value_outputs": outputs, "num_student_heads": students, **named
+    }  # fmt: skip
+    if row["plan"] != "progressive" or seed % 2:
+        inputs["plan"] = explicit if row["plan"] == "explicit" else row["plan"]
+    if row.get("temperature", "one") != "one":
+        inputs["temperature"] = _TEMPERATURES[row["temperature"]]
+    return inputs if mask is None else {**inputs, "query_mask": mask}
+
+
+@cache
+def squeeze_rows() -> list[Row]:
+    """Options of ``squeeze_heads``, every three values together."""
+    return cover(
+        _options_of(
+            "strategy", "rounds", "plan", "alpha_per", "alpha_rule", "alpha_from", "row_sums",
+            "temperature", "query_mask",
+        ),
+        strength=3,
+    )  # fmt: skip
+
+
+def squeeze_inputs(trial: Trial, number: int, row: Row) -> dict[str, Any]:
+    """The call that a row asks for."""
+    return _inputs(trial, 10_001 + 3 * number, row)
+
+
+def check_squeezed(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any], row: Row) -> None:
+    """An answer of ``squeeze_heads`` is right for these inputs."""
+    say = f"with {', '.join(words(row))}"
+    counts = {
+        "num_teacher_heads": inputs["teacher_probs"].shape[1],
+        "num_student_heads": inputs["num_student_heads"],
+        "kind": inputs.get("plan", "progressive"),
+    }
+    exactly(answer["plan"], compute("merge_plan", counts)["plan"], f"the plan {say}")
+    found = check_chain(inputs, answer, trial.subject.dtype)
+    if found:
+        name, difference = found
+        raise LawBrokenError(Difference(f"{name}: {difference.problem}; {say}", difference.expected, difference.got))
+
+
+def _squeezed(trial: Trial, strategies: tuple[str, ...]) -> None:
+    def check(number: int, row: Row) -> None:
+        inputs = squeeze_inputs(trial, number, row)
+        check_squeezed(trial, inputs, trial.call("squeeze_heads", **inputs), row)
+
+    numbered = [(number, row) for number, row in enumerate(squeeze_rows()) if row["strategy"] in strategies]
+    each([row for _, row in numbered], lambda place, row: check(numbered[place][0], row))
+
+
+@cache
+def diagnosis_rows() -> list[Row]:
+    """Options of ``diagnose``, every three values together."""
+    options = _options_of("rounds", "plan", "alpha_per", "row_sums", "query_mask")
+    return cover({**options, "strategies": ("not given", "two")}, strength=3)
+
+
+def diagnosis_inputs(trial: Trial, number: int, row: Row) -> dict[str, Any]:
+    """The call that a row asks for."""
+    inputs = _inputs(trial, 11_001 + 3 * number, row, batch=2, keys=4)
+    return inputs if row["strategies"] == "not given" else {**inputs, "strategies": ["hard", "shd"]}
+
+
+def _diagnosed(trial: Trial) -> None:
+    def check(number: int, row: Row) -> None:
+        check_diagnosis(trial, diagnosis_inputs(trial, number, row), f"with {', '.join(words(row))}")
+
+    each(diagnosis_rows(), check)
+
+
+@cache
+def matched_rows() -> list[Row]:
+    """Options of ``matched_plan``, every three values together."""
+    options = _options_of("by", "alpha_per", "row_sums", "query_mask")
+    return cover({**options, "items": ("1", "several"), "heads": tuple(_COUNTS)}, strength=3)
+
+
+_COUNTS = {"7 to 2": (7, 2), "8 to 3": (8, 3)}
+
+
+def matched_inputs(trial: Trial, number: int, row: Row) -> list[dict[str, Any]]:
+    """The calls that a row asks for."""
+    heads, students = _COUNTS[row["heads"]]
+    named = {name: row[name] for name in ("by", "alpha_per", "row_sums") if row[name] != DEFAULTS[name]}
+    found = []
+    # A choice of pairs shows less than a number, and alphas by similarity show in later rounds alone.
+    draws = 1 if row["alpha_per"] == "map" else 9 if row["by"] == "similarity" else 5
+    for draw in range(draws):
+        calibration = []
+        for item in range(1 if row["items"] == "1" else 2):
+            seed = 12_001 + 61 * number + 5 * draw + 2 * item
+            # One feature spreads the alphas of rows.
+            width = 1 if row["by"] == "similarity" else 3
+            maps, outputs, mask = _teacher(trial, seed, row, heads, batch=1, width=width)
+            calibration.append((maps, outputs) if mask is None else (maps, outputs, mask))
+        found.append({"calibration": calibration, "num_student_heads": students, **named})
+    return found
+
+
+def check_matching(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    """A matched plan is right for these inputs."""
+    options = inputs.get("by", "residual"), inputs.get("alpha_per", "map")
+    check_matched(trial, as_plain(answer["plan"]), inputs["calibration"], inputs["num_student_heads"], *options)
+
+
+def _matched(trial: Trial) -> None:
+    def check(number: int, row: Row) -> None:
+        for inputs in matched_inputs(trial, number, row):
+            check_matching(trial, inputs, trial.call("matched_plan", **inputs))
+
+    each(matched_rows(), check)
+
+
+def _law(name: str, operations: tuple[str, ...], spec: str, statement: Callable[[Trial], None]) -> Law:
+    comment = f"Any three options of {operations[0]} do together what each does alone."
+    return Law(f"law/triples-{name}", operations, tuple(spec.split()), comment, statement, _WIDE)
+
+
+def _laws() -> Iterator[Law]:
+    chain = "NUM-6 MIX-4 MIX-5 MIX-8 MIX-9 MIX-11 MIX-12 MIX-16 MIX-17 ALPHA-4 ALPHA-9 TEMP-3 TEMP-5 "
+    for name, strategies, spec in (
+        ("squeeze", ("shd", "constant", "hard", "mean"), "MIX-6"),
+        ("squeeze-simplex", ("simplex",), "MIX-7"),
+    ):
+        yield _law(name, ("squeeze_heads",), chain + spec, partial(_squeezed, strategies=strategies))
+    yield _law("diagnose", ("diagnose", "squeeze_heads"), "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-5", _diagnosed)
+    yield _law("matched-plan", ("matched_plan",), "PLAN-9 PLAN-11 PLAN-12 PLAN-13", _matched)
+
+
+LAWS = tuple(_laws())
