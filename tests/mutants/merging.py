@@ -508,4 +508,91 @@ MUTANTS = (
         "diagnose always runs the progressive plan.",
         ("oracles", '"progressive" if plan is None else plan)', '"progressive")'),
     ),
+    mutant(
+        "hard-forgets-rule",
+        "The strategy hard chooses by least squares, whatever alpha_rule says.",
+        ("pairwise", "rule=rule, alpha_per", "rule=rule if strategy == 'shd' else 'least_squares', alpha_per"),
+        on=("squeeze_heads",),
+    ),
+    mutant(
+        "simplex-forgets-softened",
+        "The strategy simplex solves on the teacher's maps, whatever alpha_from says.",
+        ("mixing", "simplex_mixing(solved_on, outputs", "simplex_mixing(probs, outputs"),
+    ),
+    mutant(
+        "explicit-forgets-softened",
+        "With explicit rounds alphas are solved on the teacher's maps.",
+        (
+            "mixing",
+            _SOLVED_ON,
+            _SOLVED_ON.replace('"softened" else', '"softened" and isinstance(plan, str | None) else'),
+        ),
+    ),
+    mutant(
+        "temperature-forgotten-for-equal-counts",
+        "With the empty plan the maps come back at temperature 1.",
+        ("mixing", _MIXED, _MIXED.replace("softened", "softened if rounds else probs")),
+        on=("squeeze_heads",),
+    ),
+    mutant(
+        "weights-swapped-where-square",
+        "Weights a row are read as (B, H_s, L, H_t) where H_t is L.",
+        (
+            "mixing",
+            '"bhtl,btls->bhls"',
+            '("bhtl,btls->bhls" if weights.shape[2] != weights.shape[3] else "bhlt,btls->bhls")',
+        ),
+    ),
+    mutant(
+        "first-rows-of-long-maps",
+        "Alphas over maps of more than 128 rows leave the last rows out.",
+        (
+            "alpha",
+            "numerator, denominator, scale = (t.sum(-1) for t in (numerator, denominator, scale))",
+            "numerator, denominator, scale = (t[:, :128].sum(-1) for t in (numerator, denominator, scale))",
+        ),
+        on=("solve_alpha", "squeeze_heads"),
+    ),
+    mutant(
+        "mass-below-1e-8-dropped",
+        "Entries of maps below 1e-8 are taken as 0.",
+        (
+            "alpha",
+            "    both = x_p + x_q\n",
+            "    a_p, a_q = (np.where(a < 1e-8, 0.0, a) for a in (a_p, a_q))\n    both = x_p + x_q\n",
+        ),
+        on=("solve_alpha", "squeeze_heads"),
+    ),
+    mutant(
+        "groups-of-many-tiled",
+        "With groups of six or more, query heads read the value heads in turn.",
+        (
+            "attention",
+            "    v = np.repeat(v, num_heads // num_kv_heads, axis=1)",
+            "    v = (np.repeat if num_heads // num_kv_heads < 6 else lambda v, n, axis: np.tile(v, (1, n, 1, 1)))"
+            "(v, num_heads // num_kv_heads, axis=1)",
+        ),
+        on=("value_outputs",),
+    ),
+    mutant(
+        "one-sample-needs-no-axis",
+        "A query_mask (L) is taken where there is one sample.",
+        (
+            "attention",
+            "    if shape is not None and mask.shape != shape:",
+            "    if shape is not None and shape[0] == 1 and mask.shape == shape[1:]:\n        mask = mask[None]\n"
+            "    if shape is not None and mask.shape != shape:",
+        ),
+        on=("squeeze_heads", "solve_alpha"),
+    ),
+    mutant(
+        "peak-with-a-floor",
+        "Maps are softened relative to the row's largest entry or 2^-10.",
+        (
+            "attention",
+            "    peak = probs.max(axis=-1, keepdims=True, initial=0.0)\n    powers",
+            "    peak = np.maximum(probs.max(axis=-1, keepdims=True, initial=0.0), 2.0**-10)\n    powers",
+        ),
+        on=("soften",),
+    ),
 )

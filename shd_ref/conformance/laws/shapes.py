@@ -60,7 +60,8 @@ def _maps(trial: Trial, sizes: Sizes, seed: int) -> Array:
     maps = trial.shares(seed, *shape) if sizes.full else trial.probs(seed, *shape, bits=12)
     if sizes.tiny:
         maps = maps.astype(np.float64)
-        tiny = 2.0**-sizes.tiny * (1 + np.arange(maps[..., 0].size).reshape(maps.shape[:-1]) % 3)
+        place = np.arange(maps[..., 0].size).reshape(maps.shape[:-1])
+        tiny = 2.0**-sizes.tiny * (1 + (place + place // sizes.rows) % 3)  # another in every head
         receiver = maps[..., 1:].argmax(-1)[..., None] + 1  # the sum stays one
         np.put_along_axis(
             maps, receiver, np.take_along_axis(maps, receiver, -1) + (maps[..., 0] - tiny)[..., None], -1
@@ -116,6 +117,12 @@ def _soften(trial: Trial, sizes: Sizes) -> None:
         got = trial.numbers_of("soften", attn_probs=maps, temperature=temperature)
         wanted = soften_maps(maps.astype(np.float64), temperature, "one")
         trial.agree(got, wanted, "probs", f"soften at temperature {temperature:g} {sizes}")
+        for exponent in (8, 14, 30):  # rows of which a sink takes nearly all
+            thin, sharp = trial.rounded(maps * 2.0**-exponent), temperature / 64
+            got = trial.numbers_of("soften", attn_probs=thin, temperature=sharp, row_sums="at_most_one")
+            wanted = soften_maps(thin.astype(np.float64), sharp, "at_most_one") * 2.0**exponent
+            what = f"soften at temperature {sharp:g} of rows with a mass of 2^-{exponent}, {sizes}"
+            trial.agree(got * 2.0**exponent, wanted, "probs", what)
 
 
 def _projected(trial: Trial, sizes: Sizes, seed: int) -> tuple[Array, Array, Array]:
