@@ -42,6 +42,7 @@ class Sizes:
 _SQUARE = (Sizes(4, 4, 2, 4, 4, 4, 4), Sizes(4, 8, 4, 4, 4, 4, 4))
 _LONG = (
     Sizes(7, 3, 1, 3, 5, 3, full=True),
+    Sizes(2, 4, 2, 1, 4, 3, full=True),
     Sizes(1, 3, 2, 5, 4, 133, full=True),
     Sizes(1, 3, 2, 131, 4, 5, full=True),
     Sizes(1, 3, 2, 3, 259, 5, full=True),
