@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 from teacher import attention_graphs
 from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
 
@@ -355,3 +355,46 @@ def test_old_operator_sets_are_converted_on_loading(tmp_path: Path) -> None:
     }
     runs = [open_session(model.SerializeToString()).run(None, feeds)[0] for model in (old, converted)]
     np.testing.assert_allclose(*runs, atol=1e-6)
+
+
+def _with_second_product(kind: str) -> onnx.ModelProto:
+    """A layer whose map multiplies two tensors, each of which gives a part of what the heads put out."""
+    model = encoder_layer(mask=None)
+    (site,) = find_sites(model)
+    graph, names = model.graph, {"probs": site.probs, "values": site.values}
+    (product,) = [node for node in graph.node if site.probs in node.input and node.op_type == "MatMul"]
+    context = product.output[0]
+    added = []
+
+    def op(op_type: str, *inputs: str, **attributes: Any) -> str:
+        added.append(helper.make_node(op_type, inputs, [f"added_{len(added)}"], **attributes))
+        return str(added[-1].output[0])
+
+    if kind == "two tensors":
+        whole, second = context, op("MatMul", names["probs"], op("Relu", names["values"]))
+        product.output[0] = "first"
+        added.append(helper.make_node("Add", ["first", second], [whole]))
+    else:
+        for name, value in (("0", [0]), ("1", [1]), ("end", [2**31]), ("keys", [3]), ("rows", [2])):
+            graph.initializer.append(numpy_helper.from_array(np.array(value), f"at_{name}"))
+        parts = [
+            op(
+                "MatMul",
+                op("Slice", names["probs"], start, stop, "at_keys"),
+                op("Slice", names["values"], start, stop, "at_rows"),
+            )
+            for start, stop in (("at_0", "at_1"), ("at_1", "at_end"))
+        ]
+        graph.node.remove(product)
+        added.append(helper.make_node("Add", parts, [context]))
+    place = max(i for i, node in enumerate(graph.node) if {site.probs, site.values} & set(node.output)) + 1
+    for node in reversed(added):
+        graph.node.insert(place, node)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["two tensors", "parts of the keys"])
+def test_a_map_that_multiplies_two_tensors_is_refused(kind: str) -> None:
+    (site,) = find_sites(_with_second_product(kind))
+    assert not site.supported
+    assert "its map multiplies 2 tensors" in str(site.reason)

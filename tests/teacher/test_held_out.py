@@ -196,7 +196,7 @@ def check_projection(name: str, site: AttentionSite) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "int8 products": (dynamic_int8(extra_options={"MatMulConstBOnly": False}), "meet in MatMulInteger"),
     "int8 operators": (static_int8("QOperator"), "QLinearSoftmax"),
-    "module with sizes traced in": (exported(Module, dynamo=False), "dynamic batch and sequence axes"),
+    "module with sizes traced in": (exported(Module, dynamo=False), "left the sizes of its example in the constants"),
 }
 
 

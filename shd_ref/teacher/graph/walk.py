@@ -37,6 +37,7 @@ from shd_ref.teacher.opening.operators import (
     LOGIT_OPS,
     MAP_CARRIERS,
     OPAQUE_PRODUCTS,
+    PRODUCTS,
     STANDARD_DOMAINS,
 )
 from shd_ref.teacher.packages import ir
@@ -120,9 +121,10 @@ def _walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
 
 
 def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: bool) -> Iterator[Walk]:
-    met = _meet_values(softmax.outputs[0])
-    if met is None:
+    meetings = _meet_values(softmax.outputs[0])
+    if not meetings:
         return
+    met = meetings[0]
     product = met.product
     if product.op_type in INTEGER_PRODUCTS:
         yield _quantised(softmax, f"map and values meet in {product.op_type}")
@@ -145,6 +147,15 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
         return
     if met.place != 0 or not _is_plain(product):
         yield _refused(softmax, f"map and values meet in {product.op_type} with the map transposed or scaled")
+        return
+    tensors = {id(other.values) for other in meetings}
+    if len(tensors) > 1:
+        yield Walk(
+            softmax,
+            f"its map multiplies {len(tensors)} tensors, as where layers share a map "
+            "or one attends in parts, so what one of them gives is not all that the map makes: choose other layers "
+            "(--sites), or export the model with one product of map and values",
+        )
         return
     raw_map, raw_values = operands(product)
     raw_map = met.trail.source if met.trail.is_mixed else raw_map
@@ -231,18 +242,27 @@ class _Meeting:
     place: int  # of the map among the product's inputs
     trail: _Trail
 
+    @property
+    def values(self) -> ir.Value | None:
+        """The other operand before rounding, of a product of two operands."""
+        other = self.product.inputs[1 - self.place] if self.product.op_type in PRODUCTS else None
+        return None if other is None else before_rounding(other)
 
-def _meet_values(probs: ir.Value) -> _Meeting | None:
-    """Breadth first to the nearest product with a computed tensor, with the map's axes in view."""
-    queue = [_Trail(probs, probs)]
+
+def _meet_values(probs: ir.Value) -> list[_Meeting]:
+    """Breadth first to all products with computed tensors, the nearest first, with the map's axes in view."""
+    queue, met = [_Trail(probs, probs)], []
+    seen = {probs}
     for trail in queue:
         for node, place in trail.value.uses():
             if is_value_product(node):
-                return _Meeting(node, place, trail)
+                met.append(_Meeting(node, place, trail))
+                continue
             step = _step(trail, node, place)
-            if step is not None and all(step.value is not seen.value for seen in queue):
+            if step is not None and step.value not in seen:
+                seen.add(step.value)
                 queue.append(step)
-    return None
+    return met
 
 
 def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
