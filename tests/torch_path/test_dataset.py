@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
 from shd_torch import ShdError
 from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
 
+TESTS = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 11
 
 
@@ -104,16 +107,9 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
     address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))
-    joined = SupervisedDataset(TokenData(), address, layers=[2])
-    reader = joined.cache
-    expected = [reader.decode(reader.read(key), 2) for key in joined.keys]  # connections are open before the fork
-    loader = DataLoader(joined, 1, num_workers=2, collate_fn=joined.collate, multiprocessing_context=start)
-    seen = []
-    for sample, supervision in loader:
-        index = int(sample["number"])
-        seen.append(index)
-        np.testing.assert_allclose(supervision.decode()[0][0].numpy(), expected[index], rtol=1e-6)
-    assert seen == list(range(NUM_SAMPLES))
+    command = [sys.executable, "-m", "torch_path.store_loader", str(address), start]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_codes_of_a_batch_are_copied_nowhere(tmp_path: Path) -> None:
