@@ -218,7 +218,10 @@ def _squeeze_heads(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]
     if strategy not in ("shd", "constant", "hard"):
         raise LookupError(f"strategy {strategy!r} is not known here")
     temperature = given.get("temperature", 1.0)
-    softened = _row_softmax(np.log(maps) / temperature) * _row_mass(maps, given, choices)
+    # Rows that do not count may sum to anything, and a temperature of 1 leaves them so.
+    softened = (
+        maps if temperature == 1 else _row_softmax(np.log(maps) / temperature) * _row_mass(maps, given, choices)
+    )
     on_softened = (given.get("alpha_from", "teacher") == "softened") != (choices.solved_on == "other")
     mixed = softened if choices.softened == "before" else maps
     # Of every head in the pool: the map that alpha is solved on, its value output, its row of C.
