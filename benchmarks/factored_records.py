@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shd_ref.cache import CacheReader, codec_error, merge_codec_errors
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import SupervisedDataset
 
 RESULT = Path(__file__).with_suffix(".json")

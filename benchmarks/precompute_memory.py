@@ -31,7 +31,7 @@ TARGET = 1.25  # peak over ten times the data
 WHOLE = """
 import sys
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import open_source
 rows = list(open_source(sys.argv[2]).rows(["attention_mask", "input_ids", "features"]))
 import numpy as np

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CacheWriter
 from shd_ref.teacher.precompute.job import PrecomputeJob
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
 
@@ -42,7 +43,8 @@ from pathlib import Path
 import numpy as np
 from shd_ref.cache import CacheWriter
 from shd_ref.teacher.precompute.job import PrecomputeJob
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.run.buckets import share_shards
 teacher, data, out, part, parts = sys.argv[1:]
 run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)

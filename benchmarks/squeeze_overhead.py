@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session
 
 RESULT = Path(__file__).with_suffix(".json")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shd_ref.teacher.precompute.engine import precompute_shapes
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
 from shd_torch.demo.train import ArrayDataset
 

@@ -197,7 +197,7 @@ def precompute(
     from shd_ref.commands.tables import summary_table
     from shd_ref.teacher.precompute.engine import precompute as precompute_cache
     from shd_ref.teacher.precompute.engine import precompute_shapes, students_of
-    from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_ref.teacher.sources import open_source
     from shd_ref.teacher.study.forecast import forecast_cache
 
@@ -232,7 +232,7 @@ def precompute(
             seed=seed,
             provider=provider,
             num_threads=threads,
-            share=parse_shards(shards),
+            shards=parse_shards(shards),
         )
         source = open_source(inputs, tokenizer=tokenizer, text_column=text_column, max_length=max_length)
         if dry_run:

@@ -33,7 +33,7 @@ from shd_ref.commands.options import (
 from shd_ref.errors import ShdError
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.run.teacher import RunOptions
+    from shd_ref.teacher.run.options import RunOptions
     from shd_ref.teacher.study.fidelity import Fidelity, FidelityOptions, FidelityReport
 
 
@@ -108,7 +108,7 @@ def fidelity(
     needed. Ends with the command line that precomputes the best way.
     """
     from shd_ref.cache.storage.outputs import output_file
-    from shd_ref.teacher.run.teacher import RunOptions
+    from shd_ref.teacher.run.options import RunOptions
     from shd_ref.teacher.sources import open_source
     from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
 

@@ -63,7 +63,7 @@ def plan_cache(
 
     Break-even is the read bandwidth per training device below which the teacher, run while training, is faster.
     """
-    from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_ref.teacher.sources import open_source
     from shd_ref.teacher.study.forecast import forecast_cache
 

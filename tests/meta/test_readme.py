@@ -27,7 +27,7 @@ def test_training_example_runs(tmp_path: Path) -> None:
     from torch_path.stories import Stories
 
     from shd_ref.teacher.precompute.engine import precompute
-    from shd_ref.teacher.run.teacher import PrecomputeOptions
+    from shd_ref.teacher.run.options import PrecomputeOptions
     from shd_torch import export_teacher
 
     def model(heads: int) -> Stories:

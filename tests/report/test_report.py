@@ -33,8 +33,8 @@ from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 
 NUM_SAMPLES, LENGTH = 9, 12
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -18,7 +18,7 @@ from shd_ref import ShdError
 from shd_ref.cache import CacheReader, codec_error, factored_kl_bound, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 
 NUM_SAMPLES = 11

@@ -22,8 +22,8 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
+from shd_ref.teacher.run.options import RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.teacher import RunOptions
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.study.difference import CosineDistance, CrossEntropy, RelativeError, Targets
 from shd_ref.teacher.study.fidelity import ALPHAS, FidelityOptions, measure_fidelity

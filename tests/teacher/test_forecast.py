@@ -16,7 +16,7 @@ from shd_ref.cache import CODECS, FACTORED_CODECS
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.forecast import Forecast, forecast_cache
 
 app = load_app()

@@ -20,7 +20,7 @@ from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import Finding
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
 from shd_ref.teacher.study.forecast import forecast_cache
 from shd_ref.tolerances import load_tolerances

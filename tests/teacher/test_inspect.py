@@ -21,7 +21,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.selection import select_sites
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 FOUR = find_sites(bare_attention(2, num_layers=4))

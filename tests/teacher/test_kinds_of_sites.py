@@ -17,7 +17,7 @@ from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 
 def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, masked: bool = False) -> str:

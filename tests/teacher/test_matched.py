@@ -24,8 +24,8 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run import teacher as run_module
 from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 
 HEADS, SAMPLES, LENGTH = 6, 8, 5

@@ -24,7 +24,7 @@ from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances

@@ -28,7 +28,8 @@ from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.precompute.records import make_records
 from shd_ref.teacher.run.buckets import group_samples, group_shards
 from shd_ref.teacher.run.inputs import Batch, run_batch
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.study.recheck import recheck_records
 

@@ -21,7 +21,7 @@ from shd_ref.cache import list_cache, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import ArraySource, Row
 
 ray = pytest.importorskip("ray", reason="--engine ray needs the extra 'ray'")
@@ -112,7 +112,7 @@ def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_p
         precompute_on_ray(teacher, open_changed, tmp_path, OPTIONS, RUN, workers=1)
     assert caught.value.code == "cache-mismatch"
     assert list_cache(tmp_path).written == ()
-    part = RunOptions(batch_size=4, samples_per_shard=3, share=(1, 12))
+    part = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 12))
     first = precompute(teacher, make_tokens(), tmp_path, OPTIONS, part)
     rest = precompute_on_ray(teacher, lambda: ArraySource(make_tokens()), tmp_path, OPTIONS, RUN, workers=1)
     assert first.written + rest.written == NUM_SAMPLES
@@ -169,7 +169,7 @@ def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest
     precompute_shapes(teacher, make_tokens(), "one", OPTIONS, [1, 2], RUN)
     job = ["precompute", str(teacher), "--inputs", "data.npz", "--student-heads", "1,2", "--engine", "ray"]
     job += ["--batch-size", "4", "--samples-per-shard", "3", "--out", "two"]
-    precompute_shapes(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, share=(0, 17)))
+    precompute_shapes(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 17)))
     (tmp_path / "two/heads-2/receipts/000001.json").unlink()
     result = CliRunner().invoke(load_app(), job, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

@@ -22,7 +22,7 @@ from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
 from shd_ref.teacher.run.buckets import share_shards
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 NUM_SAMPLES = 41
 OPTIONS = PrecomputeOptions(num_student_heads=2)
@@ -71,7 +71,7 @@ def test_parts_give_the_bytes_of_a_single_run(teacher: Path, tmp_path: Path, per
     folders = [tmp_path / (f"part-{part}" if apart else "shared") for part in range(parts)]
     left = num_shards
     for part in (2, 0, 1):
-        run = RunOptions(batch_size=4, samples_per_shard=per_shard, share=(part, parts))
+        run = RunOptions(batch_size=4, samples_per_shard=per_shard, shards=(part, parts))
         summary = precompute(teacher, make_tokens(), folders[part], OPTIONS, run)
         left = (num_shards if apart else left) - len(share_shards(num_shards, part, parts))
         assert summary.missing_shards == left
@@ -84,7 +84,7 @@ def test_parts_give_the_bytes_of_a_single_run(teacher: Path, tmp_path: Path, per
 
 
 def test_a_part_resumes(teacher: Path, tmp_path: Path) -> None:
-    run = RunOptions(batch_size=4, samples_per_shard=3, share=(1, 2))
+    run = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 2))
     precompute(teacher, make_tokens(), tmp_path, OPTIONS, run)
     lost = share_shards(14, 1, 2)[2]
     before = contents(tmp_path)
@@ -97,7 +97,7 @@ def test_a_part_resumes(teacher: Path, tmp_path: Path) -> None:
 def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> None:
     precompute_shapes(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
     for part in range(2):
-        run = RunOptions(samples_per_shard=3, share=(part, 2))
+        run = RunOptions(samples_per_shard=3, shards=(part, 2))
         left = precompute_shapes(teacher, make_tokens(), tmp_path / "parts", OPTIONS, [1, 3], run)
         assert [summary.missing_shards for summary in left] == [7 - 7 * part] * 2
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")

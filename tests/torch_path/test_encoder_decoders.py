@@ -19,7 +19,7 @@ from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 from shd_torch import SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls, squeeze_heads

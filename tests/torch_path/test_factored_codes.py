@@ -156,7 +156,7 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
     from shd_ref.teacher.precompute.engine import precompute
-    from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 
     inputs = hf_inputs(name, batch=6, length=12)
@@ -220,7 +220,7 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     from torch_path.architectures import HEADS, make_inputs, make_model
 
     from shd_ref.teacher.precompute.engine import precompute
-    from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 
     model = make_model(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))

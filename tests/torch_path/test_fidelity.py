@@ -19,7 +19,7 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.plans import MergePlan
-from shd_ref.teacher.run.teacher import RunOptions
+from shd_ref.teacher.run.options import RunOptions
 from shd_ref.teacher.study.fidelity import ALPHAS, FidelityOptions, FidelityReport, measure_fidelity
 from shd_torch import export_teacher
 

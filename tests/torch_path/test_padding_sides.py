@@ -22,7 +22,7 @@ from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CODECS, CacheReader
 from shd_ref.cache.codecs.distortion import row_tv_bound
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention, shd_loss

@@ -18,7 +18,7 @@ from shd_ref.cache import CacheReader
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions
+from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_torch import SupervisedDataset, capture_attention, check_cache, export_teacher, shd_loss
 from shd_torch.demo.train import ArrayDataset
 

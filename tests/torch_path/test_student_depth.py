@@ -16,7 +16,7 @@ from torch_path.trainer_cases import make_model, make_samples, make_trainer, pad
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, export_teacher, layer_kls
 from shd_torch.supervision.taught_layers import TaughtLayers, unite_layers
 

@@ -16,7 +16,7 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_ref.cache import CacheReader
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions
+from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_torch import ShdError, capture_attention, export_teacher, shd_loss
 from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.demo.train import ArrayDataset, TrainOptions, kd_loss, measure_accuracy, train_student

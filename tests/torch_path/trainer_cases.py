@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import export_teacher
 from shd_torch.training.trainer import SHDTrainer
 

@@ -16,7 +16,7 @@ from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
 from shd_ref.plans import merge_plan
 from shd_ref.teacher.precompute.manifest import matching_of
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import PROVIDERS
 
 

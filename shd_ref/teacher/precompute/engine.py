@@ -12,7 +12,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.job import OnProgress
 from shd_ref.teacher.precompute.joint import JointJob, Students
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Arrays, Source
 
 

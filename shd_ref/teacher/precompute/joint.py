@@ -17,7 +17,8 @@ from shd_ref.teacher.precompute.job import OnProgress, PrecomputeJob
 from shd_ref.teacher.precompute.manifest import adopt_plans
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.buckets import share_shards
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 
 Students = Sequence[tuple[str | os.PathLike[str], PrecomputeOptions]]
@@ -65,7 +66,7 @@ class JointJob:
         self._writers = [
             CacheWriter(folder, job.manifest) for folder, job in zip(self._folders, self._jobs, strict=True)
         ]
-        self.shards = share_shards(plan.num_shards, *run.share)
+        self.shards = share_shards(plan.num_shards, *run.shards)
 
     @functools.cached_property
     def missing(self) -> list[set[int]]:

@@ -27,7 +27,8 @@ from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.teacher.precompute.masks import describe_mask
 from shd_ref.teacher.run.faults import Outputs
-from shd_ref.teacher.run.teacher import MATCHED, PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 
 SHARD_BYTES: Final = 256 * 2**20
 """Default size of a shard, unless the data set is small."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
@@ -12,10 +11,8 @@ from shd_ref.matching import matched_plan
 from shd_ref.plans import MergePlan
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.options import CALIBRATION_SAMPLES
 from shd_ref.teacher.run.reading import AttentionReader
-
-CALIBRATION_SAMPLES: Final = 16
-"""Enough for plans to settle: pairs are chosen by sums over all rows of all samples."""
 
 
 def calibrate_plans(

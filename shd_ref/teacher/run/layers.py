@@ -13,7 +13,7 @@ from shd_ref.teacher.graph.kinds import SiteKinds
 from shd_ref.teacher.graph.selection import select_sites
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.run.teacher import PrecomputeOptions
+    from shd_ref.teacher.run.options import PrecomputeOptions
 
 Chosen = tuple[tuple[int, AttentionSite], ...]
 

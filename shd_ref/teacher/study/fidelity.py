@@ -25,11 +25,11 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, make_rule
-from shd_ref.teacher.run.calibration import CALIBRATION_SAMPLES, calibrate_plans
+from shd_ref.teacher.run.calibration import calibrate_plans
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
+from shd_ref.teacher.run.options import CALIBRATION_SAMPLES, RunOptions, check_run
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.teacher import RunOptions, check_run
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, Source
 from shd_ref.teacher.study.difference import (

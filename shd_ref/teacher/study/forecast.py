@@ -32,7 +32,8 @@ from shd_ref.teacher.precompute.masks import read_spans
 from shd_ref.teacher.precompute.records import make_records, measure_codec
 from shd_ref.teacher.run.faults import Outputs
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 

@@ -17,7 +17,8 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.factored import factors_of
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
 from shd_ref.teacher.run.faults import Outputs
-from shd_ref.teacher.run.teacher import PrecomputeOptions, RunOptions, TeacherRun
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.tolerances import load_tolerances
 
