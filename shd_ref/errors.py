@@ -38,6 +38,7 @@ ERROR_CODES: Final[dict[str, str]] = {
     "read-failed": "a file or an object store that could not be reached, or refused to be read",
     "export-failed": "a PyTorch model that could not be exported, or whose graph differs from it",
     "capture-failed": "a student whose attention could not be captured",
+    "shrink-unsupported": "a smaller student that no closed form gives, or that its configuration cannot say",
 }
 """Closed list of codes with their meaning, mirrored in specs/shd.md chapter ERR."""
 

@@ -144,6 +144,7 @@ FLOORS = {
             "cache/documents",
             "cache",
             "chapters",
+            "shrink",
         ),
         *("conformance", "teacher/packages", "teacher/body", "teacher/opening", "teacher/session", "teacher/graph"),
         *("teacher/rewrite", "teacher/sources", "teacher/run", "teacher/precompute", "teacher/study"),

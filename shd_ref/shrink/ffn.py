@@ -1,0 +1,123 @@
+"""Feed-forward layers (spec chapter FFN): one linear map where the activation goes, fewer neurons where it stays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shd_ref.attention import Array, as_float
+from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
+
+
+class Linear(NamedTuple):
+    """``y = W x + b``, as ``torch.nn.Linear`` stores it: weight ``(out, in)``, bias ``(out)`` or None."""
+
+    weight: Array
+    bias: Array | None
+
+
+class KeptNeurons(NamedTuple):
+    """What ``keep_neurons`` returns: both layers cut to the kept neurons, and which these are, in order."""
+
+    first: Linear
+    second: Linear
+    kept: tuple[int, ...]
+
+
+def merge_linear(
+    first: ArrayLike,
+    second: ArrayLike,
+    first_bias: ArrayLike | None = None,
+    second_bias: ArrayLike | None = None,
+    *,
+    gate: ArrayLike | None = None,
+) -> Linear:
+    """``W2 (W1 x + b1) + b2`` as one layer, exactly: ``W = W2 W1``, ``b = W2 b1 + b2`` (FFN-1..3).
+
+    Args:
+        first: W1 ``(F, D)``.
+        second: W2 ``(E, F)``.
+        first_bias: b1 ``(F)``, or None for none.
+        second_bias: b2 ``(E)``, or None.
+        gate: the gate's matrix of a gated FFN, which has no such map: anything but None is refused.
+
+    Returns:
+        W ``(E, D)``, and b ``(E)``, None where both biases are.
+
+    Raises:
+        ShdError: ``shrink-unsupported`` for a gate, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+
+    Source: the second source's exact merge of what is left without an activation.
+    """
+    if gate is not None:
+        raise ShdError(
+            "shrink-unsupported",
+            "a gated FFN multiplies two functions of its input: without the activation it is quadratic, and no "
+            "linear map equals it; keep its activation",
+            "FFN-3",
+        )
+    w1, w2 = as_float(first, "first", ndim=2), as_float(second, "second", ndim=2)
+    b1, b2 = _bias(first_bias, "first_bias", len(w1)), _bias(second_bias, "second_bias", len(w2))
+    if w2.shape[1] != len(w1):
+        raise ShdError(
+            "argument-shape", f"second must have a column a row of first; got {w2.shape} and {w1.shape}", "FFN-1"
+        )
+    parts = [part for part in (None if b1 is None else w2 @ b1, b2) if part is not None]
+    return Linear(w2 @ w1, None if not parts else np.sum(parts, axis=0))
+
+
+def neuron_importance(activations: ArrayLike, second: ArrayLike) -> Array:
+    """Root mean square of each neuron's activation times the norm of its column of W2 (FFN-4).
+
+    Args:
+        activations: what W2 reads on calibration data ``(n, F)``, for a gated FFN after the product.
+        second: W2 ``(E, F)``.
+
+    Returns:
+        ``(F,)``, at least 0: what the output loses, on average, without the neuron.
+    """
+    hidden, w2 = as_float(activations, "activations", ndim=2), as_float(second, "second", ndim=2)
+    if hidden.shape[1] != w2.shape[1] or not len(hidden):
+        raise ShdError(
+            "argument-shape",
+            f"activations must be (n, {w2.shape[1]}) with n of at least 1; got {hidden.shape}",
+            "FFN-4",
+        )
+    importance: Array = np.sqrt((hidden**2).mean(axis=0)) * np.linalg.norm(w2, axis=0)
+    return importance
+
+
+def keep_neurons(first: Linear, second: Linear, importance: ArrayLike, count: int) -> KeptNeurons:
+    """Both layers with the ``count`` most important neurons, which keep their order (FFN-5).
+
+    Ties go to the neuron with the smaller number. A gated FFN cuts its gate by the same ``kept``.
+    """
+    scores = as_float(importance, "importance", ndim=1)
+    try:
+        valid = 1 <= as_index(count) <= len(scores)
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ShdError("argument-value", f"count must be an integer from 1 to {len(scores)}; got {count!r}", "FFN-5")
+    if len(first.weight) != len(scores) or second.weight.shape[1] != len(scores):
+        raise ShdError(
+            "argument-shape",
+            f"importance must have an entry a neuron; got {len(scores)} for {first.weight.shape} and "
+            f"{second.weight.shape}",
+            "FFN-5",
+        )
+    kept = np.sort(np.argsort(-scores, kind="stable")[:count])
+    cut = Linear(first.weight[kept], None if first.bias is None else first.bias[kept])
+    return KeptNeurons(cut, Linear(second.weight[:, kept], second.bias), tuple(int(neuron) for neuron in kept))
+
+
+def _bias(value: ArrayLike | None, name: str, size: int) -> Array | None:
+    if value is None:
+        return None
+    bias = as_float(value, name, ndim=1)
+    if len(bias) != size:
+        raise ShdError("argument-shape", f"{name} must have {size} entries; got {len(bias)}", "FFN-1")
+    return bias

@@ -1,0 +1,359 @@
+"""Fewer heads (spec chapter HEAD): the weights of a student head that stands for a group of the teacher's.
+
+A student head's logits are the group's logits mixed by a row of C, its value output the sum of the group's. One
+softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shd_ref.attention import Array, as_float, mask_logits, softmax
+from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
+from shd_ref.shrink.factors import RIDGE, factor_forms
+from shd_ref.shrink.merges import HeadMerge
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """One layer of attention, head by head; inputs are rows (HEAD-1).
+
+    Attributes:
+        query: ``(H, D, d)``.
+        key: ``(H_kv, D, d)``; query head i reads key and value head ``i // (H / H_kv)``.
+        value: ``(H_kv, D, d_v)``.
+        output: ``(H, d_v, D)``.
+        query_bias: ``(H, d)``, or None for none; so the other three: ``(H_kv, d)``, ``(H_kv, d_v)``, ``(D,)``.
+        key_bias: see ``query_bias``.
+        value_bias: see ``query_bias``.
+        output_bias: see ``query_bias``.
+        scale: logits are ``scale * q k^T``; default ``d ** -0.5``.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    query_bias: Array | None = None
+    key_bias: Array | None = None
+    value_bias: Array | None = None
+    output_bias: Array | None = None
+    scale: float | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return len(self.query)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """H_kv."""
+        return len(self.key)
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor of ``q k^T``."""
+        return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
+
+    def kv_head(self, head: int) -> int:
+        """Which key and value head a query head reads (MAP-6)."""
+        return head // (self.num_heads // self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions (HEAD-14).
+
+    Attributes:
+        frequencies: radians a position, one a rotated pair; the remaining ``d - 2 * len(frequencies)`` entries of a
+            head are not rotated.
+        layout: ``"half"`` pairs entry i with ``i + len(frequencies)``, ``"adjacent"`` pairs ``2 i`` with ``2 i + 1``.
+        slow: boolean, one a pair: True where the pair barely turns over the lengths that occur (HEAD-16).
+    """
+
+    frequencies: Array
+    layout: str = "half"
+    slow: Array | None = None
+
+    def entries(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Positions in a head of each pair's first and second entry."""
+        pairs = np.arange(len(self.frequencies))
+        return (pairs, pairs + len(pairs)) if self.layout == "half" else (2 * pairs, 2 * pairs + 1)
+
+    def turn(self, rows: Array) -> Array:
+        """Queries or keys ``(..., L, d)`` turned to their positions 0 .. L - 1."""
+        first, second = self.entries()
+        angles = np.arange(rows.shape[-2])[:, None] * self.frequencies
+        cos, sin = np.cos(angles), np.sin(angles)
+        turned = rows.copy()
+        turned[..., first] = rows[..., first] * cos - rows[..., second] * sin
+        turned[..., second] = rows[..., first] * sin + rows[..., second] * cos
+        return turned
+
+
+def attend(
+    inputs: ArrayLike,
+    weights: HeadWeights,
+    *,
+    merge: HeadMerge | None = None,
+    attn_mask: ArrayLike | None = None,
+    rotary: Rotary | None = None,
+) -> Array:
+    """What a layer gives; with ``merge``, the merged attention of HEAD-2, which exact squeezing must equal.
+
+    Args:
+        inputs: rows ``(B, L, D)``.
+        weights: of the teacher, or of the student.
+        merge: each teacher head's map becomes the softmax of its group's mixed logits.
+        attn_mask: boolean ``(..., L, L)``, True = may attend.
+        rotary: positions, or None for none.
+
+    Returns:
+        ``(B, L, D)``.
+    """
+    x = as_float(inputs, "inputs", ndim=3)[:, None]
+    query, key, value = x @ weights.query, x @ weights.key, x @ weights.value  # (B, H or H_kv, L, d)
+    query = query if weights.query_bias is None else query + weights.query_bias[:, None]
+    key = key if weights.key_bias is None else key + weights.key_bias[:, None]
+    value = value if weights.value_bias is None else value + weights.value_bias[:, None]
+    if rotary is not None:
+        query, key = rotary.turn(query), rotary.turn(key)
+    reads = [weights.kv_head(head) for head in range(weights.num_heads)]
+    logits = weights.logit_scale * query @ key[:, reads].swapaxes(2, 3)
+    if merge is not None:
+        logits = np.einsum("ht,btls->bhls", _mixing(merge, weights), logits)[:, merge.homes]
+    probs = softmax(mask_logits(logits, attn_mask))
+    out: Array = (probs @ value[:, reads] @ weights.output).sum(axis=1)
+    return out if weights.output_bias is None else out + weights.output_bias
+
+
+def shares_keys(merge: HeadMerge, num_kv_heads: int) -> bool:
+    """Whether every student head merges heads of one key and value head, equally many each, in order (HEAD-7)."""
+    student, teacher = merge.mixing.shape
+    if teacher % num_kv_heads or student % num_kv_heads:
+        return False
+    return all(
+        t // (teacher // num_kv_heads) == h // (student // num_kv_heads)
+        for h, group in enumerate(merge.groups)
+        for t in group
+    )
+
+
+def mix_queries(weights: HeadWeights, merge: HeadMerge) -> HeadWeights:
+    """Heads that share their keys and values, exactly: ``W_Q' = sum c_t W_Q,t``, ``W_O' = sum W_O,t`` (HEAD-7).
+
+    Args:
+        weights: of the teacher.
+        merge: along key and value heads.
+
+    Raises:
+        ShdError: ``shrink-unsupported`` where ``shares_keys`` is False, ``argument-shape``.
+    """
+    c = _mixing(merge, weights)
+    if not shares_keys(merge, weights.num_kv_heads):
+        raise ShdError(
+            "shrink-unsupported",
+            f"merge must stay inside the {weights.num_kv_heads} key and value heads, with equally many student heads "
+            "for each, in order; got groups "
+            f"{merge.groups}: take the plan of grouped_plan, or low_rank_heads",
+            "HEAD-7",
+        )
+    return replace(
+        weights,
+        query=np.einsum("ht,tdk->hdk", c, weights.query),
+        query_bias=None if weights.query_bias is None else c @ weights.query_bias,
+        output=np.einsum("ht,tvd->hvd", merge.members, weights.output),
+        scale=weights.logit_scale,
+    )
+
+
+def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> HeadWeights:
+    """Heads laid side by side in a longer one, exactly, where positions are not rotary (HEAD-9, HEAD-10).
+
+    ``q' = [r c_t q_t]``, ``k' = [k_t]``, ``v' = [v_t]`` with ``r = sqrt(head_dim / d)`` for the usual scales, W_O
+    stacked, and zeros where the group leaves room. The student has a key and value head for each query head.
+
+    Args:
+        weights: of the teacher.
+        merge: which heads, with what weights.
+        head_dim: d of the student, at least the longest group's ``|g| d``; its values are as long.
+
+    Raises:
+        ShdError: ``argument-value`` where a group does not fit, ``argument-shape``.
+    """
+    c, groups = _mixing(merge, weights), merge.groups
+    d, d_v = weights.query.shape[2], weights.value.shape[2]
+    need = max(len(group) for group in groups) * max(d, d_v)
+    if as_index(head_dim) < need:
+        raise ShdError(
+            "argument-value",
+            f"head_dim must be at least {need}, the longest group of heads side by side; got {head_dim}",
+            "HEAD-9",
+        )
+    ratio = weights.logit_scale * head_dim**0.5
+    size, rows = len(groups), weights.query.shape[1]
+    query, key, value = (np.zeros((size, rows, head_dim)) for _ in range(3))
+    output = np.zeros((size, head_dim, weights.output.shape[2]))
+    given = weights.query_bias, weights.key_bias, weights.value_bias
+    query_bias, key_bias, value_bias = (None if bias is None else np.zeros((size, head_dim)) for bias in given)
+    for head, group in enumerate(groups):
+        for place, t in enumerate(group):
+            kv, factor = weights.kv_head(t), ratio * c[head, t]
+            at, at_v = slice(place * d, place * d + d), slice(place * d_v, place * d_v + d_v)
+            query[head, :, at] = factor * weights.query[t]
+            key[head, :, at], value[head, :, at_v] = weights.key[kv], weights.value[kv]
+            output[head, at_v] = weights.output[t]
+            if query_bias is not None and given[0] is not None:
+                query_bias[head, at] = factor * given[0][t]
+            if key_bias is not None and given[1] is not None:
+                key_bias[head, at] = given[1][kv]
+            if value_bias is not None and given[2] is not None:
+                value_bias[head, at_v] = given[2][kv]
+    return HeadWeights(query, key, value, output, query_bias, key_bias, value_bias, weights.output_bias)
+
+
+def low_rank_heads(
+    weights: HeadWeights,
+    merge: HeadMerge,
+    num_kv_heads: int,
+    head_dim: int,
+    moment: ArrayLike,
+    *,
+    key_moment: ArrayLike | None = None,
+    rotary: Rotary | None = None,
+    ridge: float = RIDGE,
+) -> HeadWeights:
+    """The nearest heads of a given length, by rank, under the inputs' second moment (HEAD-11..16).
+
+    Args:
+        weights: of the teacher.
+        merge: which heads, with what weights.
+        num_kv_heads: of the student, a divisor of H_s.
+        head_dim: d and d_v of the student; with rotary positions the teacher's.
+        moment: mean of ``[x, 1]^T [x, 1]`` over calibration rows ``(D + 1, D + 1)``.
+        key_moment: mean of ``(x - m)^T (x - m)`` with m the mean row of each sample ``(D, D)``: the softmax ignores
+            what is the same for every key. Not used with rotary positions. Default: from ``moment``.
+        rotary: the teacher's positions.
+        ridge: see ``factor_forms``.
+
+    Returns:
+        Biases where the teacher has them: a key bias only with rotary positions, since it cancels without; the value
+        bias moves to the output bias where there is one.
+    """
+    c = _mixing(merge, weights)
+    s = as_float(moment, "moment", ndim=2)
+    width = weights.query.shape[1]
+    if s.shape != (width + 1, width + 1) or c.shape[0] % num_kv_heads:
+        raise ShdError(
+            "argument-shape",
+            f"moment must be ({width + 1}, {width + 1}) and num_kv_heads a divisor of {c.shape[0]}; "
+            f"got {s.shape} and {num_kv_heads}",
+            "HEAD-11",
+        )
+    if rotary is not None and head_dim != weights.query.shape[2]:
+        raise ShdError(
+            "shrink-unsupported",
+            f"head_dim must stay {weights.query.shape[2]} with rotary positions, whose frequencies depend on it; "
+            f"got {head_dim}",
+            "HEAD-14",
+        )
+    mean = s[-1, :-1]
+    centred = s[:-1, :-1] - np.outer(mean, mean) if key_moment is None else as_float(key_moment, "key_moment", ndim=2)
+    scaled = weights.logit_scale * head_dim**0.5 * c
+    per = c.shape[0] // num_kv_heads
+    query, key = np.zeros((c.shape[0], width + 1, head_dim)), np.zeros((num_kv_heads, width + 1, head_dim))
+    value, output = np.zeros((num_kv_heads, width + 1, head_dim)), np.zeros((c.shape[0], head_dim, width))
+    for kv in range(num_kv_heads):
+        heads = slice(kv * per, kv * per + per)
+        if rotary is None:
+            forms = _logit_forms(weights, scaled[heads], slice(None), slice(None))[:, :, :-1]
+            found = factor_forms(forms, head_dim, s, centred, ridge)
+            query[heads], key[kv, :-1] = found.left, found.right
+        else:
+            _fill_rotary(query[heads], key[kv], weights, scaled[heads], rotary, s, ridge)
+        forms = _value_forms(weights, merge.members[heads])
+        found = factor_forms(forms.swapaxes(1, 2), head_dim, np.eye(width), s, ridge)
+        value[kv], output[heads] = found.right, found.left.swapaxes(1, 2)
+    return _split_biases(weights, query, key, value, output, with_key_bias=rotary is not None)
+
+
+def _fill_rotary(
+    query: Array, key: Array, weights: HeadWeights, c: Array, rotary: Rotary, moment: Array, ridge: float
+) -> None:
+    """Rank one for each turning pair in complex numbers, real factors for what does not turn (HEAD-15, HEAD-16)."""
+    first, second = rotary.entries()
+    slow = np.zeros(len(first), dtype=bool) if rotary.slow is None else np.asarray(rotary.slow, dtype=bool)
+    for i, j in zip(first[~slow], second[~slow], strict=True):
+        forms = _logit_forms(weights, c, i, i) + _logit_forms(weights, c, j, j)
+        imaginary = _logit_forms(weights, c, j, i) - _logit_forms(weights, c, i, j)
+        found = factor_forms(forms + 1j * imaginary, 1, moment, moment, ridge)
+        query[..., i], query[..., j] = found.left[..., 0].real, found.left[..., 0].imag
+        key[..., i], key[..., j] = found.right[..., 0].real, found.right[..., 0].imag
+    still = np.concatenate([first[slow], second[slow], np.arange(2 * len(first), weights.query.shape[2])])
+    if len(still):
+        found = factor_forms(_logit_forms(weights, c, still, still), len(still), moment, moment, ridge)
+        query[..., still], key[..., still] = found.left, found.right
+
+
+def _logit_forms(weights: HeadWeights, c: Array, left: object, right: object) -> Array:
+    """``sum_t c_t [W_Q,t; b_t][:, left] [W_K,t; b_t][:, right]^T`` for each student head, ``(G, D + 1, D + 1)``."""
+    query, key = _with_bias(weights.query, weights.query_bias), _with_bias(weights.key, weights.key_bias)
+    shape = (*query.shape[:2], -1)
+    reads = [weights.kv_head(t) for t in range(weights.num_heads)]
+    chosen, facing = query[..., left].reshape(shape), key[reads][..., right].reshape(shape)  # type: ignore[index]
+    forms: Array = np.einsum("ht,tik,tjk->hij", c, chosen, facing, optimize=True)
+    return forms
+
+
+def _value_forms(weights: HeadWeights, member: Array) -> Array:
+    """``sum_t [W_V,t; b_t] W_O,t`` over each student head's group, ``(G, D + 1, D)``.
+
+    The bias row is left out where an output bias can take it: rows of a map sum to one.
+    """
+    bias = weights.value_bias if weights.output_bias is None else None
+    reads = [weights.kv_head(t) for t in range(weights.num_heads)]
+    value = _with_bias(weights.value, bias)[reads]
+    forms: Array = np.einsum("ht,tiv,tvd->hid", member, value, weights.output, optimize=True)
+    return forms
+
+
+def _with_bias(matrix: Array, bias: Array | None) -> Array:
+    """The bias as one more row, for inputs ``[x, 1]``: ``(H, D + 1, d)``."""
+    row = np.zeros((len(matrix), matrix.shape[2])) if bias is None else bias
+    return np.concatenate([matrix, row[:, None]], axis=1)
+
+
+def _split_biases(
+    weights: HeadWeights, query: Array, key: Array, value: Array, output: Array, *, with_key_bias: bool
+) -> HeadWeights:
+    out_bias, value_bias = weights.output_bias, None
+    if weights.value_bias is not None:
+        if out_bias is None:
+            value_bias = value[:, -1]
+        else:
+            reads = [weights.kv_head(t) for t in range(weights.num_heads)]
+            out_bias = out_bias + np.einsum("tv,tvd->d", weights.value_bias[reads], weights.output)
+            value_bias = np.zeros((len(value), value.shape[2]))
+    biased = weights.query_bias is not None or weights.key_bias is not None
+    return HeadWeights(
+        query[:, :-1],
+        key[:, :-1],
+        value[:, :-1],
+        output,
+        query[:, -1] if biased else None,
+        (key[:, -1] if with_key_bias else np.zeros((len(key), key.shape[2]))) if biased else None,
+        value_bias,
+        out_bias,
+    )
+
+
+def _mixing(merge: HeadMerge, weights: HeadWeights) -> Array:
+    if merge.mixing.shape[1] != weights.num_heads:
+        raise ShdError(
+            "argument-shape", f"merge must be of {weights.num_heads} heads; got {merge.mixing.shape[1]}", "HEAD-1"
+        )
+    return merge.mixing

@@ -1,0 +1,267 @@
+"""MAP, the accuracy predictor of depth pruning (spec chapter PRED): a polynomial over two ratios, and its best split.
+
+Numbers only: how the points were measured is the caller's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shd_ref.attention import Array, as_float, check_option
+from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
+
+MEANINGS: tuple[str, ...] = ("retained", "pruned")
+DEGREES: tuple[int, ...] = (1, 2, 3, 4)
+
+
+def num_monomials(degree: int) -> int:
+    """How many coefficients a bivariate polynomial of this degree has (PRED-1)."""
+    return (degree + 1) * (degree + 2) // 2
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A polynomial of quality over the ratios of attention blocks and of activations (PRED-1).
+
+    Attributes:
+        degree: from 1 to 4.
+        coefficients: of ``1, a, t, a^2, a t, t^2, a^3, a^2 t, ...``: by total degree, then by falling power of a.
+        meaning: whether the ratios count what is ``"retained"`` or what is ``"pruned"``.
+    """
+
+    degree: int
+    coefficients: tuple[float, ...]
+    meaning: str = "retained"
+
+    def __post_init__(self) -> None:
+        _check_degree(self.degree)
+        check_option("meaning", self.meaning, MEANINGS, "PRED-2")
+        if len(self.coefficients) != num_monomials(self.degree):
+            raise ShdError(
+                "argument-shape",
+                f"coefficients of degree {self.degree} must be {num_monomials(self.degree)}; "
+                f"got {len(self.coefficients)}",
+                "PRED-1",
+            )
+
+    def predict(self, attention: ArrayLike, activation: ArrayLike) -> Array:
+        """The polynomial at these ratios, which broadcast, in this predictor's own meaning."""
+        a, t = np.broadcast_arrays(as_float(attention, "attention"), as_float(activation, "activation"))
+        values: Array = _monomials(a.ravel(), t.ravel(), self.degree) @ np.array(self.coefficients)
+        return values.reshape(a.shape)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The best split of a budget (PRED-5): layers that are kept, whatever the predictor's ratios mean.
+
+    Attributes:
+        attention: attention blocks that are kept.
+        activation: activations that are kept.
+        quality: what the polynomial predicts there.
+    """
+
+    attention: int
+    activation: int
+    quality: float
+
+
+@dataclass(frozen=True)
+class NoiseStudy:
+    """How far noise in the measured qualities moves the best split (PRED-7).
+
+    Attributes:
+        same: share of trials with the split of the noiseless fit.
+        one_layer: share that is off by one layer.
+        more: the rest.
+        mean: mean ratios ``(attention, activation)`` that are kept.
+        std: their standard deviations over trials.
+    """
+
+    same: float
+    one_layer: float
+    more: float
+    mean: tuple[float, float]
+    std: tuple[float, float]
+
+
+def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> Predictor:
+    """The least-squares polynomial through measured points (PRED-3).
+
+    Args:
+        points: rows ``(attention ratio, activation ratio, quality)``, ratios in [0, 1].
+        degree: from 1 to 4.
+        meaning: of the ratios, ``"retained"`` or ``"pruned"``.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape`` (too few points, or points that leave a coefficient open),
+            ``argument-dtype``, ``not-finite``.
+
+    Source: MAP's accuracy predictor.
+    """
+    rows = _check_points(points)
+    _check_degree(degree)
+    design = _monomials(rows[:, 0], rows[:, 1], degree)
+    solution, _, rank, _ = np.linalg.lstsq(design, rows[:, 2], rcond=None)
+    if rank < design.shape[1]:
+        raise ShdError(
+            "argument-shape",
+            f"points must determine the {design.shape[1]} coefficients of degree {degree}; "
+            f"got {len(design)} points of rank {rank}: measure more splits, or lower the degree",
+            "PRED-3",
+        )
+    return Predictor(degree, tuple(float(c) for c in solution), meaning)
+
+
+def cross_validate(points: ArrayLike, degree: int) -> float:
+    """Root mean squared error of leave-2-out cross-validation: every pair of points is left out once (PRED-4)."""
+    rows = _check_points(points)
+    _check_degree(degree)
+    design, quality = _monomials(rows[:, 0], rows[:, 1], degree), rows[:, 2]
+    squares = 0.0
+    pairs = list(itertools.combinations(range(len(rows)), 2))
+    for pair in pairs:
+        left = np.ones(len(rows), dtype=bool)
+        left[list(pair)] = False
+        solution = np.linalg.lstsq(design[left], quality[left], rcond=None)[0]  # the shortest of several (PRED-4)
+        found = design[~left] @ solution
+        squares += float(((found - quality[~left]) ** 2).sum())
+    return float(np.sqrt(squares / (2 * len(pairs))))
+
+
+def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
+    """The degree with the least error of cross-validation, the smaller one on a tie (PRED-4)."""
+    if not degrees:
+        raise ShdError("argument-value", "degrees must name at least one degree; got none", "PRED-4")
+    errors = {degree: cross_validate(points, degree) for degree in sorted(degrees)}
+    return min(errors, key=errors.__getitem__)
+
+
+def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str = "retained") -> Split:
+    """The split of a budget that the polynomial likes best, by enumeration (PRED-5).
+
+    Args:
+        predictor: from ``fit_predictor``.
+        num_layers: L of the teacher.
+        budget: K, attention blocks and activations together.
+        meaning: whether K of 2 L are ``"retained"`` or ``"pruned"``.
+
+    Returns:
+        Kept counts; of equal predictions the one that keeps more attention blocks.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    check_option("meaning", meaning, MEANINGS, "PRED-5")
+    for name, count, low in (("num_layers", num_layers, 1), ("budget", budget, 0)):
+        try:
+            valid = as_index(count) >= low
+        except TypeError:
+            valid = False
+        if not valid:
+            raise ShdError("argument-value", f"{name} must be an integer of at least {low}; got {count!r}", "PRED-5")
+    if budget > 2 * num_layers:
+        raise ShdError(
+            "argument-value", f"budget must be at most 2 * num_layers={2 * num_layers}; got {budget}", "PRED-5"
+        )
+    kept = budget if meaning == "retained" else 2 * num_layers - budget
+    attention = np.arange(min(num_layers, kept), max(0, kept - num_layers) - 1, -1)  # more attention blocks first
+    ratios = np.stack([attention, kept - attention]) / num_layers
+    values = predictor.predict(*(ratios if predictor.meaning == "retained" else 1.0 - ratios))
+    best = int(np.argmax(values))
+    return Split(int(attention[best]), int(kept - attention[best]), float(values[best]))
+
+
+def change_meaning(predictor: Predictor) -> Predictor:
+    """The same polynomial over the other ratios: each ratio r becomes ``1 - r`` (PRED-6)."""
+    other = MEANINGS[1 - MEANINGS.index(predictor.meaning)]
+    # As many places as coefficients, in general position: the lattice of the degree.
+    steps = [(i, j) for i in range(predictor.degree + 1) for j in range(predictor.degree + 1 - i)]
+    places = np.array(steps, dtype=np.float64) / predictor.degree
+    design = _monomials(places[:, 0], places[:, 1], predictor.degree)
+    values = predictor.predict(1.0 - places[:, 0], 1.0 - places[:, 1])
+    return Predictor(predictor.degree, tuple(float(c) for c in np.linalg.solve(design, values)), other)
+
+
+def study_noise(
+    points: ArrayLike,
+    num_layers: int,
+    budget: int,
+    *,
+    degree: int = 2,
+    meaning: str = "retained",
+    trials: int = 500,
+    deviation: float = 0.1,
+    limit: float = 0.5,
+    seed: int = 0,
+) -> NoiseStudy:
+    """Fit again with noise in the qualities and see where the best split goes (PRED-7).
+
+    Args:
+        points: as in ``fit_predictor``, with ``"retained"`` ratios.
+        num_layers: L.
+        budget: K.
+        degree: of every fit.
+        meaning: of the budget.
+        trials: how many fits.
+        deviation: standard deviation of the noise, in units of quality.
+        limit: the noise is clipped to ``[-limit, limit]``.
+        seed: of the noise: the same seed gives the same study.
+    """
+    rows = _check_points(points)
+    if as_index(trials) < 1 or not (deviation >= 0.0 and limit >= 0.0):
+        raise ShdError(
+            "argument-value",
+            f"trials must be at least 1 and deviation and limit at least 0; got {trials}, {deviation} and {limit}",
+            "PRED-7",
+        )
+    first = best_split(fit_predictor(rows, degree), num_layers, budget, meaning)
+    random = np.random.default_rng(seed)
+    found = np.empty((trials, 2))
+    for trial in range(trials):
+        noisy = rows.copy()
+        noisy[:, 2] += np.clip(random.normal(0.0, deviation, len(rows)), -limit, limit)
+        split = best_split(fit_predictor(noisy, degree), num_layers, budget, meaning)
+        found[trial] = split.attention, split.activation
+    distance = np.abs(found[:, 0] - first.attention)
+    mean, std = found.mean(axis=0) / num_layers, found.std(axis=0) / num_layers
+    return NoiseStudy(
+        same=float((distance == 0).mean()),
+        one_layer=float((distance == 1).mean()),
+        more=float((distance > 1).mean()),
+        mean=(float(mean[0]), float(mean[1])),
+        std=(float(std[0]), float(std[1])),
+    )
+
+
+def _monomials(a: Array, t: Array, degree: int) -> Array:
+    """``(n, (degree + 1)(degree + 2) / 2)`` in the order of PRED-1."""
+    return np.stack([a ** (total - p) * t**p for total in range(degree + 1) for p in range(total + 1)], axis=1)
+
+
+def _check_points(points: ArrayLike) -> Array:
+    rows = as_float(points, "points")
+    if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) < 1:
+        raise ShdError(
+            "argument-shape",
+            f"points must be rows (attention, activation, quality); got shape {rows.shape}",
+            "PRED-3",
+        )
+    if (rows[:, :2] < 0.0).any() or (rows[:, :2] > 1.0).any():
+        raise ShdError(
+            "argument-value",
+            f"ratios must lie in [0, 1]; got {rows[:, :2].min():g} to {rows[:, :2].max():g}",
+            "PRED-3",
+        )
+    return rows
+
+
+def _check_degree(degree: object) -> None:
+    if isinstance(degree, bool) or degree not in DEGREES:
+        raise ShdError("argument-value", f"degree must be 1, 2, 3 or 4; got {degree!r}", "PRED-1")

@@ -1,0 +1,122 @@
+"""A narrower residual stream (spec chapter WIDTH): fold the norms, turn the stream to its principal axes, cut.
+
+Pre-norm models only: a norm that the stream itself passes through has no place to fold its scale into.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shd_ref.attention import Array, as_float, check_option
+from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
+
+NORMS: tuple[str, ...] = ("rms", "layer")
+
+
+class Axes(NamedTuple):
+    """The kept axes of a stream (WIDTH-3).
+
+    Attributes:
+        basis: ``(D, width)``; the stream ``x`` becomes ``x @ basis``.
+        energy: share of the moment's trace that the kept axes hold, in [0, 1].
+    """
+
+    basis: Array
+    energy: float
+
+
+def fold_norm(
+    matrix: ArrayLike, scale: ArrayLike, shift: ArrayLike | None = None, bias: ArrayLike | None = None
+) -> tuple[Array, Array | None]:
+    """A projection that reads ``norm(x) * scale + shift``, as one that reads ``norm(x)`` (WIDTH-1).
+
+    Args:
+        matrix: W ``(D, E)``, read as ``y @ W``.
+        scale: of the norm ``(D,)``.
+        shift: of the norm ``(D,)``, or None.
+        bias: of the projection ``(E,)``, or None.
+
+    Returns:
+        ``diag(scale) W`` and ``shift W + bias``, None where shift and bias both are.
+    """
+    w, s = as_float(matrix, "matrix", ndim=2), as_float(scale, "scale", ndim=1)
+    if len(s) != len(w):
+        raise ShdError("argument-shape", f"scale must have {len(w)} entries, one a row; got {len(s)}", "WIDTH-1")
+    parts = []
+    if shift is not None:
+        moved = as_float(shift, "shift", ndim=1)
+        if moved.shape != s.shape:
+            raise ShdError("argument-shape", f"shift must have {len(w)} entries; got {len(moved)}", "WIDTH-1")
+        parts.append(moved @ w)
+    if bias is not None:
+        parts.append(as_float(bias, "bias", ndim=1))
+    return s[:, None] * w, None if not parts else np.sum(parts, axis=0)
+
+
+def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
+    """The axes that hold most of a stream's second moment (WIDTH-3, WIDTH-4).
+
+    Args:
+        moment: ``(D, D)``: the mean of ``y^T y`` over calibration rows y of the normalised stream.
+        width: how many channels the student has, from 1 (``"layer"``: 2) to D.
+        norm: ``"rms"``; ``"layer"`` keeps ``width - 1`` axes orthogonal to the vector of ones, laid out over
+            ``width`` channels whose mean is zero, so that a LayerNorm finds nothing to subtract.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+
+    Source: SliceGPT's rotation (arXiv 2401.15024), with one rotation for all layers.
+    """
+    check_option("norm", norm, NORMS, "WIDTH-4")
+    s = as_float(moment, "moment", ndim=2)
+    channels = len(s)
+    if s.shape != (channels, channels):
+        raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}", "WIDTH-3")
+    low = 1 if norm == "rms" else 2
+    try:
+        valid = low <= as_index(width) <= channels
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ShdError(
+            "argument-value", f"width must be an integer from {low} to {channels}; got {width!r}", "WIDTH-3"
+        )
+    turn = np.eye(channels) if norm == "rms" else _zero_mean_axes(channels)
+    values, vectors = np.linalg.eigh(turn.T @ ((s + s.T) / 2) @ turn)
+    order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]
+    basis = turn @ vectors[:, order]
+    if norm == "layer":
+        basis = basis @ _zero_mean_axes(width).T
+    total = float(np.trace(turn.T @ s @ turn))
+    return Axes(basis, float(values[order].sum() / total) if total > 0.0 else 1.0)
+
+
+def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:
+    """The scale that a norm needs after the cut: ``sqrt(energy D / width)`` (WIDTH-5).
+
+    A norm divides by the root mean square over its channels. After the cut these are ``width`` in place of D and
+    hold, on average, the share ``energy`` of the squared length: the result misses this factor.
+
+    Args:
+        moment: ``(D, D)`` of the rows that this norm gives, before the cut and before its scale.
+        basis: ``(D, width)``, from ``principal_axes``.
+    """
+    s, axes = as_float(moment, "moment", ndim=2), as_float(basis, "basis", ndim=2)
+    if s.shape != (len(axes), len(axes)):
+        raise ShdError("argument-shape", f"moment must be (D, D) with D={len(axes)}; got {s.shape}", "WIDTH-5")
+    total = float(np.trace(s))
+    energy = float(np.trace(axes.T @ s @ axes)) / total if total > 0.0 else 1.0
+    return float(np.sqrt(energy * axes.shape[0] / axes.shape[1]))
+
+
+def _zero_mean_axes(size: int) -> Array:
+    """``(size, size - 1)``: an orthonormal basis of what is orthogonal to the ones (Helmert's contrasts)."""
+    axes = np.zeros((size, size - 1))
+    for k in range(1, size):
+        axes[:k, k - 1], axes[k, k - 1] = 1.0, -k
+        axes[:, k - 1] /= np.sqrt(k * (k + 1))
+    return axes
