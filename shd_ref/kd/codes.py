@@ -1,0 +1,272 @@
+"""Sparse targets as bytes: rows of one size, each readable by itself, with a stated error.
+
+A row of ``RowCode`` is, in this order and little-endian:
+
+| part | bytes |
+|---|---|
+| ``log_tail``, float16: log of the mass outside of the head | 2 |
+| ``spread``, float16: how far the head's smallest log-probability lies below its largest; only with a head | 2 |
+| ``entropy``, float16; only with draws | 2 |
+| head: a code c of ``value_bits`` bits a class, ``c * spread / (2^value_bits - 1)`` below the largest | packed |
+| ids of the head, ascending | Elias-Fano |
+| ids of the draws, ascending, each weighing ``exp(log_tail) / draws`` | Elias-Fano |
+
+The head's probabilities are scaled to ``1 - exp(log_tail)``, so that a row sums to one however it was rounded. Bits
+fill bytes from the lowest up, and the last byte of a part with zeros. Elias-Fano of m ascending ids below V: with
+``l = floor(log2(V / m))`` (0 where that is negative) the l low bits of each id, then a string of
+``m + floor((V - 1) / 2^l) + 1`` bits in which bit ``i + (id_i >> l)`` is one. That is below ``l + 3`` bits an id,
+within 2 of the least that any code of a set of m ids can do; ids in order of probability would cost
+``log2(V)`` each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+
+Array: TypeAlias = NDArray[np.float64]
+Bytes: TypeAlias = NDArray[np.uint8]
+Ids: TypeAlias = NDArray[np.int64]
+
+MAX_VOCABULARY = 1 << 24
+MAX_SPREAD = 24.0
+"""Nats: what lies farther below the row's largest is taken as lying there, at most 4e-11 of it."""
+_EPS = 2.0**-11  # half a unit in the last place of a float16, relative
+_TINY = 2.0**-25  # and absolute, below its normal numbers
+
+
+class DecodedRows(NamedTuple):
+    """What a row says; the fields of ``TopkTargets`` or ``SampledTargets`` follow from it."""
+
+    head_ids: Ids  # (R, head), ascending
+    log_probs: Array  # (R, head)
+    log_tail: Array  # (R,)
+    draw_ids: Ids  # (R, draws), ascending
+    entropy: Array | None  # (R,), with draws
+
+
+@dataclass(frozen=True)
+class RowCode:
+    """How rows are coded: what a header must say to read them.
+
+    Args:
+        vocab_size: V, 1 to 2^24.
+        head: number of classes with a probability each, 0 to V.
+        draws: number of classes drawn from the rest, at least 0; with a head of V there is none.
+        value_bits: bits of a head's probability, 4 to 16.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    vocab_size: int
+    head: int
+    draws: int = 0
+    value_bits: int = 8
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "vocab_size": 1 <= self.vocab_size <= MAX_VOCABULARY,
+            "head": 0 <= self.head <= self.vocab_size,
+            "draws": 0 <= self.draws <= MAX_VOCABULARY and not (self.draws and self.head == self.vocab_size),
+            "value_bits": 4 <= self.value_bits <= 16,
+        }
+        for name, fits in in_range.items():
+            if not fits:
+                raise ShdError(
+                    "argument-value",
+                    f"a code of rows needs vocab_size 1 to 2^24, head 0 to vocab_size, draws of at least 0 (0 with "
+                    f"a whole head) and value_bits 4 to 16; got {name} = {getattr(self, name)}",
+                )
+        if not self.head and not self.draws:
+            raise ShdError("argument-value", "a code of rows needs a head or draws; got neither")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return sum(self._parts())
+
+    def _parts(self) -> tuple[int, int, int, int]:
+        """Bytes of the numbers, of the head's codes, and of both lists of ids."""
+        numbers = 2 + 2 * (self.head > 0) + 2 * (self.draws > 0)
+        values = -(-self.head * self.value_bits // 8)
+        return numbers, values, _id_bytes(self.head, self.vocab_size), _id_bytes(self.draws, self.vocab_size)
+
+    def encode(
+        self,
+        head_ids: NDArray[Any],
+        log_probs: NDArray[Any],
+        log_tail: NDArray[Any],
+        draw_ids: NDArray[Any] | None = None,
+        entropy: NDArray[Any] | None = None,
+    ) -> Bytes:
+        """Rows as bytes.
+
+        Args:
+            head_ids: ``(R, head)``, ascending and different.
+            log_probs: ``(R, head)``, finite.
+            log_tail: ``(R,)``, log of the mass outside of the head, -inf where there is none.
+            draw_ids: ``(R, draws)``, ascending; None without draws.
+            entropy: ``(R,)``; None without draws.
+
+        Returns:
+            ``(R, row_bytes)``.
+
+        Raises:
+            ShdError: ``argument-value``: ids out of order or range, numbers that float16 cannot hold.
+        """
+        log_tail = np.asarray(log_tail, np.float64)
+        draws = np.zeros((len(log_tail), 0), np.int64) if draw_ids is None else np.asarray(draw_ids)
+        for ids, least in ((np.asarray(head_ids), 1), (draws, 0)):
+            _check_ids(ids, self.vocab_size, least, "argument-value")
+        fields = [_as_half(log_tail, "log_tail")]
+        parts: list[Bytes] = []
+        if self.head:
+            values = np.asarray(log_probs, np.float64)
+            below = np.minimum(values.max(axis=-1, keepdims=True) - values, MAX_SPREAD)
+            spread = _round_up(below.max(axis=-1))
+            fields.append(spread)
+            steps = spread.astype(np.float64) / self._levels
+            codes = np.rint(below / np.where(steps == 0.0, 1.0, steps)[:, None]).astype(np.int64)
+            parts += [_pack(codes, self.value_bits), _pack_ids(np.asarray(head_ids), self.vocab_size)]
+        if self.draws:
+            fields.append(_as_half(np.asarray(entropy, np.float64), "entropy"))
+            parts.append(_pack_ids(draws, self.vocab_size))
+        header = np.stack(fields, axis=-1).astype("<f2").view(np.uint8)
+        return np.concatenate((header, *parts), axis=-1)
+
+    def decode(self, rows: Bytes) -> DecodedRows:
+        """What was coded, within ``log_prob_bound``; bytes from elsewhere are checked.
+
+        Args:
+            rows: ``(R, row_bytes)``.
+
+        Raises:
+            ShdError: ``cache-corrupt``: bytes that ``encode`` does not write.
+        """
+        rows = np.asarray(rows)
+        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.row_bytes:
+            raise _corrupt(f"rows must be bytes (R, {self.row_bytes}); got {rows.dtype} {rows.shape}")
+        numbers, values, head_bytes, _ = self._parts()
+        header = np.ascontiguousarray(rows[:, :numbers]).view("<f2").astype(np.float64)
+        log_tail = header[:, 0]
+        if np.isnan(header).any() or (log_tail > 0.0).any() or not np.isfinite(header[:, 1:]).all():
+            raise _corrupt("a number of a row is not finite, or log_tail is above 0")
+        if (header[:, 1:] < 0.0).any():
+            raise _corrupt("spread and entropy of a row must be at least 0")
+        at = numbers + values
+        head_ids = _unpack_ids(rows[:, at : at + head_bytes], self.head, self.vocab_size, 1)
+        draw_ids = _unpack_ids(rows[:, at + head_bytes :], self.draws, self.vocab_size, 0)
+        log_probs = np.zeros((len(rows), 0))
+        if self.head:
+            codes = _unpack(rows[:, numbers:at], self.head, self.value_bits)
+            below = codes * (header[:, 1] / self._levels)[:, None]
+            scale = np.log(np.exp(-below).sum(axis=-1)) - _log_rest(log_tail)
+            log_probs = -below - scale[:, None]
+        return DecodedRows(head_ids, log_probs, log_tail, draw_ids, header[:, -1] if self.draws else None)
+
+    def log_prob_bound(self, rows: Bytes) -> Array:
+        """How far a decoded log-probability of the head may be from what was encoded, for each row ``(R,)``.
+
+        Half a step for the code and half for the scale that all share, and what rounding ``log_tail`` moves. It holds
+        for classes within ``MAX_SPREAD`` of the row's largest and rows that summed to one.
+        """
+        header = np.ascontiguousarray(rows[:, : self._parts()[0]]).view("<f2").astype(np.float64)
+        step = header[:, 1] / self._levels if self.head else np.zeros(len(rows))
+        log_tail = header[:, 0]
+        moved = np.where(np.isneginf(log_tail), 0.0, np.abs(log_tail) * 2 * _EPS + _TINY)
+        tail = np.exp(np.minimum(log_tail + moved, -_TINY))
+        bound: Array = step + moved * tail / (1 - tail) + 1e-12
+        return bound
+
+    @property
+    def _levels(self) -> int:
+        return (1 << self.value_bits) - 1
+
+
+def _log_rest(log_tail: Array) -> Array:
+    """``log(1 - exp(log_tail))``, stable; the least that float16 can tell from nothing where it rounded to 0."""
+    return np.log(-np.expm1(np.minimum(log_tail, -_TINY)))
+
+
+def _as_half(numbers: Array, name: str) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        halves = numbers.astype(np.float16)
+    if not (halves < np.inf).all():
+        raise ShdError("argument-value", f"{name} must be numbers that float16 holds; got {numbers.max():.6g}")
+    return halves
+
+
+def _round_up(numbers: Array) -> NDArray[np.float16]:
+    """The smallest float16 that is not below."""
+    halves = numbers.astype(np.float16)
+    # What was decoded is not raised again by its own rounding.
+    return np.where(halves < numbers * (1 - 1e-9), np.nextafter(halves, np.float16(np.inf)), halves)
+
+
+def _id_low_bits(count: int, vocab_size: int) -> int:
+    return max(vocab_size // count, 1).bit_length() - 1
+
+
+def _id_bytes(count: int, vocab_size: int) -> int:
+    if not count:
+        return 0
+    low = _id_low_bits(count, vocab_size)
+    return -(-count * low // 8) + -(-_high_bits(count, vocab_size, low) // 8)
+
+
+def _high_bits(count: int, vocab_size: int, low: int) -> int:
+    return count + ((vocab_size - 1) >> low) + 1
+
+
+def _pack_ids(ids: NDArray[Any], vocab_size: int) -> Bytes:
+    count = ids.shape[1]
+    low = _id_low_bits(count, vocab_size)
+    places = (ids >> low) + np.arange(count)
+    bits = np.zeros((len(ids), _high_bits(count, vocab_size, low)), np.uint8)
+    np.put_along_axis(bits, places, 1, -1)
+    return np.concatenate((_pack(ids & ((1 << low) - 1), low), np.packbits(bits, axis=-1, bitorder="little")), -1)
+
+
+def _unpack_ids(rows: Bytes, count: int, vocab_size: int, least: int) -> Ids:
+    if not count:
+        return np.zeros((len(rows), 0), np.int64)
+    low = _id_low_bits(count, vocab_size)
+    at = -(-count * low // 8)
+    bits = np.unpackbits(rows[:, at:], axis=-1, bitorder="little")
+    if (bits.sum(axis=-1, dtype=np.int64) != count).any():
+        raise _corrupt(f"the ids of a row must be {count}")
+    places = np.nonzero(bits)[1].reshape(len(rows), count)
+    ids: Ids = ((places - np.arange(count)) << low) | _unpack(rows[:, :at], count, low)
+    _check_ids(ids, vocab_size, least, "cache-corrupt")
+    return ids
+
+
+def _pack(values: NDArray[Any], width: int) -> Bytes:
+    """``width`` bits a value, lowest first."""
+    bits = (values[..., None] >> np.arange(width)) & 1
+    return np.packbits(bits.reshape(len(values), -1).astype(np.uint8), axis=-1, bitorder="little")
+
+
+def _unpack(rows: Bytes, count: int, width: int) -> Ids:
+    bits = np.unpackbits(rows, axis=-1, bitorder="little", count=count * width)
+    values: Ids = bits.reshape(len(rows), count, width).astype(np.int64) @ (np.int64(1) << np.arange(width))
+    return values
+
+
+def _check_ids(ids: NDArray[Any], vocab_size: int, least: int, code: str) -> None:
+    if not ids.size:
+        return
+    if ids.min() < 0 or ids.max() >= vocab_size or (np.diff(ids, axis=-1) < least).any():
+        raise ShdError(
+            code, f"ids of a row must ascend within 0 to {vocab_size - 1}, those of a head without repeats"
+        )
+
+
+def _corrupt(problem: str) -> ShdError:
+    return ShdError("cache-corrupt", f"{problem}: the bytes are damaged, or of another code")

@@ -1,0 +1,116 @@
+"""Rows of sparse targets as bytes: nothing but rounding is lost, within the stated bound; damage is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shd_ref import ShdError
+from shd_ref.kd import kd_targets_sampled, kd_targets_topk, systematic_uniforms
+from shd_ref.kd.codes import MAX_SPREAD, RowCode
+
+RNG = np.random.default_rng(3)
+SHAPES = [
+    (512, 50, 0, 8),
+    (151936, 50, 0, 8),
+    (151936, 1, 0, 4),
+    (32000, 16, 16, 6),
+    (32000, 0, 32, 8),
+    (7, 7, 0, 16),
+]
+
+
+def rows_of(code: RowCode, rows: int = 16, scale: float = 3.0) -> tuple[dict[str, Any], Any]:
+    """What ``encode`` takes for random rows, and their bytes."""
+    logits = scale * RNG.standard_normal((rows, code.vocab_size))
+    if code.draws:
+        targets = kd_targets_sampled(logits, systematic_uniforms((rows,), code.draws, 1), keep=code.head)
+        given = {
+            "head_ids": targets.ids[:, : code.head],
+            "log_probs": np.log(targets.weights[:, : code.head]),
+            "log_tail": np.log(targets.weights[:, code.head :].sum(-1)),
+            "draw_ids": np.sort(targets.ids[:, code.head :], axis=-1),
+            "entropy": targets.entropy,
+        }
+    else:
+        topk = kd_targets_topk(logits, code.head)
+        given = {"head_ids": topk.ids, "log_probs": topk.log_probs, "log_tail": topk.log_tail}
+    return given, code.encode(**given)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
+def test_round_trip_within_the_bound(shape: tuple[int, int, int, int], scale: float) -> None:
+    code = RowCode(*shape)
+    given, rows = rows_of(code, scale=scale)
+    assert rows.shape == (16, code.row_bytes)
+    got = code.decode(rows)
+    np.testing.assert_array_equal(got.head_ids, given["head_ids"])
+    if code.head:
+        distance = np.abs(got.log_probs - given["log_probs"])
+        assert (distance <= code.log_prob_bound(rows)[:, None]).all()
+        sums = np.exp(got.log_probs).sum(-1) + np.exp(got.log_tail)
+        np.testing.assert_allclose(sums, 1.0, atol=1e-7 if scale else 1e-3)
+    if code.draws:
+        np.testing.assert_array_equal(got.draw_ids, given["draw_ids"])
+        np.testing.assert_allclose(got.entropy, given["entropy"], rtol=2**-11)
+    # What is decoded is coded to the same bytes.
+    again = {**given, "log_probs": got.log_probs, "log_tail": got.log_tail}
+    np.testing.assert_array_equal(code.encode(**again), rows)
+
+
+def test_bytes_of_a_row() -> None:
+    assert RowCode(151936, 50).row_bytes == 4 + 50 + 69 + 16
+    assert RowCode(151936, 50, value_bits=6).row_bytes < 50 * 18 // 8 + 16
+    assert RowCode(32000, 0, 32).row_bytes == 4 + 36 + 12
+
+
+def test_far_below_the_largest_is_held() -> None:
+    code = RowCode(4, 2)
+    got = code.decode(code.encode([[0, 3]], [[0.0, -500.0]], [-np.inf]))
+    assert got.log_probs[0, 1] == pytest.approx(-MAX_SPREAD, abs=0.02)
+    assert np.isneginf(got.log_tail[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [(0, 1), (1 << 25, 1), (8, 9), (8, -1), (8, 0, 0), (8, 8, 1), (8, 1, -1), (8, 1, 0, 3), (8, 1, 0, 17)],
+    ids=str,
+)
+def test_codes_that_cannot_be(fields: tuple[int, ...]) -> None:
+    with pytest.raises(ShdError) as caught:
+        RowCode(*fields)
+    assert caught.value.code == "argument-value"
+
+
+@pytest.mark.parametrize("ids", [[[3, 1]], [[1, 1]], [[-1, 2]], [[1, 8]]])
+def test_ids_out_of_order_are_refused(ids: list[list[int]]) -> None:
+    with pytest.raises(ShdError, match="ids of a row must ascend") as caught:
+        RowCode(8, 2).encode(ids, [[-1.0, -1.0]], [-2.0])
+    assert caught.value.code == "argument-value"
+
+
+def test_damaged_bytes_are_refused_or_are_rows() -> None:
+    """Any bytes give what a loss can take, or ``cache-corrupt``: never an exception of another kind."""
+    code = RowCode(32000, 16, 16, 6)
+    _, rows = rows_of(code, rows=1)
+    refused = read = 0
+    for _ in range(400):
+        damaged = rows.copy()
+        damaged[0, RNG.integers(code.row_bytes)] ^= 1 << RNG.integers(8)
+        try:
+            got = code.decode(damaged)
+        except ShdError as error:
+            refused += error.code == "cache-corrupt"
+            continue
+        read += 1
+        assert (np.diff(got.head_ids) > 0).all()
+        assert got.head_ids.max() < 32000
+        assert np.isfinite(got.log_probs).all()
+    assert refused > 50
+    assert refused + read == 400
+    for wrong in (rows[:, 1:], rows.astype(np.int64), rows[0]):
+        with pytest.raises(ShdError, match="rows must be bytes"):
+            code.decode(wrong)
