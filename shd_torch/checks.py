@@ -162,6 +162,29 @@ def check_attn_mask(attn_mask: Tensor, shape: Sequence[int]) -> None:
         )
 
 
+def check_query_key(
+    queries: Tensor, keys: Tensor, names: str = "queries and keys", *, code: str = "argument-shape"
+) -> None:
+    """Queries and keys must be the two sides of one product: query head h reads key head ``h // (H / H_kv)``.
+
+    Args:
+        queries: ``(B, H, L, d)``.
+        keys: ``(B, H_kv, S, d)``, H_kv a divisor of H.
+        names: of the two, for the error.
+        code: of the error.
+
+    Specification: GRAD-5.
+    """
+    fits = queries.ndim == keys.ndim == 4 and queries.shape[0] == keys.shape[0] and queries.shape[3] == keys.shape[3]
+    if not fits or keys.shape[1] == 0 or queries.shape[1] % keys.shape[1]:
+        raise ShdError(
+            code,
+            f"{names} must be (B, H, L, d) and (B, H_kv, S, d) with H_kv a divisor of H; "
+            f"got {tuple(queries.shape)} and {tuple(keys.shape)}",
+            "GRAD-5",
+        )
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any argument is, else float32: half precision is for storage, never for sums."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32

@@ -25,13 +25,15 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.plans import as_index
-from shd_torch.capture.call import AttentionCall, LogitsCall, check_heads
+from shd_torch.capture.call import AttentionCall, LogitsCall
 from shd_torch.capture.coverage import find_unseen
 from shd_torch.capture.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.hugging_face import read_hf_call
 from shd_torch.capture.kinds import find_call_kinds
 from shd_torch.capture.taps import RawCall, add_call, is_recording, record
+from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax
+from shd_torch.supervision.mask import AttentionRule
 from shd_torch.supervision.taught_layers import Kinds, TaughtLayers
 
 Call: TypeAlias = AttentionCall | LogitsCall
@@ -397,7 +399,7 @@ def record_query_key(
     Source: the student's side of Eq. 10.
     """
     if is_recording():
-        check_heads(query, key, type(module).__name__)
+        check_query_key(query, key, f"queries and keys of {type(module).__name__}", code="capture-failed")
         add_call(
             RawCall(
                 "fused",
@@ -456,17 +458,15 @@ def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: froze
         return read_hf_call(raw, opened, ignored_arguments)
     assert raw.query is not None
     assert raw.key is not None
-    check_heads(raw.query, raw.key, type(raw.module).__name__ if raw.module is not None else "a fused call")
+    name = "a fused call" if raw.module is None else type(raw.module).__name__
+    check_query_key(raw.query, raw.key, f"queries and keys of {name}", code="capture-failed")
     mask = raw.attn_mask
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     return AttentionCall(
         raw.query,
         raw.key,
-        mask,
-        is_causal=bool(raw.is_causal),
-        scale=raw.scale,
-        softcap=raw.softcap,
+        AttentionRule(mask, bool(raw.is_causal), scale=raw.scale, softcap=raw.softcap),
         value=raw.value,
         output=raw.output,
         module=raw.module,

@@ -7,6 +7,8 @@ that it makes, which cannot be misread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shd_ref.errors import ShdError
-from shd_torch.capture.call import AttentionCall, check_heads
+from shd_torch.capture.call import AttentionCall
 from shd_torch.capture.taps import RawCall
-from shd_torch.supervision.mask import is_allowed
+from shd_torch.checks import check_query_key
+from shd_torch.supervision.mask import AttentionRule, is_allowed
 
 _KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
 """Tensors beside queries, keys, values and mask that attention functions are given, and whose meaning is known."""
@@ -41,7 +44,7 @@ def read_hf_call(
     query, key, keywords = raw.query, raw.key, raw.keywords or {}
     assert query is not None
     assert key is not None
-    check_heads(query, key, name)
+    check_query_key(query, key, f"queries and keys of {name}", code="capture-failed")
     if keywords.get("s_aux") is not None:
         raise _unsupported(name, "be a softmax over its keys", "attention sinks")
     for argument, value in keywords.items():
@@ -52,30 +55,31 @@ def read_hf_call(
                 "which may be a bias or attention sinks: leave its layer out, call shd_torch.record_query_key in its "
                 f"attention, or, if it changes no map, capture with ignored_arguments=[{argument!r}]",
             )
-    common: dict[str, Any] = {
-        "query": query,
-        "scale": keywords.get("scaling"),
-        "value": raw.value,
-        "output": raw.output,
-        "module": raw.module,
-    }
+    own_logits = None
     if raw.inner is not None:
-        return _read_fused(raw.inner, key, common)
+        assert raw.inner.key is not None
+        key, rule = key[:, :, : raw.inner.key.shape[2]], _read_fused(raw.inner, query)
+    else:
+        rule = _read_rule(raw, query, key, opened, name)
+        if raw.implementation == "eager":
+            own_logits = partial(_eager_logits, raw)
+    return AttentionCall(query, key, rule, raw.value, raw.output, raw.module, own_logits)
+
+
+def _read_rule(raw: RawCall, query: Tensor, key: Tensor, opened: dict[int, Tensor], name: str) -> AttentionRule:
+    """From the arguments of the attention function itself."""
+    keywords, mask = raw.keywords or {}, raw.attn_mask
+    rule = AttentionRule(scale=keywords.get("scaling"), softcap=keywords.get("softcap"))
     bias = keywords.get("position_bias")
-    common |= {"key": key, "softcap": keywords.get("softcap")}
-    mask = raw.attn_mask
-    if raw.implementation == "eager":
-        mask = None if mask is None else mask[..., : key.shape[2]]
-        return AttentionCall(**common, attn_mask=_add_bias(mask, bias), own_logits=lambda: _eager_logits(raw))
     if mask is not None and not isinstance(mask, Tensor):
         if id(mask) not in opened:
             opened[id(mask)] = _open_block_mask(mask, query, key)
-        return AttentionCall(**common, attn_mask=_add_bias(opened[id(mask)], bias))
-    if mask is not None and mask.ndim == 4:
-        return AttentionCall(**common, attn_mask=_add_bias(mask[..., : key.shape[2]], bias))
-    if raw.implementation == "flex_attention":
-        return AttentionCall(**common, attn_mask=bias)
-    return _read_flash(raw, common, name)
+        return replace(rule, attn_mask=_add_bias(opened[id(mask)], bias))
+    if mask is not None and (mask.ndim == 4 or raw.implementation == "eager"):
+        return replace(rule, attn_mask=_add_bias(mask[..., : key.shape[2]], bias))
+    if raw.implementation in ("eager", "flex_attention"):
+        return replace(rule, attn_mask=bias)
+    return _read_flash(raw, query, key, rule, name)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -85,25 +89,18 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _read_fused(inner: RawCall, key: Tensor, common: dict[str, Any]) -> AttentionCall:
-    """From the arguments of the fused call, but with keys that are not repeated and queries that are not packed."""
-    assert inner.key is not None
+def _read_fused(inner: RawCall, query: Tensor) -> AttentionRule:
+    """From the arguments of the fused call, whose keys may be repeated and whose queries may be packed."""
     assert inner.query is not None
-    mask, query = inner.attn_mask, common["query"]
+    mask = inner.attn_mask
     if mask is not None and inner.query.shape != query.shape and mask.shape[1] != 1:
         mask = mask.reshape(mask.shape[0], query.shape[1], query.shape[2], mask.shape[3])
-    return AttentionCall(
-        **common | {"scale": inner.scale},
-        key=key[:, :, : inner.key.shape[2]],
-        attn_mask=mask,
-        is_causal=bool(inner.is_causal),
-    )
+    return AttentionRule(mask, bool(inner.is_causal), scale=inner.scale)
 
 
-def _read_flash(raw: RawCall, common: dict[str, Any], name: str) -> AttentionCall:
+def _read_flash(raw: RawCall, query: Tensor, key: Tensor, rule: AttentionRule, name: str) -> AttentionRule:
     """A function whose mask is padding ``(B, S)`` or nothing, and whose structure is in its keywords."""
     keywords = raw.keywords or {}
-    query, key = common["query"], common["key"]
     positions = keywords.get("position_ids")
     packed = query.shape[0] == 1 and positions is not None and bool((positions.diff() < 0).any())
     if packed or keywords.get("cu_seq_lens_q") is not None:
@@ -111,17 +108,18 @@ def _read_flash(raw: RawCall, common: dict[str, Any], name: str) -> AttentionCal
     length, num_keys, window = query.shape[2], key.shape[2], keywords.get("sliding_window")
     is_causal = keywords.get("is_causal")
     is_causal = getattr(raw.module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = bool(is_causal) and length > 1
+    structure = AttentionRule(
+        is_causal=bool(is_causal) and length > 1,
+        window=window if window is not None and window < num_keys else None,
+    )
     mask = None if raw.attn_mask is None else raw.attn_mask[:, None, None, -num_keys:].bool()
-    window = window if window is not None and window < num_keys else None
-    if length != num_keys and (is_causal or window is not None):
-        # These kernels count from the last key.
-        rows = torch.arange(length, device=query.device)[:, None] + num_keys - length
-        distance = rows - torch.arange(num_keys, device=query.device)
-        near = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-        near = near if window is None else near & (distance.abs() < window)
-        return AttentionCall(**common, attn_mask=near[None, None] if mask is None else mask & near)
-    return AttentionCall(**common, attn_mask=mask, is_causal=is_causal, window=window)
+    if length == num_keys:
+        return replace(rule, attn_mask=mask, is_causal=structure.is_causal, window=structure.window)
+    # These kernels count from the last key.
+    near = structure.allowed(slice(num_keys - length, num_keys), slice(0, num_keys), query.device)
+    if mask is None or near is None:
+        return replace(rule, attn_mask=near if mask is None else mask)
+    return replace(rule, attn_mask=mask & near)
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

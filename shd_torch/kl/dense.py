@@ -1,4 +1,4 @@
-"""The slow-but-sure backend: both maps, a tile at a time, in float32 or wider.
+"""The fallback backend, which serves every request: both maps, a tile at a time, in float32 or wider.
 
 Value and gradients come from one pass over tiles of query rows, and no tile outlives its step, so memory is linear in
 the length. Student and teacher are subtracted before anything is rounded: small divergences keep their gradient.
@@ -29,7 +29,7 @@ def run(request: KlRequest) -> KlResult:
         return KlResult(weighted_kl(request))
     dq = torch.zeros(request.queries.shape, dtype=dtype, device=value.device)
     dk = torch.zeros(request.keys.shape, dtype=dtype, device=value.device)
-    bias = request.mask.attn_mask
+    bias = request.rule.attn_mask
     dbias = None
     if bias is not None and request.wants_bias_gradient:
         dbias = torch.zeros(bias.shape, dtype=dtype, device=value.device)
@@ -38,7 +38,7 @@ def run(request: KlRequest) -> KlResult:
         teacher = request.teacher_probs(part, samples, rows, keys)
         log_q, slope = request.log_probs(samples, rows, keys)
         weights = request.weights[samples, :, rows]
-        # On a processor the exponential of -inf takes twenty times that of a number; softmax knows better.
+        # softmax avoids exp(-inf), which is twenty times slower on a CPU.
         dz = log_q.softmax(-1)
         if request.wants_value:
             value += _weighted_kl(teacher, log_q, weights)

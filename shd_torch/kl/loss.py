@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_finite, check_option, check_temperature
 from shd_torch.kl.backends import BACKENDS, BackendChoice, choose_backend
 from shd_torch.kl.gradient import attach, refuse_transforms
-from shd_torch.kl.request import KlRequest, make_request
-from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
+from shd_torch.kl.request import KlOptions, KlRequest, make_request
 from shd_torch.precision import without_autocast
-from shd_torch.supervision.mask import AttentionMask
+from shd_torch.supervision.mask import AttentionRule, RuleKeywords
 from shd_torch.supervision.supervision import Dense, Supervision
 
 Layers: TypeAlias = Tensor | Sequence[Tensor]
 Supervisions: TypeAlias = Supervision | Tensor | Sequence[Supervision | Tensor]
-
-
-class KlKeywords(TypedDict, total=False):
-    """The keywords of ``attention_kl``."""
-
-    scale: float | None
-    attn_mask: Tensor | None
-    is_causal: bool
-    window: int | None
-    alibi_slopes: Tensor | None
-    softcap: float | None
-    loss_mask: Tensor | None
-    temperature: float
-    beta: float
-    reduction: str
-    support: str
-    value: str
-    backend: str
-    product_dtype: torch.dtype | None
-    check: bool
-
-
-VALUES: tuple[str, ...] = ("exact", "surrogate")
-PRODUCT_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @without_autocast
@@ -81,7 +54,7 @@ def attention_kl(
     Args:
         student_q: ``(B, H_s, L, d)`` as the student multiplies them (rotated, normalised), or a list of layers. Rows
             that ``loss_mask`` drops may hold anything, NaN included, here and in the supervision.
-        student_k: ``(B, H_kv, S, d)``, likewise; query head h reads key head ``h // (H_s / H_kv)``.
+        student_k: ``(B, H_kv, S, d)``, rotated and normalised too; query head h reads key head ``h // (H_s / H_kv)``.
         supervision: ``Factored``, ``Dense`` or maps ``(B, H_s, L, S)``; a list where the queries are one.
         scale: of the products; None for ``1 / sqrt(d)``.
         attn_mask: as PyTorch's, for all layers: boolean, True = may attend, or added to the logits (a learned bias
@@ -115,28 +88,10 @@ def attention_kl(
 
     Source: Eq. 11. Decisions: D-13, D-17, D-21.
     """
-    layers = _prepare(
-        student_q,
-        student_k,
-        supervision,
-        scale=scale,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        loss_mask=loss_mask,
-        temperature=temperature,
-        beta=beta,
-        reduction=reduction,
-        support=support,
-        value=value,
-        backend=backend,
-        product_dtype=product_dtype,
-        check=check,
-    )
+    rule = AttentionRule(attn_mask, is_causal, window, alibi_slopes, scale, softcap)
+    options = KlOptions(loss_mask, temperature, beta, reduction, support, value, backend, product_dtype, check)
     terms = []
-    for layer in layers:
+    for layer in _prepare(student_q, student_k, supervision, rule, options):
         result = BACKENDS[layer.choice.name].run(layer.request)
         bias = attn_mask if layer.request.wants_bias_gradient else None
         terms.append(attach(result, layer.queries, layer.keys, bias) + layer.penalty)
@@ -145,14 +100,14 @@ def attention_kl(
 
 @without_autocast
 def explain_backend(
-    student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Unpack[KlKeywords]
+    student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Any
 ) -> list[BackendChoice]:
     """Which backend ``attention_kl`` would take for each layer, and why; computes nothing else.
 
     Args:
         student_q: as for ``attention_kl``.
-        student_k: likewise.
-        supervision: likewise.
+        student_k: as for ``attention_kl``.
+        supervision: as for ``attention_kl``.
         **keywords: those of ``attention_kl``.
 
     Returns:
@@ -161,7 +116,10 @@ def explain_backend(
     Raises:
         ShdError: as ``attention_kl``.
     """
-    return [layer.choice for layer in _prepare(student_q, student_k, supervision, **keywords)]
+    described = RuleKeywords.__annotations__.keys() & keywords
+    rule = AttentionRule(**{name: keywords.pop(name) for name in described})
+    layers = _prepare(student_q, student_k, supervision, rule, KlOptions(**keywords))
+    return [layer.choice for layer in layers]
 
 
 class _Layer(NamedTuple):
@@ -173,61 +131,24 @@ class _Layer(NamedTuple):
 
 
 def _prepare(
-    student_q: Layers,
-    student_k: Layers,
-    supervision: Supervisions,
-    *,
-    scale: float | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    loss_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    beta: float = 1.0,
-    reduction: str = "sum",
-    support: str = "error",
-    value: str = "exact",
-    backend: str = "auto",
-    product_dtype: torch.dtype | None = None,
-    check: bool = True,
+    student_q: Layers, student_k: Layers, supervision: Supervisions, rule: AttentionRule, options: KlOptions
 ) -> list[_Layer]:
     """Check every argument and make each layer's request."""
-    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
-    check_option("support", support, SUPPORTS, "LOSS-14")
-    check_option("value", value, VALUES, "LOSS-1")
-    if product_dtype is not None and not (isinstance(product_dtype, torch.dtype) and product_dtype in PRODUCT_DTYPES):
-        names = ", ".join(map(str, PRODUCT_DTYPES))
-        raise ShdError("argument-dtype", f"product_dtype must be one of {names}, or None; got {product_dtype!r}")
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
-        raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
-    temperature = check_temperature(temperature)
-    scale = None if scale is None else check_finite("scale", scale, "GRAD-8")
-    if softcap is not None and check_finite("softcap", softcap, "GRAD-8") <= 0:
-        raise ShdError("argument-value", f"softcap must be above 0; got {softcap!r}", "GRAD-8")
+    rule.check()
+    if rule.alibi_slopes is not None and rule.alibi_slopes.requires_grad:
+        raise ShdError(
+            "argument-value",
+            "alibi_slopes must not require a gradient, as none is computed for them; got a tensor that does: add "
+            "slope * (j - i) to attn_mask, or detach them",
+        )
     triples = _match(student_q, student_k, supervision)
     num_maps = sum(q.shape[1] for q, _, _ in triples if q.ndim > 1)
+    beta = float(options.beta) / (num_maps if options.reduction == "mean" else 1)
     layers = []
     for number, (q, k, taught) in enumerate(triples):
-        refuse_transforms(q, k, attn_mask if isinstance(attn_mask, Tensor) else None)
-        request, penalty = make_request(
-            q,
-            k,
-            taught,
-            mask=AttentionMask(attn_mask, is_causal, window, alibi_slopes),
-            scale=scale,
-            softcap=softcap,
-            loss_mask=loss_mask,
-            temperature=temperature,
-            beta=float(beta) / (num_maps if reduction == "mean" else 1),
-            support=support,
-            wants_value=value == "exact",
-            product_dtype=product_dtype,
-            check=check,
-            layer=number,
-        )
-        layers.append(_Layer(request, choose_backend(request, backend), penalty, q, k))
+        refuse_transforms(q, k, rule.attn_mask)
+        request, penalty = make_request(q, k, taught, rule, options, beta=beta, layer=number)
+        layers.append(_Layer(request, choose_backend(request, options.backend), penalty, q, k))
     return layers
 
 

@@ -9,10 +9,52 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_mask, check_real, compute_dtype
+from shd_torch.checks import (
+    check_mask,
+    check_option,
+    check_query_key,
+    check_real,
+    check_temperature,
+    compute_dtype,
+)
 from shd_torch.maps.attention import temper
-from shd_torch.supervision.mask import AttentionMask
+from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
+from shd_torch.supervision.mask import AttentionRule
 from shd_torch.supervision.supervision import Supervision
+
+VALUES: tuple[str, ...] = ("exact", "surrogate")
+PRODUCT_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class KlOptions:
+    """The keywords of ``attention_kl`` that are not the student's ``AttentionRule``; documented there.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-dtype``.
+    """
+
+    loss_mask: Tensor | None = None
+    temperature: float = 1.0
+    beta: float = 1.0
+    reduction: str = "sum"
+    support: str = "error"
+    value: str = "exact"
+    backend: str = "auto"
+    product_dtype: torch.dtype | None = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        check_option("reduction", self.reduction, REDUCTIONS, "LOSS-5")
+        check_option("support", self.support, SUPPORTS, "LOSS-14")
+        check_option("value", self.value, VALUES, "LOSS-1")
+        check_temperature(self.temperature)
+        dtype, beta = self.product_dtype, self.beta
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in PRODUCT_DTYPES):
+            names = ", ".join(map(str, PRODUCT_DTYPES))
+            raise ShdError("argument-dtype", f"product_dtype must be one of {names}, or None; got {dtype!r}")
+        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
+            raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +65,7 @@ class KlRequest:
         queries: the student's ``(B, H_s, L, d)``, detached; zero in rows that do not count.
         keys: ``(B, H_kv, S, d)``, detached.
         supervision: on the same device.
-        mask: who may attend in the student; fits ``(B, H_s, L, S)``.
-        scale: of the products.
-        softcap: logits are ``softcap * tanh(products / softcap)``, if given.
+        rule: how the student makes its logits, and who may attend; fits ``(B, H_s, L, S)``.
         temperature: T_a of both maps.
         weights: ``(B, H_s, L)``, beta over the number of counted rows (and of maps); 0 where a row does not count.
         mass: ``(B, H_s, L)``, what the supervision's rows sum to.
@@ -39,9 +79,7 @@ class KlRequest:
     queries: Tensor
     keys: Tensor
     supervision: Supervision
-    mask: AttentionMask
-    scale: float
-    softcap: float | None
+    rule: AttentionRule
     temperature: float
     weights: Tensor
     mass: Tensor
@@ -57,6 +95,11 @@ class KlRequest:
         return self.weights.dtype
 
     @property
+    def scale(self) -> float:
+        """Of the student's products."""
+        return self.rule.scale_for(self.queries.shape[3])
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """``(B, H_s, L, S)``."""
         return self.supervision.shape
@@ -64,7 +107,7 @@ class KlRequest:
     def key_range(self, rows: slice) -> slice:
         """The keys that student or teacher may attend to in these rows."""
         every = slice(0, self.shape[3])
-        student, teacher = self.mask.key_range(rows, self.shape[3]), self.supervision.key_range(rows)
+        student, teacher = self.rule.key_range(rows, self.shape[3]), self.supervision.key_range(rows)
         if self.support == "intersect":
             return every  # what is dropped must be seen
         if teacher == every:
@@ -83,18 +126,9 @@ class KlRequest:
 
         -inf where the student may not attend; anything finite in a row without keys.
         """
-        part = self.mask.narrow(samples)
-        queries = self.queries[samples, :, rows].to(self.dtype) * self.scale
+        queries = self.queries[samples, :, rows].to(self.dtype)
         held = self.keys[samples, :, keys].to(self.dtype)
-        batch, heads, height, width = queries.shape
-        logits = (queries.reshape(batch, held.shape[1], -1, width) @ held.mT).reshape(batch, heads, height, -1)
-        slope = None
-        if self.softcap is not None:
-            bent = torch.tanh(logits / self.softcap)
-            logits, slope = self.softcap * bent, 1.0 - bent.square()
-        tile = part.tile(rows, keys, self.dtype, logits.device)
-        if tile is not None:
-            logits = logits + tile
+        logits, slope = self.rule.narrow(samples).tile_logits(queries, held, rows, keys)
         if self.temperature != 1.0:
             logits = temper(logits, logits, self.temperature)
         return logits.log_softmax(-1), slope
@@ -104,7 +138,7 @@ class KlRequest:
         probs = part.probs(rows, keys, temperature=self.temperature).to(self.dtype)
         if self.support != "intersect":
             return probs
-        allowed = self.mask.narrow(samples).allowed(rows, keys, probs.device)
+        allowed = self.rule.narrow(samples).allowed(rows, keys, probs.device)
         if allowed is None:
             return probs
         kept = probs.masked_fill(~allowed, 0.0)
@@ -118,20 +152,22 @@ def make_request(
     queries: Tensor,
     keys: Tensor,
     supervision: Supervision,
+    rule: AttentionRule,
+    options: KlOptions,
     *,
-    mask: AttentionMask,
-    scale: float | None,
-    softcap: float | None,
-    loss_mask: Tensor | None,
-    temperature: float,
     beta: float,
-    support: str,
-    wants_value: bool,
-    product_dtype: torch.dtype | None,
-    check: bool,
     layer: int,
 ) -> tuple[KlRequest, Tensor]:
     """Check one layer's arguments and find the weight of each of its rows.
+
+    Args:
+        queries: the student's.
+        keys: the student's.
+        supervision: of the layer.
+        rule: of the student.
+        options: of the loss.
+        beta: weight of each of the layer's maps.
+        layer: named in errors.
 
     Returns:
         The request, and ``()`` that is infinite where a counted row of the student may attend to nothing, else 0.
@@ -140,17 +176,9 @@ def make_request(
         ShdError: as ``attention_kl``.
     """
     check_real(queries, "student_q", check=False, ndim=4, layer=layer)
-    check_real(keys, "student_k", check=check, ndim=4, layer=layer)
-    batch, heads, rows, width = queries.shape
-    given = tuple(keys.shape)
-    if given[0] != batch or given[3] != width or given[1] == 0 or heads % given[1]:
-        raise ShdError(
-            "argument-shape",
-            f"student_k must be (B, H_kv, S, d) with B={batch}, d={width} and H_kv a divisor of {heads} in layer "
-            f"{layer}; got {given}",
-            "GRAD-5",
-        )
-    shape = (batch, heads, rows, given[2])
+    check_real(keys, "student_k", check=options.check, ndim=4, layer=layer)
+    check_query_key(queries, keys, f"student_q and student_k of layer {layer}")
+    shape = (*queries.shape[:3], keys.shape[2])
     if supervision.shape != shape:
         raise ShdError(
             "argument-shape",
@@ -158,32 +186,15 @@ def make_request(
             f"{supervision.shape}",
             "LOSS-3",
         )
-    device = queries.device
-    supervision.check_temperature(temperature)
-    supervision = supervision if supervision.device == device else supervision.to(device)
-    if loss_mask is not None:
-        check_mask(loss_mask, "loss_mask", (batch, rows))
-        loss_mask = loss_mask.to(device)
-    if check:
-        seen = queries if loss_mask is None else queries.masked_fill(~loss_mask[:, None, :, None], 0)
-        check_real(seen, "student_q", check=True, layer=layer)
-        supervision.check(loss_mask, layer)
-    if loss_mask is not None:
-        supervision = supervision.drop_rows(loss_mask)
-    if isinstance(mask.alibi_slopes, Tensor) and mask.alibi_slopes.requires_grad:
-        raise ShdError(
-            "argument-value",
-            "alibi_slopes must not require a gradient, as none is computed for them; got a tensor that does: add "
-            "slope * (j - i) to attn_mask, or detach them",
-        )
-    bias = mask.attn_mask if isinstance(mask.attn_mask, Tensor) else None
-    wants_bias_gradient = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    supervision.check_temperature(options.temperature)
+    supervision, loss_mask = _place(supervision, queries, options, layer)
+    rule = rule.fit(queries, keys)
+    if options.check:
+        _check_added(rule, layer)
+    wants_bias_gradient = torch.is_grad_enabled() and rule.attn_mask is not None and rule.attn_mask.requires_grad
     wants_gradient = wants_bias_gradient or (
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
     )
-    mask = mask.fit(shape, device)
-    if check:
-        _check_added(mask, layer)
     dtype = torch.promote_types(compute_dtype(queries, keys), supervision.dtype)
     mass = supervision.mass().to(dtype)
     counted = mass != 0 if loss_mask is None else (mass != 0) & loss_mask[:, None, :]
@@ -191,46 +202,60 @@ def make_request(
         queries=queries.detach(),
         keys=keys.detach(),
         supervision=supervision,
-        mask=mask,
-        scale=1.0 / math.sqrt(width) if scale is None else scale,
-        softcap=softcap,
-        temperature=temperature,
+        rule=rule,
+        temperature=float(options.temperature),
         weights=counted.to(dtype),
         mass=mass,
-        support=support,
-        wants_value=wants_value or not wants_gradient,
+        support=options.support,
+        wants_value=options.value == "exact" or not wants_gradient,
         wants_gradient=wants_gradient,
         wants_bias_gradient=wants_bias_gradient,
-        product_dtype=product_dtype,
+        product_dtype=options.product_dtype,
     )
-    if support == "intersect":
+    if options.support == "intersect":
         counted = counted & _keeps_mass(request)
-    elif check:
+    elif options.check:
         check_support(request, layer)
     return _weigh(request, counted, beta)
 
 
-def _check_added(mask: AttentionMask, layer: int) -> None:
+def _place(
+    supervision: Supervision, queries: Tensor, options: KlOptions, layer: int
+) -> tuple[Supervision, Tensor | None]:
+    """Supervision and loss mask on the student's device, looked at if asked for, without rows that do not count."""
+    device, loss_mask = queries.device, options.loss_mask
+    supervision = supervision if supervision.device == device else supervision.to(device)
+    if loss_mask is not None:
+        check_mask(loss_mask, "loss_mask", (queries.shape[0], queries.shape[2]))
+        loss_mask = loss_mask.to(device)
+    if options.check:
+        seen = queries if loss_mask is None else queries.masked_fill(~loss_mask[:, None, :, None], 0)
+        check_real(seen, "student_q", check=True, layer=layer)
+        supervision.check(loss_mask, layer)
+    return supervision if loss_mask is None else supervision.drop_rows(loss_mask), loss_mask
+
+
+def _check_added(rule: AttentionRule, layer: int) -> None:
     """What is added to logits must be numbers; -inf in a mask is a key that is masked (MAP-7)."""
-    added = mask.attn_mask
+    added = rule.attn_mask
     if added is not None and added.dtype != torch.bool:
         check_real(added.detach(), "attn_mask", check=True, allow_minus_inf=True, layer=layer)
-    if mask.alibi_slopes is not None:
-        check_real(mask.alibi_slopes, "alibi_slopes", check=True, layer=layer)
+    if rule.alibi_slopes is not None:
+        check_real(rule.alibi_slopes, "alibi_slopes", check=True, layer=layer)
 
 
 def _weigh(request: KlRequest, counted: Tensor, beta: float) -> tuple[KlRequest, Tensor]:
     """The request with its rows weighed, its queries cleared where they do not count, and the penalty."""
     _, _, rows, keys = request.shape
     number = counted.sum((0, 2)).clamp(min=1).to(request.dtype)
-    live = request.mask.live_rows(rows, keys, counted.device)
+    live = request.rule.live_rows(rows, keys, counted.device)
     penalty = torch.zeros((), dtype=request.dtype, device=counted.device)
     if live is not None:
         lost = counted & ~live
         penalty = penalty.masked_fill(lost.any(), math.inf)
         counted = counted & ~lost
     weights = counted * (beta / number)[:, None]
-    # Whatever stands in a row that does not count (NaN included) must not reach a sum.
+    # A row that does not count may hold anything, NaN included: it must not reach a sum.
     queries = request.queries.masked_fill(~counted[..., None], 0.0)
     mass = request.mass.masked_fill(~counted, 0.0)
     return replace(request, queries=queries, weights=weights, mass=mass), penalty
@@ -254,7 +279,7 @@ def check_support(request: KlRequest, layer: int) -> None:
         return
     everywhere = slice(0, request.shape[3])
     for part, samples, rows in request.supervision.tiles():
-        allowed = request.mask.narrow(samples).allowed(rows, everywhere, request.weights.device)
+        allowed = request.rule.narrow(samples).allowed(rows, everywhere, request.weights.device)
         if allowed is None:
             continue
         wrong = part.has_mass(rows, everywhere) & ~allowed & (request.weights[samples, :, rows, None] != 0)
@@ -270,10 +295,10 @@ def check_support(request: KlRequest, layer: int) -> None:
 
 
 def _may_differ(request: KlRequest) -> bool:
-    student, teacher = request.mask, getattr(request.supervision, "mask", None)
+    student, teacher = request.rule, getattr(request.supervision, "rule", None)
     if student.is_structural and not student.is_causal and student.window is None:
         return False
-    if not isinstance(teacher, AttentionMask) or not student.is_structural:
+    if not isinstance(teacher, AttentionRule) or not student.is_structural:
         return True
     return (student.is_causal and not teacher.is_causal) or (
         student.window is not None and (teacher.window is None or teacher.window > student.window)

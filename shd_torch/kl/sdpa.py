@@ -27,7 +27,7 @@ _SAMPLE_ROWS = 16
 
 def unsupported_reason(request: KlRequest) -> str | None:
     """Why products alone do not suffice; None where they do."""
-    if request.softcap is not None:
+    if request.rule.softcap is not None:
         return "a soft cap bends the logits: their gradient needs the map"
     if request.wants_bias_gradient:
         return "the gradient of an added mask is a map"
@@ -65,7 +65,7 @@ def run(request: KlRequest) -> KlResult:
     mass = request.mass[..., None]
 
     held = expand_heads(center_keys(request.keys, dtype), heads)
-    maps = MapFactors(queries, held, request.mask, request.scale, request.temperature)
+    maps = MapFactors(queries, held, request.rule, request.temperature)
     own, own_transposed = attend_both_ways(maps, values, mass * taught)
     merged, transposed = request.supervision.products(values, taught, temperature=request.temperature)
     factor = request.scale / request.temperature

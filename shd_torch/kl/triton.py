@@ -19,11 +19,11 @@ from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.mask import AttentionMask
+from shd_torch.supervision.mask import AttentionRule
 
 
 def unsupported_reason(request: KlRequest) -> str | None:
-    """What the kernels do not read or the device cannot run; None where they serve. Waits for no device."""
+    """What the kernels do not read or the device cannot run; None where they serve. No device sync."""
     taught = request.supervision
     if isinstance(taught, Factored):
         heads: tuple[Tensor, ...] = (request.queries, request.keys, taught.queries, taught.keys)
@@ -58,12 +58,12 @@ def run(request: KlRequest) -> KlResult:
 
 
 def _run_kernels(request: KlRequest) -> RowsKl:
-    taught, mask = request.supervision, request.mask
+    taught, rule = request.supervision, request.rule
     options: dict[str, Any] = {
         "scale": request.scale,
-        "key_mask": _find_key_mask(mask, request.shape),
-        "is_causal": mask.is_causal,
-        "window": mask.window,
+        "key_mask": _find_key_mask(rule, request.shape),
+        "is_causal": rule.is_causal,
+        "window": rule.window,
         "temperature": request.temperature,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "want_value": request.wants_value,
@@ -76,9 +76,8 @@ def _run_kernels(request: KlRequest) -> RowsKl:
     mixing = taught.mixing
     if taught.row_mass is not None:
         mixing = (mixing[..., None] if mixing.ndim == 3 else mixing) * taught.row_mass[:, None]
-    # Named here, so that nobody has to look for them on the device.
+    # Named here: looking for them on the device would wait for it.
     every_head = tuple(range(taught.queries.shape[1]))
-    lse = taught.lse if request.temperature == 1.0 else None
     return kernels.kl_factored(
         request.queries,
         request.keys,
@@ -86,9 +85,8 @@ def _run_kernels(request: KlRequest) -> RowsKl:
         taught.keys,
         mixing,
         weights,
-        teacher_scale=taught.logit_scale,
+        teacher_scale=taught.rule.scale_for(taught.queries.shape[3]),
         groups=taught.groups or (every_head,) * taught.num_heads,
-        teacher_lse=None if lse is None else lse.detach().float().contiguous(),
         **options,
     )
 
@@ -98,27 +96,27 @@ def _logits_reason(request: KlRequest) -> str | None:
     taught = request.supervision
     if request.wants_bias_gradient:
         return "the gradient of an added mask is a map"
-    masks = [("student", request.mask, request.softcap)]
+    rules = [("student", request.rule)]
     if isinstance(taught, Factored):
-        masks.append(("teacher", taught.mask, taught.softcap))
-    for side, mask, softcap in masks:
-        if softcap is not None:
+        rules.append(("teacher", taught.rule))
+    for side, rule in rules:
+        if rule.softcap is not None:
             return f"its logits are products alone, and the {side} has a soft cap"
-        if mask.is_biased:
+        if rule.is_biased:
             return f"its logits are products alone, and the {side} has an added mask or ALiBi"
     return None
 
 
 def _mask_reason(request: KlRequest) -> str | None:
     """Why causality, a window and one mask of keys do not describe who may attend."""
-    mask, taught = request.mask, request.supervision
-    given = mask.attn_mask
+    rule, taught = request.rule, request.supervision
+    given = rule.attn_mask
     if given is not None and tuple(given.shape[1:3]) != (1, 1):
         return (
             "it takes causality, a window and a mask of keys (B, 1, 1, S); got an attn_mask of heads or rows "
             f"{tuple(given.shape)}"
         )
-    if isinstance(taught, Factored) and not _is_same(mask, taught.mask):
+    if isinstance(taught, Factored) and not _is_same(rule, taught.rule):
         return (
             "student and teacher must have one mask: is_causal, window, and attn_mask as one tensor on the student's "
             "device, which is known without looking at it"
@@ -126,7 +124,7 @@ def _mask_reason(request: KlRequest) -> str | None:
     return None
 
 
-def _is_same(one: AttentionMask, other: AttentionMask) -> bool:
+def _is_same(one: AttentionRule, other: AttentionRule) -> bool:
     """Whether two descriptions allow the same; tensors are the same where they are the same memory."""
     if (one.is_causal, one.window) != (other.is_causal, other.window):
         return False
@@ -136,7 +134,7 @@ def _is_same(one: AttentionMask, other: AttentionMask) -> bool:
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
-def _find_key_mask(mask: AttentionMask, shape: tuple[int, int, int, int]) -> Tensor | None:
-    if mask.attn_mask is None:
+def _find_key_mask(rule: AttentionRule, shape: tuple[int, int, int, int]) -> Tensor | None:
+    if rule.attn_mask is None:
         return None
-    return mask.attn_mask[:, 0, 0].expand(shape[0], shape[3])
+    return rule.attn_mask[:, 0, 0].expand(shape[0], shape[3])

@@ -7,6 +7,7 @@ call gives to its values. Only PyTorch's public functions take part.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,28 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention  # by name: a model's may be replaced, this one is not
 
-from shd_torch.supervision.mask import CHUNK, AttentionMask
+from shd_torch.supervision.mask import CHUNK, AttentionRule
 
 _FLOAT16_COLUMN = 2.0**15
 """Half of float16's range: what rounding adds to a sum has room."""
 
 
 class MapFactors(NamedTuple):
-    """Attention maps ``softmax((scale q k^T + bias) / T)`` that are never formed.
+    """Attention maps ``softmax((scale q k^T + bias) / T)`` that are never formed; without a soft cap.
 
     Attributes:
         queries: ``(B, H, L, d)``.
         keys: ``(B, H, S, d)``, of the same dtype.
-        mask: who may attend; fits ``(B, H, L, S)``.
-        scale: of the products.
+        rule: how they become logits, and who may attend; fits ``(B, H, L, S)``.
         temperature: T_a > 0.
     """
 
     queries: Tensor
     keys: Tensor
-    mask: AttentionMask
-    scale: float
+    rule: AttentionRule
     temperature: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """Of the products."""
+        return self.rule.scale_for(self.queries.shape[3])
 
 
 class _Call(NamedTuple):
@@ -121,14 +125,14 @@ def sum_heads(gradient: Tensor, num_kv_heads: int) -> Tensor:
 
 def _calls(maps: MapFactors) -> Iterator[_Call]:
     """One call where causality is all there is to say, else one for every few rows, with their tile of the mask."""
-    num_rows, num_keys, mask = maps.queries.shape[2], maps.keys.shape[2], maps.mask
-    if mask.attn_mask is None and mask.window is None and mask.alibi_slopes is None:
-        yield _Call(slice(0, num_rows), slice(0, num_keys), None, mask.is_causal)
+    num_rows, num_keys, rule = maps.queries.shape[2], maps.keys.shape[2], maps.rule
+    if rule.attn_mask is None and rule.window is None and rule.alibi_slopes is None:
+        yield _Call(slice(0, num_rows), slice(0, num_keys), None, rule.is_causal)
         return
     for start in range(0, num_rows, CHUNK):
         rows = slice(start, min(start + CHUNK, num_rows))
-        keys = mask.key_range(rows, num_keys)
-        tile = mask.tile(rows, keys, maps.queries.dtype, maps.queries.device)
+        keys = rule.key_range(rows, num_keys)
+        tile = rule.tile(rows, keys, maps.queries.dtype, maps.queries.device)
         if tile is not None:
             tile = (tile / maps.temperature).expand(*tile.shape[:2], rows.stop - start, keys.stop - keys.start)
         yield _Call(rows, keys, tile, False)
@@ -139,8 +143,8 @@ def _with_positive_scale(maps: MapFactors) -> MapFactors:
     if maps.scale > 0:
         return maps
     if maps.scale == 0:
-        return maps._replace(queries=torch.zeros_like(maps.queries), scale=1.0)
-    return maps._replace(queries=-maps.queries, scale=-maps.scale)
+        return maps._replace(queries=torch.zeros_like(maps.queries), rule=replace(maps.rule, scale=1.0))
+    return maps._replace(queries=-maps.queries, rule=replace(maps.rule, scale=-maps.scale))
 
 
 def _attend_once(

@@ -1,44 +1,65 @@
-"""Who may attend to what, described without an ``L x S`` tensor: causality, a window, padding, biases.
+"""Who may attend to what, and how queries and keys become logits: the one place that decides it.
 
-A description is cut into tiles of query rows and keys when they are needed, so that memory stays linear in the
-length wherever the description itself is. True = may attend, as everywhere.
+A rule holds no ``L x S`` tensor unless a model gave it one: causality, a window, padding and biases are cut into
+tiles of query rows and keys when they are needed, so that memory stays linear in the length. True = may attend.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_torch.checks import check_finite, compute_dtype
+from shd_torch.precision import without_autocast
 
 CHUNK = 256
 """Rows that are looked at together where a mask must be read as a whole."""
 
 
+class RuleKeywords(TypedDict, total=False):
+    """The fields of an ``AttentionRule`` as keywords, under PyTorch's names where it has one."""
+
+    attn_mask: Tensor | None
+    is_causal: bool
+    window: int | None
+    alibi_slopes: Tensor | None
+    scale: float | None
+    softcap: float | None
+
+
 @dataclass(frozen=True, eq=False)
-class AttentionMask:
-    """Which keys a query row may attend to, and what is added to its logits.
+class AttentionRule:
+    """How one attention layer makes its logits of queries and keys, and which keys a row may attend to.
+
+    ``logits = cap(scale q k^T) + bias``, where ``cap(z) = softcap * tanh(z / softcap)`` if there is a soft cap.
 
     Attributes:
         attn_mask: up to four axes, broadcastable to ``(B, H, L, S)``: boolean, True = may attend, or floating
-            point, added to the scaled logits. An added number at or below half of its dtype's lowest one (such as
+            point, added to the capped logits. An added number at or below half of its dtype's lowest one (such as
             -inf) marks a key as masked.
         is_causal: row i may attend to keys 0..i only, counted from the first key, as in PyTorch.
         window: row i may attend to keys above ``i - window`` only and, where not causal, below ``i + window``.
-        alibi_slopes: ``(H,)`` or ``(B, H)``; ``slope * (j - i)`` is added to the logit of row i and key j.
+        alibi_slopes: ``(H,)``, ``(1, H)`` or ``(B, H)``; ``slope * (j - i)`` is added to logit (i, j).
+        scale: of the products; None for ``1 / sqrt(d)``.
+        softcap: bound of the scaled products, above 0; None for none.
     """
 
     attn_mask: Tensor | None = None
     is_causal: bool = False
     window: int | None = None
     alibi_slopes: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def is_structural(self) -> bool:
-        """Whether no tensor takes part in who may attend."""
+        """True if who may attend is defined by causality and the window alone."""
         return self.attn_mask is None
 
     @property
@@ -46,25 +67,46 @@ class AttentionMask:
         """Whether anything is added to the logits of keys that may be attended to."""
         return self.alibi_slopes is not None or (self.attn_mask is not None and self.attn_mask.dtype != torch.bool)
 
-    def fit(self, shape: Sequence[int], device: torch.device) -> AttentionMask:
-        """The description with four axes on one device, checked against ``(B, H, L, S)``.
+    def scale_for(self, width: int) -> float:
+        """The factor of the products of heads of size ``width``."""
+        return 1.0 / math.sqrt(width) if self.scale is None else float(self.scale)
+
+    def check(self) -> None:
+        """Check what does not depend on queries and keys.
 
         Raises:
-            ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+            ShdError: ``argument-value``, ``argument-dtype``.
         """
+        if self.scale is not None:
+            check_finite("scale", self.scale, "GRAD-8")
+        if self.softcap is not None and check_finite("softcap", self.softcap, "GRAD-8") <= 0:
+            raise ShdError("argument-value", f"softcap must be above 0; got {self.softcap!r}", "GRAD-8")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ShdError("argument-value", f"window must be an integer of at least 1; got {self.window!r}")
         if not isinstance(self.is_causal, bool):
             raise ShdError("argument-value", f"is_causal must be True or False; got {self.is_causal!r}")
-        mask, slopes = self.attn_mask, self.alibi_slopes
-        for name, tensor in (("attn_mask", mask), ("alibi_slopes", slopes)):
+        for name, tensor in (("attn_mask", self.attn_mask), ("alibi_slopes", self.alibi_slopes)):
             if tensor is not None and not isinstance(tensor, Tensor):
                 raise ShdError("argument-dtype", f"{name} must be a tensor or None; got {type(tensor).__name__}")
+
+    def fit(self, queries: Tensor, keys: Tensor) -> AttentionRule:
+        """The rule with tensors of four axes on the queries' device, checked against queries and keys.
+
+        Args:
+            queries: ``(B, H, L, d)``.
+            keys: ``(B, H_kv, S, d)``; that they fit is checked already (``check_query_key``).
+
+        Raises:
+            ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+        """
+        self.check()
+        shape, device = (*queries.shape[:3], keys.shape[2]), queries.device
+        mask, slopes = self.attn_mask, self.alibi_slopes
         if mask is not None:
             _check_mask(mask, shape)
             mask = mask.to(device).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         if slopes is not None:
-            if not slopes.is_floating_point() or tuple(slopes.shape) not in ((shape[1],), tuple(shape[:2])):
+            if not slopes.is_floating_point() or tuple(slopes.shape) not in ((shape[1],), (1, shape[1]), shape[:2]):
                 raise ShdError(
                     "argument-shape",
                     f"alibi_slopes must be floating point of shape (H,) or (B, H) with B={shape[0]}, H={shape[1]}; "
@@ -73,10 +115,49 @@ class AttentionMask:
             slopes = slopes.detach().to(device).reshape(-1, shape[1])
         return replace(self, attn_mask=mask, alibi_slopes=slopes)
 
-    # What follows works on a description that fits.
+    @without_autocast
+    def logits(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The logits ``(B, H, L, S)``, with gradient; -inf where attending is not allowed.
 
-    def narrow(self, samples: slice = slice(None), heads: Tensor | None = None) -> AttentionMask:
-        """The description of some samples, and of the heads that an index names."""
+        Args:
+            queries: ``(B, H, L, d)``.
+            keys: ``(B, H_kv, S, d)``; query head h reads key head ``h // (H / H_kv)``.
+
+        Returns:
+            float64 if an argument is, else float32: never accumulated in half precision.
+
+        Raises:
+            ShdError: as ``fit``.
+        """
+        rule, dtype = self.fit(queries, keys), compute_dtype(queries, keys)
+        logits, _ = rule.products(queries.to(dtype), keys.to(dtype))
+        rows, columns = slice(0, queries.shape[2]), slice(0, keys.shape[2])
+        bias, allowed = rule.bias(rows, columns, dtype, logits.device), rule.allowed(rows, columns, logits.device)
+        logits = logits if bias is None else logits + bias
+        return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+
+    def products(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scaled and capped products ``(B, H, R, K)`` of some rows and keys; the cap's derivative if there is one."""
+        batch, heads, height, width = queries.shape
+        scaled = queries * self.scale_for(width)
+        logits = (scaled.reshape(batch, keys.shape[1], -1, width) @ keys.mT).reshape(batch, heads, height, -1)
+        if self.softcap is None:
+            return logits, None
+        bent = torch.tanh(logits / self.softcap)
+        return self.softcap * bent, 1.0 - bent.square()
+
+    # What follows works on a rule that fits.
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionRule:
+        """The same on another device."""
+        mask, slopes = (
+            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for tensor in (self.attn_mask, self.alibi_slopes)
+        )
+        return replace(self, attn_mask=mask, alibi_slopes=slopes)
+
+    def narrow(self, samples: slice = slice(None), heads: Tensor | None = None) -> AttentionRule:
+        """The rule of some samples, and of the heads that an index names."""
         parts = []
         for tensor in (self.attn_mask, self.alibi_slopes):
             if tensor is not None and tensor.shape[0] > 1:
@@ -98,7 +179,7 @@ class AttentionMask:
         return slice(first, max(end, first + 1))
 
     def allowed(self, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
-        """Who may attend in a tile, broadcastable to ``(B, H, R, K)``; None where everyone may."""
+        """Who may attend in a tile, broadcastable to ``(B, H, R, K)``; None where all may."""
         allowed = None
         i = torch.arange(rows.start, rows.stop, device=device).reshape(1, 1, -1, 1)
         j = torch.arange(keys.start, keys.stop, device=device)
@@ -114,28 +195,46 @@ class AttentionMask:
             allowed = given if allowed is None else allowed & given
         return allowed
 
-    def tile(self, rows: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """What is added to the scaled logits of a tile, -inf where attending is not allowed; None for nothing.
-
-        Rows that may attend to no key of the tile are left open, so that no softmax is ever taken of nothing: what
-        comes of them must be given no weight (see ``live_rows``).
-        """
-        allowed = self.allowed(rows, keys, device)
+    def bias(self, rows: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """What is added to the logits of a tile, 0 where an added mask masks a key; None for nothing."""
         bias = None
         if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
-            bias = self._cut(self.attn_mask.detach(), rows, keys).to(dtype)
-            bias = bias.masked_fill(~is_allowed(self._cut(self.attn_mask, rows, keys)), 0.0)
+            given = self._cut(self.attn_mask, rows, keys)
+            bias = given.to(dtype).masked_fill(~is_allowed(given), 0.0)
         if self.alibi_slopes is not None:
             i = torch.arange(rows.start, rows.stop, device=device, dtype=dtype).reshape(-1, 1)
             j = torch.arange(keys.start, keys.stop, device=device, dtype=dtype)
             slope = self.alibi_slopes.to(dtype)[..., None, None] * (j - i)
             bias = slope if bias is None else bias + slope
+        return bias
+
+    def tile(self, rows: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """``bias`` without gradient, and -inf where attending is not allowed; None for nothing.
+
+        Rows that may attend to no key of the tile are left open, so that no softmax is ever taken of nothing: what
+        comes of them must be given no weight (see ``live_rows``).
+        """
+        allowed, bias = self.allowed(rows, keys, device), self.bias(rows, keys, dtype, device)
+        bias = None if bias is None else bias.detach()
         if allowed is None:
             return bias
         blocked = ~(allowed | ~allowed.any(-1, keepdim=True))
         if bias is None:
             return torch.zeros(blocked.shape, dtype=dtype, device=device).masked_fill_(blocked, -torch.inf)
         return bias.masked_fill(blocked, -torch.inf)
+
+    def tile_logits(self, queries: Tensor, keys: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """The logits of a tile ``(B, H, R, K)``, its empty rows left open, and the derivative of a soft cap.
+
+        Args:
+            queries: of these rows.
+            keys: of these columns, of the queries' dtype.
+            rows: where the tile's rows are.
+            columns: where its keys are.
+        """
+        logits, slope = self.products(queries, keys)
+        tile = self.tile(rows, columns, logits.dtype, logits.device)
+        return logits if tile is None else logits + tile, slope
 
     def live_rows(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor | None:
         """``(B or 1, H or 1, L)``, True where a row may attend to some key; None where every row may."""
@@ -172,19 +271,24 @@ class AttentionMask:
 
 
 def is_allowed(mask: Tensor) -> Tensor:
-    """A mask as a boolean one.
+    """A mask, or logits that a mask was added to, as a boolean mask.
 
-    Additive masks hold -inf or the lowest number of their dtype; half of that is out of reach for a bias.
+    Additive masks hold -inf or the lowest number of their dtype. Half of that is out of reach for a bias or a scaled
+    product of activations, and not for the sum of one and the mask. NaN is no mask: it stays, and shows in the loss.
     """
-    return mask if mask.dtype == torch.bool else mask.detach() > torch.finfo(mask.dtype).min / 2
+    return mask if mask.dtype == torch.bool else ~(mask.detach() <= torch.finfo(mask.dtype).min / 2)
+
+
+def mark_masked(logits: Tensor) -> Tensor:
+    """Logits with -inf where an additive mask spoke."""
+    return logits.masked_fill(~is_allowed(logits), -torch.inf)
 
 
 def _check_mask(mask: Tensor, shape: Sequence[int]) -> None:
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ShdError(
             "argument-dtype",
-            f"attn_mask must be a boolean tensor (True = may attend) or a floating-point one; got {kind}",
+            f"attn_mask must be a boolean tensor (True = may attend) or a floating-point one; got {mask.dtype}",
             "MAP-7",
         )
     pairs = zip(reversed(mask.shape), reversed(shape), strict=False)

@@ -232,7 +232,7 @@ class OnlineTeacher:
             )
         try:
             return squeeze_factored(
-                Factored.teacher(call.query, call.key, **call.mask_keywords),
+                Factored.teacher(call.query, call.key, rule=call.rule),
                 call.value[:, :, : call.key.shape[2]],
                 self._projections[layer].matrix(self.model).to(call.value.device),
                 self.num_student_heads,

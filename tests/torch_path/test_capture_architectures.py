@@ -99,7 +99,7 @@ def test_flash_style_masks(causal: bool) -> None:
         for probs, wanted in zip(captured.probs, maps, strict=True):
             real = inputs["attention_mask"].bool()[:, None, :, None]
             torch.testing.assert_close(probs * real, wanted * real, atol=1e-6, rtol=1e-5)
-        assert all(call.window == (4 if causal else None) for call in captured.calls)
+        assert all(call.rule.window == (4 if causal else None) for call in captured.calls)
     finally:
         AttentionInterface._global_mapping.pop("by_padding")
         AttentionMaskInterface._global_mapping.pop("by_padding")

@@ -351,7 +351,7 @@ def test_flex_attention_students(name: str) -> None:
         plain = model(**inputs)[0]
         with capture_attention(model, 2) as captured:
             assert torch.equal(model(**inputs)[0], plain)
-    first, second = (call.attn_mask for call in captured.calls)
+    first, second = (call.rule.attn_mask for call in captured.calls)
     assert first is second  # opened once, and not for every head
     assert first is not None
     assert first.shape == (2, 1, 7, 7)

@@ -170,7 +170,7 @@ def test_another_thread_inside_of_a_hugging_face_call_is_not_recorded() -> None:
             model(input_ids=inputs["input_ids"])
     finally:
         del transformers.AttentionInterface._global_mapping["of_a_test"]
-    assert [(call.scale, call.is_causal) for call in captured.calls] == [(8**-0.5, True)] * NUM_LAYERS
+    assert [(call.rule.scale, call.rule.is_causal) for call in captured.calls] == [(8**-0.5, True)] * NUM_LAYERS
 
 
 def test_products_of_another_thread_are_not_taken_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
