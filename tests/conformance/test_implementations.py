@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import results
 from implementations import JUDGED, Judged
@@ -23,6 +25,8 @@ RUNS = [
 @pytest.mark.parametrize(("row", "dtype"), RUNS)
 def test_implementation_conforms(row: Judged, dtype: str) -> None:
     reason = row.absent()
+    if reason and os.environ.get("CI") and "stranger" in row.name:
+        pytest.fail(f"{row.name} {reason}: it is judged in every run of CI")
     if reason:
         pytest.skip(reason)
     with row.open() as implementation:
