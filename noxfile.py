@@ -19,7 +19,7 @@ TORCHLESS_TESTS = (
     "tests/specs",
     "tests/cache",
     "tests/packaging",
-    "tests/conformance",
+    "tests/judge",
     "tests/teacher",
     "tests/report",
 )
@@ -53,7 +53,7 @@ def types(session: nox.Session) -> None:
 def numpy_only(session: nox.Session) -> None:
     """The reference on an installed wheel with numpy alone, away from the source tree."""
     install(session, ".")
-    stranger = Path("tests/strangers/numpy").resolve()
+    stranger = Path("tests/judge/strangers/numpy").resolve()
     with session.chdir(session.create_tmp()):
         # Nothing but the wheel and numpy: the judge on a module that it does not know, from another folder.
         dtypes = [word for dtype in ("float64", "float32", "float16", "bfloat16") for word in ("--dtype", dtype)]

@@ -33,7 +33,7 @@ from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_at
 from shd_torch.demo.train import ArrayDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from torch_path.stories import Stories, load_stories  # the teacher's architecture, which tests use too
+from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
 
 RESULT = Path(__file__).with_suffix(".json")
 SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"

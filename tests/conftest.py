@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_store import environment, missing_packages, serve_s3
+from support.object_store import environment, missing_packages, serve_s3
 
 # A console takes its width when its module is first imported, whichever test that is.
 os.environ["COLUMNS"] = "250"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-STRANGERS = Path(__file__).resolve().parent / "strangers"
+STRANGERS = Path(__file__).resolve().parent / "judge" / "strangers"
 ALL_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -161,7 +161,7 @@ def _kernels() -> AbstractContextManager[Any]:
 
 
 def _interpreted_kernels() -> AbstractContextManager[Any]:
-    return importlib.import_module("torch_path.kernels.interpreter").open_adapter()
+    return importlib.import_module("support.binding.kernel_interpreter").open_adapter()
 
 
 def _onnx(backend: str) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """What the judge says of every implementation in the table, sentence by sentence: ``specs/results.md``.
 
 Written by ``cd tests && python -m results``, which judges everything and also refreshes the README's short table.
-``tests/conformance/test_implementations.py`` holds both to what it sees.
+``tests/judge/test_implementations.py`` holds both to what it sees.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache.makers import FACTORS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
+from support.makers import FACTORS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
 
 from shd_ref.cache import Matching, SampleInputs
 

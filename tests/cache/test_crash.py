@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache.interrupted_writer import MANIFEST, NUM_SAMPLES
-from cache.makers import contents, key_of, read_everything, record_of, write_cache
+from support.interrupted_writer import MANIFEST, NUM_SAMPLES
+from support.makers import contents, key_of, read_everything, record_of, write_cache
 
 from shd_ref.cache import CacheReader, verify_cache
 
@@ -22,7 +22,7 @@ KILLS = 20
 
 def start_writer(folder: Path, scale: float = 1.0) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "cache.interrupted_writer", str(folder), str(scale), str(NUM_SAMPLES)]
+    command = [sys.executable, "-m", "support.interrupted_writer", str(folder), str(scale), str(NUM_SAMPLES)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 

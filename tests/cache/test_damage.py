@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import document, job, read_everything, write_cache
+from support.makers import document, job, read_everything, write_cache
 
 from shd_ref.cache import CacheReader, LayerPair, Receipt, SampleInputs, Teacher, verify_cache
 from shd_ref.errors import ShdError

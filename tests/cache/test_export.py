@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import contents, job, write_cache, write_shards
+from support.makers import contents, job, write_cache, write_shards
 
 from shd_ref.cache import CacheReader, CacheWriter, SampleInputs, export_webdataset
 from shd_ref.errors import ShdError

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, record_of, write_cache
 from numpy.typing import NDArray
+from support.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, record_of, write_cache
 
 from shd_ref.cache import (
     FACTORED_CODECS,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache.golden_jobs import GOLDEN, GOLDEN_JOBS
-from cache.independent_reader import read_cache
-from cache.makers import contents, is_skipped, key_of, length_of, record_of, write_cache
+from support.independent_reader import read_cache
+from support.makers import contents, is_skipped, key_of, length_of, record_of, write_cache
 
 from shd_ref.cache import CacheReader, verify_cache
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import MEASURED, document, job, key_of, probs_of, read_everything, write_cache
+from support.makers import MEASURED, document, job, key_of, probs_of, read_everything, write_cache
 from typer.testing import CliRunner
 
 from shd_ref.cache import (

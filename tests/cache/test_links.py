@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache.makers import contents, job, read_everything, write_cache
+from support.makers import contents, job, read_everything, write_cache
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from cache.makers import KINDS, OTHER_PLAN, PLAN, document, job, key_of
+from support.makers import KINDS, OTHER_PLAN, PLAN, document, job, key_of
 
 from shd_ref.cache import Dataset, KindLayers, LayerPair, Manifest, Matching, SampleInputs, ShardPlan, Teacher
 from shd_ref.errors import ShdError

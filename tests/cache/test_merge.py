@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cache.makers import MEASURED, contents, job, records_of, write_cache, write_shards
+from support.makers import MEASURED, contents, job, records_of, write_cache, write_shards
 
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
 from shd_ref.errors import ShdError

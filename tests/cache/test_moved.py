@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache.makers import contents, job, temporary_files, write_cache, write_shards
+from support.makers import contents, job, temporary_files, write_cache, write_shards
 
 from shd_ref.cache import CacheWriter, merge_caches, verify_cache
 from shd_ref.cache.storage.places import open_storage

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.interrupted_writer import interrupted_job
-from cache.makers import (
+from support.interrupted_writer import interrupted_job
+from support.makers import (
     MEASURED,
     contents,
     job,
@@ -28,7 +28,7 @@ from cache.makers import (
     write_cache,
     write_shards,
 )
-from object_store import environment, free_port
+from support.object_store import environment, free_port
 
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, verify_cache
 from shd_ref.cache.storage.places import is_address, open_storage, subfolder
@@ -56,7 +56,7 @@ def change(address: str, name: str, position: int) -> None:
 
 def start_writer(address: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "cache.interrupted_writer", address, "1.0", str(NUM_SAMPLES)]
+    command = [sys.executable, "-m", "support.interrupted_writer", address, "1.0", str(NUM_SAMPLES)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 
@@ -278,7 +278,7 @@ def test_readers_are_shared_by_threads_and_processes(cache: str) -> None:
 
 def test_unreachable_store_is_no_missing_cache() -> None:
     code = """
-from cache.makers import job
+from support.makers import job
 from shd_ref.cache import CacheReader, CacheWriter
 from shd_ref.errors import ShdError
 for call in (CacheReader, lambda address: CacheWriter(address, job())):

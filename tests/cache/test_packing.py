@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache.makers import rows_of
+from support.makers import rows_of
 
 from shd_ref.cache import CODECS, SUPPORTS, encode, pack, packed_size, unpack
 from shd_ref.errors import ShdError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache.makers import job, key_of, read_everything, write_cache, write_shards
 from numpy.typing import NDArray
+from support.makers import job, key_of, read_everything, write_cache, write_shards
 
 from shd_ref.cache import CacheReader, CacheWriter, sample_key
 from shd_ref.cache import reader as reader_module

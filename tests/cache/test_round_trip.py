@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache.makers import (
+from support.makers import (
     MEASURED,
     contents,
     job,

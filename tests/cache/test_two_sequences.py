@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache.makers import KINDS, MEASURED, document, job, key_of, probs_of, records_of, shapes_of, write_cache
+from support.makers import KINDS, MEASURED, document, job, key_of, probs_of, records_of, shapes_of, write_cache
 
 from shd_ref.cache import CODECS, CacheReader, CacheWriter, sample_key, trim_inputs, verify_cache
 from shd_ref.errors import ShdError

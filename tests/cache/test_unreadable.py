@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache.makers import job, read_everything, write_cache
+from support.makers import job, read_everything, write_cache
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache

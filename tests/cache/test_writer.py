@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.makers import (
+from support.makers import (
     MEASURED,
     contents,
     job,

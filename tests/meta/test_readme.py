@@ -24,7 +24,7 @@ def test_training_example_runs(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
     torch = pytest.importorskip("torch", reason="the example trains in PyTorch")
-    from torch_path.stories import Stories
+    from support.binding.stories import Stories
 
     from shd_ref.teacher.precompute.engine import precompute
     from shd_ref.teacher.run.options import PrecomputeOptions

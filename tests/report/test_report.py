@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from cache.makers import OTHER_PLAN, PLAN, job, write_cache
 from numpy.typing import NDArray
-from teacher.attention_graphs import encoder_layer
+from support.attention_graphs import encoder_layer
+from support.makers import OTHER_PLAN, PLAN, job, write_cache
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")

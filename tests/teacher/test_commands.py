@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from teacher.attention_graphs import token_teacher
+from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, verify_cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cache.makers import MEASURED, contents, job, records_of, write_cache
+from support.makers import MEASURED, contents, job, records_of, write_cache
 
 from shd_ref.cache import CacheWriter, CodecError, NewRecord, Receipt, Skipped, list_cache
 from shd_ref.errors import ShdError

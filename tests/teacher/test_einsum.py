@@ -10,7 +10,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder
+from support.attention_graphs import GraphBuilder
 
 from shd_ref.teacher.opening.einsum import rewrite_einsum
 from shd_ref.teacher.session import open_session

@@ -17,7 +17,7 @@ from shd_ref.teacher.session import open_session, run_session
 pytest.importorskip("torch", reason="exporting a model needs torch")
 transformers = pytest.importorskip("transformers", reason="exporting a model needs transformers")
 
-from teacher.exported_models import MINILM, export, minilm_folder  # noqa: E402
+from support.exported_models import MINILM, export, minilm_folder  # noqa: E402
 
 # The exporter and its own dependencies deprecate one another's interfaces.
 pytestmark = pytest.mark.filterwarnings(

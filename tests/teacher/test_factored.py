@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
 from typer.testing import CliRunner
 
 from shd_ref import ShdError

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from teacher.attention_graphs import (
+from support.attention_graphs import (
     GraphBuilder,
     attention_on_inputs,
     attention_operator,

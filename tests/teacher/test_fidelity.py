@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from teacher.attention_graphs import bare_attention, encoder_layer
+from support.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
 import shd_ref.commands.fidelity  # noqa: F401  (registers the command)

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from teacher import attention_graphs
-from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection
+from support import attention_graphs
+from support.attention_graphs import GraphBuilder, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph import find

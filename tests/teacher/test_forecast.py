@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from teacher.attention_graphs import token_teacher
+from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
 from shd_ref.cache import CODECS, FACTORED_CODECS

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from teacher.attention_graphs import (
+from support.attention_graphs import (
     Change,
     GraphBuilder,
     attention_on_inputs,

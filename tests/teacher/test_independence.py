@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder, encoder_layer, random_projection, token_teacher
+from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, token_teacher
 
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app

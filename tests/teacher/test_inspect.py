@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from teacher.attention_graphs import attention_on_inputs, bare_attention, encoder_layer, token_teacher
+from support.attention_graphs import attention_on_inputs, bare_attention, encoder_layer, token_teacher
 
 pytest.importorskip("typer", reason="the commands need typer")
 

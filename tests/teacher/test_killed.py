@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from cache.makers import contents, read_everything
-from teacher.attention_graphs import encoder_layer
-from teacher.started_command import start_command
+from support.attention_graphs import encoder_layer
+from support.makers import contents, read_everything
+from support.started_command import start_command
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch", reason="the models are PyTorch's")
 pytest.importorskip("onnxscript", reason="torch exports through onnxscript")
 pytest.importorskip("onnxruntime")
 
-from teacher import attention_kinds  # noqa: E402  (after the skips)
-from teacher.attention_kinds import CASES, HEADS, Together  # noqa: E402
+from support import attention_kinds  # noqa: E402  (after the skips)
+from support.attention_kinds import CASES, HEADS, Together  # noqa: E402
 
 from shd_ref.teacher.graph.find import AttentionSite, find_sites  # noqa: E402
 from shd_ref.teacher.opening.load import load_teacher  # noqa: E402

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder, random_projection
+from support.attention_graphs import GraphBuilder, random_projection
 
 pytest.importorskip("onnxruntime")
 

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from teacher.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection
+from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites

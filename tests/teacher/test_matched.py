@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from teacher.attention_graphs import bare_attention
+from support.attention_graphs import bare_attention
 from typer.testing import CliRunner
 
 pytest.importorskip("networkx", reason="matched plans need networkx")

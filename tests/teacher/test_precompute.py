@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from teacher.attention_graphs import bare_attention, encoder_layer
+from support.attention_graphs import bare_attention, encoder_layer
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache

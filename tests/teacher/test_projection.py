@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder, random_projection
+from support.attention_graphs import GraphBuilder, random_projection
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph import nodes

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from cache.makers import contents
 from numpy.typing import NDArray
-from teacher.attention_graphs import token_teacher
+from support.attention_graphs import token_teacher
+from support.makers import contents
 from typer.testing import CliRunner
 
 from shd_ref.cache import list_cache, verify_cache

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from teacher.attention_graphs import bare_attention
+from support.attention_graphs import bare_attention
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.session import open_session, run_session

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from teacher.attention_graphs import GraphBuilder, encoder_layer
+from support.attention_graphs import GraphBuilder, encoder_layer
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes

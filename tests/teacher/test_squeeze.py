@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
-from teacher.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
 
 from shd_ref import merge_plan, squeeze_heads, value_outputs
 from shd_ref.cache.codecs.codecs import encode

@@ -14,6 +14,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def trainer_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache that ``trainer_cases`` trains with; its modules skip where a package for it is absent."""
-    from torch_path.trainer_cases import write_cache
+    from support.binding.trainer_cases import write_cache
 
     return write_cache(tmp_path_factory.mktemp("trainer"))

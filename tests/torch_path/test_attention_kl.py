@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from support.binding.kl_cases import KlCase, make_case
+from support.binding.twins import to_float64
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-from torch_path.kl_cases import KlCase, make_case
-from torch_path.twins import to_float64
 
 import shd_torch
 from shd_ref import ShdError

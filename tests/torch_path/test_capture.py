@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.binding.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
-from torch_path.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
 
 import shd_torch
 from shd_torch import ShdError, capture_attention

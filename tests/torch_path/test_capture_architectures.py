@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.binding.architectures import GROUPED, HEADS, HUGGING_FACE, make_inputs, make_model
 from torch import Tensor
-from torch_path.architectures import GROUPED, HEADS, HUGGING_FACE, make_inputs, make_model
 
 from shd_torch import attention_kl, capture_attention, shd_loss
 from shd_torch.capture.call import AttentionCall

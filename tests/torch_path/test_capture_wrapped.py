@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.binding.models import PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch_path.models import PlainViT, hf_inputs, hf_model
 
 from shd_torch import Captured, ShdError, attention_kl, capture_attention, record_attention, record_query_key
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch_path.models import hf_model
+from support.binding.models import hf_model
 
 pytest.importorskip("transformers", reason="the exported teacher comes from transformers")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")

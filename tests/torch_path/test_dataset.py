@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache.makers import OTHER_PLAN, PLAN, job, key_of, length_of, probs_of, write_cache
+from support.makers import OTHER_PLAN, PLAN, job, key_of, length_of, probs_of, write_cache
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
@@ -107,7 +107,7 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
     address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))
-    command = [sys.executable, "-m", "torch_path.store_loader", str(address), start]
+    command = [sys.executable, "-m", "support.binding.store_loader", str(address), start]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

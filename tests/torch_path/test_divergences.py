@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch_path.twins import DTYPES, TWINS, Implementation, assert_agrees, row_mask, to_float64, to_tensor
+from support.binding.twins import DTYPES, TWINS, Implementation, assert_agrees, row_mask, to_float64, to_tensor
 
 import shd_ref
 import shd_torch

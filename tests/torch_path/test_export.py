@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.binding.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
-from torch_path.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
 
 import shd_torch.export
 from shd_ref.teacher.graph.find import find_sites

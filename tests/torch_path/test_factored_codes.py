@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of, write_cache
+from support.binding.models import hf_inputs, hf_model
+from support.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of, write_cache
 from torch import Tensor
-from torch_path.models import hf_inputs, hf_model
 
 from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, codec_error
 from shd_ref.tolerances import load_tolerances
@@ -217,7 +217,7 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
     pytest.importorskip("transformers", reason="these teachers come from transformers")
-    from torch_path.architectures import HEADS, make_inputs, make_model
+    from support.binding.architectures import HEADS, make_inputs, make_model
 
     from shd_ref.teacher.precompute.engine import precompute
     from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions

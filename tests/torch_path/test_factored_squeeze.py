@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.binding.kl_cases import make_case
+from support.binding.twins import assert_agrees, row_mask, to_float64
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch_path.kl_cases import make_case
-from torch_path.twins import assert_agrees, row_mask, to_float64
 
 import shd_ref
 from shd_ref import ShdError

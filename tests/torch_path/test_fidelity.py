@@ -10,8 +10,8 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from teacher.exported_models import MINILM, export, minilm_folder
-from torch_path.stories import Stories, load_stories
+from support.binding.stories import Stories, load_stories
+from support.exported_models import MINILM, export, minilm_folder
 
 pytest.importorskip("onnxruntime", reason="the fidelity test runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache.makers import job, write_cache
-from torch_path.loader_ranks import RANKS, SAMPLES, WAYS, make_model, run_rank, train
+from support.binding.loader_ranks import RANKS, SAMPLES, WAYS, make_model, run_rank, train
+from support.makers import job, write_cache
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.binding.architectures import ARCHITECTURES, make_inputs, make_model
+from support.binding.models import NUM_HEADS, PlainBlock, PlainViT
+from support.binding.twins import assert_agrees, to_float64
 from torch import Tensor, nn
-from torch_path.architectures import ARCHITECTURES, make_inputs, make_model
-from torch_path.models import NUM_HEADS, PlainBlock, PlainViT
-from torch_path.twins import assert_agrees, to_float64
 
 import shd_ref
 from shd_torch import OnlineTeacher, ShdError, capture_attention, layer_kls, shd_loss

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch_path.twins import (
+from support.binding.twins import (
     DTYPES,
     TWINS,
     Implementation,

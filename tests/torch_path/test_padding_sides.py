@@ -15,8 +15,8 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="these teachers come from transformers")
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
-from torch_path.models import hf_inputs, hf_model
-from torch_path.trainer_cases import make_trainer
+from support.binding.models import hf_inputs, hf_model
+from support.binding.trainer_cases import make_trainer
 
 from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CODECS, CacheReader

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_path.twins import (
+from support.binding.twins import (
     DEVICES,
     DTYPES,
     TWINS,

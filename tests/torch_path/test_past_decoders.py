@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers", reason="these teachers come from transformers")
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
-from teacher.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder, output_projections
+from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder, output_projections
 
 from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, sample_key, trim_sample

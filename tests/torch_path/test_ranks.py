@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_path.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
+from support.binding.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
 
 from shd_torch import ShdError, batch_share
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.binding.stories import Stories, load_stories
 from torch.utils.data import DataLoader
-from torch_path.stories import Stories, load_stories
 
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache.makers import is_skipped, job, length_of, write_cache
+from support.makers import is_skipped, job, length_of, write_cache
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import ShdError, SupervisedStream, attention_kl

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad
 from torch.utils.data import DataLoader
-from torch_path.trainer_cases import make_model, make_samples, make_trainer, pad
 
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError

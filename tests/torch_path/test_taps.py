@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.binding.models import NUM_LAYERS, PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
-from torch_path.models import NUM_LAYERS, PlainViT, hf_inputs, hf_model
 
 from shd_torch import OnlineTeacher, ShdError, capture_attention
 from shd_torch.capture.taps import record

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from torch_path.trainer_cases import (
+from support.binding.trainer_cases import (
     LENGTHS,
     make_model,
     make_samples,

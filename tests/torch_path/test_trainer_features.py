@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from safetensors.torch import load_file
-from torch_path.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, weights
+from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, weights
 
 from shd_torch import (
     BetaSchedule,

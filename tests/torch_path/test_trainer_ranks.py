@@ -13,8 +13,8 @@ pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from torch_path.trainer_cases import make_model, weights
-from torch_path.trainer_ranks import RANKS, WAYS, make_way, run_rank
+from support.binding.trainer_cases import make_model, weights
+from support.binding.trainer_ranks import RANKS, WAYS, make_way, run_rank
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)

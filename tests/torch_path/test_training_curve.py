@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.binding.models import PlainBlock
 from torch import Tensor, nn
-from torch_path.models import PlainBlock
 
 from shd_ref.tolerances import load_tolerances
 from shd_torch import OnlineTeacher, capture_attention, layer_kls

@@ -14,7 +14,7 @@ accelerate = pytest.importorskip("accelerate", reason="one example uses accelera
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from torch_path.trainer_cases import make_model, make_samples, pad  # noqa: E402
+from support.binding.trainer_cases import make_model, make_samples, pad  # noqa: E402
 
 import shd_torch  # noqa: E402
 from shd_torch.training.trainer import SHDTrainer  # noqa: E402

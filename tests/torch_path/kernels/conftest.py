@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch_path.kernels.interpreter import call_kernel, start_interpreter
+from support.binding.kernel_interpreter import call_kernel, start_interpreter
 
 pytest.importorskip("triton", reason="the kernels need the extra 'triton' (Linux only)")
 

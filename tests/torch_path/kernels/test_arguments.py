@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_path.kernels.cases import Case
-from torch_path.kernels.interpreter import call_kernel, call_reason
+from support.binding.kernel_cases import Case
+from support.binding.kernel_interpreter import call_kernel, call_reason
 
 from shd_torch import ShdError
 from shd_torch.kernels import kl_factored, unsupported_reason

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch_path.kernels.cases import Case, assert_value, relative_error
-from torch_path.kernels.interpreter import call_loss
+from support.binding.kernel_cases import Case, assert_value, relative_error
+from support.binding.kernel_interpreter import call_loss
 
 from shd_ref.cache import decode, encode, pack
 from shd_ref.tolerances import load_tolerances

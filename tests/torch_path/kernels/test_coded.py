@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_path.kernels.cases import Case, assert_gradient, assert_value
+from support.binding.kernel_cases import Case, assert_gradient, assert_value
+from support.binding.kernel_interpreter import call_kernel
+from support.binding.twins import assert_agrees
 from torch_path.kernels.conftest import Kernel
-from torch_path.kernels.interpreter import call_kernel
-from torch_path.twins import assert_agrees
 
 from shd_ref.cache import decode, encode, pack
 from shd_torch import CodedSupervision, ShdError

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch_path.kernels.cases import Case, assert_gradient, assert_value, logits, relative_error
+from support.binding.kernel_cases import Case, assert_gradient, assert_value, logits, relative_error
 from torch_path.kernels.conftest import Kernel
 
 import shd_ref

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch_path.twins import DTYPES
 
 import shd_ref
 from shd_ref.tolerances import load_tolerances
+from support.binding.twins import DTYPES
 
 Array = NDArray[Any]
 

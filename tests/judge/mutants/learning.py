@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import mutant
+from judge.mutants.mutant import mutant
 
 _LOSSES = ("shd_loss",)
 _BOTH = ("shd_loss", "shd_loss_gradient")

@@ -1,6 +1,6 @@
 """The table of mutants with the items that catch them, ``specs/mutants.md``.
 
-Written by ``cd tests && python -m mutants.table``, which runs everything; ``tests/meta/test_judge.py`` reads it.
+Written by ``cd tests && python -m judge.mutants.table``, which runs everything; ``test_judge.py`` reads it.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mutants import CHAPTERS
-from mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
+from judge.mutants import CHAPTERS
+from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
+
 from shd_ref.conformance import Result, Status
 
-PAGE = Path(__file__).resolve().parents[2] / "specs" / "mutants.md"
+PAGE = Path(__file__).resolve().parents[3] / "specs" / "mutants.md"
 _NUM_IDS = 3
 _INTRODUCTION = """# Wrong implementations
 
 The judge of [`conformance.md`](conformance.md), judged. Each line is an implementation with one mistake: the
-reference with one change of its text, in `tests/mutants`. A test runs them at float32 with the tolerances as
+reference with one change of its text, in `tests/judge/mutants`. A test runs them at float32 with the tolerances as
 published and requires that the items in the last column fail. At most {ids} are listed: the one whose report names
 the mistake in words, if there is one (*), then a law, then vectors.
 
-Written by `cd tests && python -m mutants.table`; not by hand.
+Written by `cd tests && python -m judge.mutants.table`; not by hand.
 """
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_path.stories import Stories
 
 from shd_torch import attention_kl, batch_share, capture_attention
+from support.binding.stories import Stories
 
 SAMPLES, LENGTH, HEADS, LAYERS = 4, 9, 2, 2
 WAYS = ("ddp", "ddp-accumulated", "fsdp2")

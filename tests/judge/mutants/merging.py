@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import mutant
+from judge.mutants.mutant import mutant
 
 _MERGED = "merged.append((alpha * a_p + (1 - alpha) * a_q, x_p + x_q))"
 _HARD = "chosen = np.where(solution.raw >= 0.5, 1.0, 0.0)"

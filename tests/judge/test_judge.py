@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mutants import MUTANTS, table
-from mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
+from judge.mutants import MUTANTS, table
+from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
 
 from shd_ref.conformance import OUTPUTS, Status, judge, specification
 from shd_ref.conformance.specification import load_sentences, specs_folder
@@ -52,7 +52,7 @@ def test_there_are_enough() -> None:
 
 def test_table_is_in_step() -> None:
     page = table.PAGE.read_text(encoding="utf-8")
-    assert table.render(table.read()) == page, "write it anew: cd tests && python -m mutants.table"
+    assert table.render(table.read()) == page, "write it anew: cd tests && python -m judge.mutants.table"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -64,7 +64,7 @@ def test_mutant_is_caught(mutant: Mutant) -> None:
     caught = {result.id for result in found}
     assert caught, "no vector or law catches it"
     assert caught >= set(listed), (
-        f"{set(listed) - caught} pass: write the table anew, cd tests && python -m mutants.table"
+        f"{set(listed) - caught} pass: write the table anew, cd tests && python -m judge.mutants.table"
     )
     if mutant.hint:
         assert any(table.names_mistake(result, mutant) for result in found), f"no report says {mutant.hint!r}"

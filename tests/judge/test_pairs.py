@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pairs import table
-from pairs.options import OPTIONS
+from judge.pairs import table
+from judge.pairs.options import OPTIONS
 
 from shd_ref.conformance import OUTPUTS, cases
 from shd_ref.conformance.laws import LAWS
@@ -55,7 +55,7 @@ def test_values_are_those_of_the_table() -> None:
 
 def test_page_is_in_step() -> None:
     page = table.PAGE.read_text(encoding="utf-8")
-    assert table.render() == page, "write it again: cd tests && python -m pairs.table"
+    assert table.render() == page, "write it again: cd tests && python -m judge.pairs.table"
 
 
 @pytest.mark.parametrize("operation", COMPLETE)

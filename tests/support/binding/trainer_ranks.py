@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_path.trainer_cases import make_model, make_samples, make_trainer, weights
 
 from shd_torch import LossBalancer, OnlineTeacher, SupervisedDataset, SupervisedStream
 from shd_torch.training.trainer import SHDTrainer
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, weights
 
 RANKS = 2
 BATCH = 4  # samples of a step, however many processes make it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import mutant
+from judge.mutants.mutant import mutant
 
 _SOFTMAX = ("softmax",)
 _SOFTENED = ("soften", "squeeze_heads")

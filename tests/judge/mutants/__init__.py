@@ -1,6 +1,6 @@
 """Wrong implementations, to judge the judge: each is the reference with one mistake that somebody would make."""
 
-from mutants import alphas, learning, maps, merging
+from judge.mutants import alphas, learning, maps, merging
 
 CHAPTERS = {
     "Maps, masks and temperature": maps.MUTANTS,

@@ -1,6 +1,6 @@
 """The pairs of option values that the judge checks together, and those that it does not: ``specs/pairs.md``.
 
-Written by ``cd tests && python -m pairs.table``, which reads every valid vector and every call of every law;
+Written by ``cd tests && python -m judge.pairs.table``, which reads every valid vector and every call of every law;
 ``tests/meta/test_pairs.py`` reads it. A call counts where an item compares its answer with what is right.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 from implementations import ReferenceWithOracles
+from judge.pairs.options import OPTIONS, read_call
 
-from pairs.options import OPTIONS, read_call
 from shd_ref.conformance import cases
 from shd_ref.conformance.adapter import Missing, Subject, as_adapter
 from shd_ref.conformance.laws import Law, Trial, calls, refusals
 
-PAGE = Path(__file__).resolve().parents[2] / "specs" / "pairs.md"
+PAGE = Path(__file__).resolve().parents[3] / "specs" / "pairs.md"
 Value = tuple[str, str]  # an option and one of its values
 Pair = frozenset[Value]
 
@@ -135,7 +135,7 @@ an argument, or something about the arrays that an implementation may go another
 bfloat16, *full* ones are not; a temperature that is *above* one is no integer; a *large* axis is longer than 16, a
 *small mass* is an entry below 1/512.
 
-Written by `cd tests && python -m pairs.table`; not by hand.
+Written by `cd tests && python -m judge.pairs.table`; not by hand.
 """
 
 

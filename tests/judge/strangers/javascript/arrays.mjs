@@ -4,7 +4,7 @@
  */
 import { readFileSync } from "node:fs";
 
-const tolerances = JSON.parse(readFileSync(new URL("../../../specs/tolerances.json", import.meta.url), "utf8"));
+const tolerances = JSON.parse(readFileSync(new URL("../../../../specs/tolerances.json", import.meta.url), "utf8"));
 
 /** The threshold of ALPHA-6, GRAM-3 and MIX-15. */
 export const DEGENERATE = tolerances.constants.degenerate;

@@ -1,4 +1,4 @@
-"""A writer for the tests to kill: ``python -m cache.interrupted_writer CACHE SCALE SAMPLES`` (not a test itself).
+"""A writer for the tests to kill: ``python -m support.interrupted_writer CACHE SCALE SAMPLES`` (not a test itself).
 
 ``SCALE`` multiplies the alphas, as if this writer's hardware rounded differently.
 """
@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 
 import numpy as np
-from cache.makers import MEASURED, job, records_of
 
 from shd_ref.cache import CacheWriter, Manifest
+from support.makers import MEASURED, job, records_of
 
 NUM_SAMPLES = 120
 

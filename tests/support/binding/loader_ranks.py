@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cache.makers import MAX_LENGTH, length_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from torch_path.stories import Stories
 
 from shd_torch import (
     OnlineTeacher,
@@ -21,6 +19,8 @@ from shd_torch import (
     capture_attention,
     layer_kls,
 )
+from support.binding.stories import Stories
+from support.makers import MAX_LENGTH, length_of
 
 RANKS, SAMPLES, BATCH, EPOCHS = 2, 8, 4, 2  # BATCH is of all ranks together
 WAYS = ("sampler", "stream", "live")
@@ -34,7 +34,7 @@ def make_model(num_heads: int, seed: int) -> Stories:
 
 
 def make_samples() -> list[dict[str, Tensor]]:
-    """What ``cache.makers`` has the keys of."""
+    """What ``support.makers`` has the keys of."""
     return [{"input_ids": torch.arange(index, index + length_of(index))} for index in range(SAMPLES)]
 
 

@@ -54,9 +54,9 @@ def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> di
     """Call an entry point of ``shd_torch.kernels`` with arrays for tensors, and return arrays."""
     import numpy as np
     import torch
-    from torch_path.twins import to_tensor
 
     from shd_torch import kernels
+    from support.binding.twins import to_tensor
 
     def convert(value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -80,10 +80,10 @@ def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: st
         device: where to run.
     """
     import torch
-    from torch_path.twins import to_tensor
 
     from shd_torch import Factored, attention_kl, explain_backend
     from shd_torch.supervision.coded import Coded
+    from support.binding.twins import to_tensor
 
     def convert(fields: dict[str, Any]) -> dict[str, Any]:
         return {key: to_tensor(value, device) if hasattr(value, "dtype") else value for key, value in fields.items()}

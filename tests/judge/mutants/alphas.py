@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import mutant
+from judge.mutants.mutant import mutant
 
 _N = 'n = (a_q - a_p) @ x_p if rule == "least_squares" else a_q @ x_p - a_p @ x_q'
 _SUMS = "        numerator, denominator, scale = (t.sum(-1) for t in (numerator, denominator, scale))\n"
