@@ -71,6 +71,15 @@ def test_refused_with_its_code(spec_id: str, code: str, call: Callable[[], Any])
     with pytest.raises(ShdError) as caught:
         call()
     assert (caught.value.spec_id, caught.value.code) == (spec_id, code)
+    assert "got" in str(caught.value)
+    assert str(caught.value).endswith(f"[{spec_id}]")
+
+
+def test_an_error_names_the_place() -> None:
+    probs = np.full((2, 6, 5, 7), 1 / 7)
+    probs[1, 4, 2, 3] = np.nan
+    with pytest.raises(ShdError, match=r"teacher_probs must be finite; got nan at sample 1, head 4, row 2, key 3"):
+        shd_ref.squeeze_heads(probs, np.ones((2, 6, 7, 9)), 2)
 
 
 def test_explicit_rounds_come_back_as_they_are() -> None:
