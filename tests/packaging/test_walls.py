@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,49 @@ outside = {name.split(".")[0] for name in sys.modules if name.split(".")[0] not 
 assert not outside & {"torch", "onnx", "onnxruntime"} or all(sys.modules[n] is None for n in outside & {"torch"})
 """,
     )
+
+
+def test_import_of_the_reference_leaves_the_cache_alone() -> None:
+    run_without((), "import sys, shd_ref; assert not {'shd_ref.cache', 'xxhash'} & set(sys.modules)")
+
+
+def test_cache_needs_numpy_and_xxhash_alone() -> None:
+    pytest.importorskip("xxhash", reason="the cache needs the extra 'cache'")
+    code = """
+before = set(sys.modules)
+import shd_ref.errors, numpy
+import shd_ref.cache
+shd_ref.cache.sample_key({"x": numpy.zeros(1)})
+outside = {name.split(".")[0] for name in set(sys.modules) - before}
+foreign = outside - set(sys.stdlib_module_names) - {"numpy", "xxhash", "shd_ref"}
+assert not {name for name in foreign if not name.startswith("_")}, foreign
+"""
+    run_without((), code)
+
+
+def test_codecs_work_without_xxhash_and_checksums_say_what_to_install() -> None:
+    code = """
+import numpy
+from shd_ref.cache import decode, encode, sample_key
+from shd_ref.errors import ShdError
+assert decode("bf16", encode("bf16", numpy.ones((1, 1)))) == 1
+try:
+    sample_key({"x": numpy.zeros(1)})
+except ShdError as error:
+    assert error.code == "dependency-missing" and "pip install" in str(error)
+else:
+    raise SystemExit("a missing dependency must be an error")
+"""
+    run_without(("xxhash",), code)
+
+
+def test_requirements_that_the_cache_cites_exist() -> None:
+    page = (ROOT / "specs" / "cache-format.md").read_text(encoding="utf-8")
+    defined = re.findall(r"^- \*\*(CACHE-\d+)\*\*", page, re.MULTILINE)
+    assert len(defined) == len(set(defined))
+    files = (ROOT / "shd_ref" / "cache").rglob("*.py")
+    cited = {name for path in files for name in re.findall(r"CACHE-\d+", path.read_text(encoding="utf-8"))}
+    assert cited <= set(defined)
 
 
 def test_public_names_of_the_reference_are_these() -> None:
