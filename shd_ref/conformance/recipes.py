@@ -7,6 +7,7 @@ that any language writes the same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -18,11 +19,18 @@ MULTIPLIER, INCREMENT, MODULUS = 1664525, 1013904223, 2**32
 
 def draw_integers(seed: int, count: int) -> NDArray[np.int64]:
     """``count`` draws of the 32-bit generator, each in 0..65535."""
-    # state_k = M^k seed + (1 + M + ... + M^(k-1)) I; uint32 arithmetic is modulo 2^32.
+    powers, sums = _coefficients(1 << max(count - 1, 1).bit_length())
+    states = powers[:count] * np.uint32(seed % MODULUS) + sums[:count]
+    draws: NDArray[np.int64] = np.right_shift(states, np.uint32(16)).astype(np.int64)
+    return draws
+
+
+@cache
+def _coefficients(count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """state_k = M^k seed + (1 + M + ... + M^(k-1)) I: the factors and the sums; uint32 is modulo 2^32."""
     powers = np.full(count, MULTIPLIER, dtype=np.uint32).cumprod(dtype=np.uint32)  # M^1 .. M^count
-    sums = np.concatenate((np.ones(1, dtype=np.uint32), powers[:-1])).cumsum(dtype=np.uint32)[:count]
-    states = (powers * np.uint32(seed % MODULUS) + sums * np.uint32(INCREMENT)).astype(np.uint32)
-    return np.right_shift(states, np.uint32(16)).astype(np.int64)
+    sums = np.concatenate((np.ones(1, dtype=np.uint32), powers[:-1])).cumsum(dtype=np.uint32)
+    return powers, sums * np.uint32(INCREMENT)
 
 
 def make_array(shape: Sequence[int], recipe: Mapping[str, Any]) -> NDArray[Any]:

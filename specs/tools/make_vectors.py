@@ -23,6 +23,7 @@ import cases_plans
 import cases_squeeze
 import cases_tokens
 from book import dump, fingerprint
+from cases_full import add_full
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
 CHAPTERS = (
@@ -50,6 +51,7 @@ def main() -> int:
     for chapter in CHAPTERS:
         for make_book in chapter.BOOKS:
             book = make_book()
+            add_full(book)
             (arguments.out / f"{book.operation}.json").write_text(dump(book.document()), encoding="utf-8")
             fingerprints |= {case["id"]: fingerprint(case) for case in book.cases}
     if arguments.freeze:

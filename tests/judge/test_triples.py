@@ -11,10 +11,11 @@ import pytest
 from implementations import ReferenceWithOracles
 
 from shd_ref.conformance.adapter import RefusedError, Subject, as_adapter
-from shd_ref.conformance.laws import Trial, triples
+from shd_ref.conformance.laws import Trial
 from shd_ref.conformance.laws.bounds import check_diagnosis
 from shd_ref.conformance.laws.covering import Row, cover
 from shd_ref.conformance.laws.law import LawBrokenError
+from shd_ref.conformance.laws.pairs import triples
 
 REFERENCE = ReferenceWithOracles()
 ARGUMENTS = {

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import unittest
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import shd_ref
-from shd_ref.conformance import OUTPUTS, cases, check
-from shd_ref.conformance.vectors import round_to
+from shd_ref.conformance import OUTPUTS, ConformanceError, cases, check
+from shd_ref.conformance.vectors import Case, round_to
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
 FILES = sorted((SPECS / "vectors" / "v1").glob("*.json"))
@@ -118,6 +120,71 @@ def test_numbers_of_inputs_fit_every_dtype() -> None:
                 if isinstance(array, np.ndarray) and array.dtype.kind == "f":
                     for dtype in ("float16", "bfloat16"):
                         assert (round_to(array, dtype) == array).all(), f"{item.id}: {name} at {dtype}"
+
+
+FULL = [item for item in cases("*/full-*") if isinstance(item, Case)]
+# Of these logits an operation reads where they are infinite, and nothing else.
+UNREAD = {("intersect_support", "student_logits")}
+
+
+def floats(value: Any) -> bool:
+    """Whether an argument holds numbers that can be rounded."""
+    if isinstance(value, list):
+        return any(floats(item) for item in value)
+    return isinstance(value, float) or (isinstance(value, np.ndarray) and value.dtype.kind == "f")
+
+
+def shorter(value: Any, dtype: str) -> Any:
+    """An argument rounded to another dtype, in containers of the one that it had."""
+    if isinstance(value, list):
+        return [shorter(item, dtype) for item in value]
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.kind != "f" else round_to(value, dtype).astype(value.dtype)
+    return float(round_to(np.array(value), dtype)) if isinstance(value, float) else value
+
+
+ROUNDABLE = sorted(
+    {(case.operation, name) for case in FULL for name, value in case.make_inputs().items() if floats(value)}
+)
+
+
+@pytest.mark.parametrize(("operation", "name"), ROUNDABLE)
+@pytest.mark.parametrize(
+    ("dtype", "rounded"), [("float64", "float32"), ("float32", "float16"), ("float32", "bfloat16")]
+)
+def test_no_argument_can_be_rounded(
+    operation: str, name: str, dtype: str, rounded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (operation, name) in UNREAD:
+        return
+    for chapter in ("attention", "mixing"):  # rounded inside, rows are not looked at again
+        monkeypatch.setattr(f"shd_ref.{chapter}.row_sum_tolerance", lambda _: 1.0)
+
+    class Rounding:
+        def run_operation(self, called: str, inputs: Mapping[str, Any], _: str) -> Any:
+            return getattr(shd_ref, called)(**{**inputs, name: shorter(inputs[name], rounded)})
+
+    found = []
+    for case in FULL:
+        if case.operation == operation and dtype in case.dtypes and name in case.make_inputs():
+            try:
+                check(case, Rounding(), dtype)
+            except unittest.SkipTest as reason:
+                pytest.skip(str(reason))
+            except ConformanceError:
+                found.append(case.id)
+    assert found, f"{operation} may round {name} to {rounded}"
+
+
+def test_every_floating_argument_has_full_numbers() -> None:
+    named = {
+        (case.operation, name)
+        for case in cases("*/*")
+        if isinstance(case, Case) and not case.codes
+        for name, value in case.make_inputs().items()
+        if floats(value)
+    }
+    assert named == set(ROUNDABLE)
 
 
 def test_every_sentence_has_a_vector() -> None:

@@ -11,9 +11,7 @@ from shd_ref.conformance.laws import (
     refusals,
     shapes,
     student,
-    student_refusals,
     symmetries,
-    triples,
 )
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
@@ -28,8 +26,6 @@ LAWS: tuple[Law, ...] = (
     *shapes.LAWS,
     *calls.LAWS,
     *student.LAWS,
-    *student_refusals.LAWS,
-    *triples.LAWS,
     *symmetries.LAWS,
 )
 """Every law, by chapter."""

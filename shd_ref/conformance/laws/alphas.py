@@ -9,7 +9,7 @@ import numpy as np
 
 from shd_ref.conformance.chain import Pair, check_alpha
 from shd_ref.conformance.compare import Difference
-from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, exactly, require
+from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, as_array, exactly, require
 
 _MASK = np.array([[True, True, True, True, False], [True, False, True, True, True], [True] * 5])
 
@@ -253,6 +253,69 @@ def _gram_cancelled(trial: Trial) -> None:
         require(bool(within.all()), "the alpha of a gram tensor", "a number from 0 to 1", alpha)
 
 
+def _near_ends(trial: Trial) -> dict[str, Array]:
+    """Pairs, one a sample, whose alphas are nearer and nearer to 1, to 0 and to 1/2, and on either side of them."""
+    u, w = [], []
+    for power in range(4, 15):
+        small = 2.0**-power
+        u += [(1.0, 0.0), (0.0, small), (1.0, 0.0), (1.0 + 1.75 * small * small, small)]
+        w += [(0.0, small), (1.0, 0.0), (-small * small, small), (1.0 - 1.75 * small * small, small)]
+    outputs = [trial.rounded(np.stack([np.array(x), np.zeros((len(x), 2))], axis=1)) for x in (u, w)]
+    maps = [trial.rounded(np.tile(row, (len(u), 1, 1))) for row in ([[1.0, 0.0]], [[0.0, 1.0]])]
+    names = "probs_p", "probs_q", "value_outputs_p", "value_outputs_q"
+    return dict(zip(names, (*maps, *outputs), strict=True))
+
+
+def _ends(trial: Trial) -> None:
+    pair = _near_ends(trial)
+    for per in ("map", "row"):
+        alpha = _alpha(trial, pair, alpha_per=per)
+        _judge_alpha(trial, _solved(pair, per_row=per == "row"), alpha, f"alpha near 0, 1/2 or 1, per {per},")
+
+
+def _gram_ends(trial: Trial) -> None:
+    pair = _near_ends(trial)
+    p, q, x, y = (array.astype(np.float64) for array in pair.values())
+    products = np.einsum("bils,bjsd->bijld", np.stack([p, q], axis=1), np.stack([x, y], axis=1))
+    gram = np.einsum("bijld,bmnld->bijmn", products, products)
+    right = _solved(pair).clipped[:, 0]
+    # All samples of one size, and each of another: a threshold that is a number, or that of the batch, shows.
+    spread = 2.0 ** (np.arange(len(gram)) % 9 * 8 - 32)
+    for factor in (2.0**-40, 1.0, 2.0**40, spread[:, None, None, None, None]):
+        alpha = trial.numbers_of("solve_alpha_from_gram", gram=trial.rounded(gram * factor), p=0, q=1)
+        size = f"{np.min(factor):g} to {np.max(factor):g}"
+        trial.agree(alpha, right, "alpha", f"alpha near 0, 1/2 or 1 from gram tensors times {size}")
+
+
+def _counted_scale(trial: Trial) -> None:
+    # As in law/alpha-threshold; the last row of the first sample does not count, and the second sample is far larger.
+    maps = []
+    for delta in (0.0, 2.0**-7):
+        row = [0.5 + delta, 0.5 - delta, 0.0]
+        maps.append(trial.rounded([[row, [0.25, 0.5, 0.25] if delta else [0.0, 0.0, 1.0]], [row, row]]))
+    last = 2.0**12
+    x, y = np.array([[1.0], [1.25], [last]]), np.array([[3.0], [3.75], [last]])
+    outputs = [trial.rounded(np.stack([array, array * 2.0**20])) for array in (x, y)]
+    mask = np.array([[True, False], [True, True]])
+    pair = dict(zip(("probs_p", "probs_q", "value_outputs_p", "value_outputs_q"), (*maps, *outputs), strict=True))
+    stacked = {"teacher_probs": np.stack(maps, axis=1), "value_outputs": np.stack(outputs, axis=1)}
+    projected = {"values": stacked["value_outputs"], "output_projection": trial.rounded([[1.0], [1.0]])}
+    for per in ("map", "row"):
+        wanted = np.full((2,) if per == "map" else (2, 2), 0.25)
+        counted = mask if per == "row" else np.full(2, True)
+        given: dict[str, Any] = {"query_mask": mask, "alpha_per": per}
+        found = {"alpha": _alpha(trial, pair, **given)}
+        for strategy in ("shd", "simplex"):
+            got = trial.call("squeeze_heads", **stacked, num_student_heads=1, strategy=strategy, **given)
+            found[f"the mixing of {strategy}"] = as_array(got["mixing"], "mixing")[:, 0, 0]
+        gram = trial.numbers_of("gram_tensor", teacher_probs=stacked["teacher_probs"], **projected, **given)
+        if trial.subject.dtype == "float64":  # the gram form cancels (GRAM-5)
+            found["alpha of the gram tensor"] = trial.numbers_of("solve_alpha_from_gram", gram=gram, p=0, q=1)
+        for name, alpha in found.items():
+            what = f"{name} per {per}, beside rows and samples of another scale,"
+            trial.agree(alpha[counted], wanted[counted], "alpha", what, times=4)
+
+
 LAWS = (
     Law(
         "law/alpha-antisymmetric",
@@ -339,6 +402,29 @@ LAWS = (
         ("ALPHA-8", "NUM-1"),
         "Sums over many rows are accumulated in float32 or wider.",
         _widened,
+    ),
+    Law(
+        "law/alpha-near-ends",
+        ("solve_alpha",),
+        ("ALPHA-2", "ALPHA-3", "ALPHA-6"),
+        "An alpha that is nearly 0, 1/2 or 1 is what it is.",
+        _ends,
+    ),
+    Law(
+        "law/gram-near-ends",
+        ("solve_alpha_from_gram",),
+        ("GRAM-2", "GRAM-3"),
+        "So is one from a gram tensor, of whatever size its entries are.",
+        _gram_ends,
+        dtypes=("float64", "float32"),
+    ),
+    Law(
+        "law/alpha-scale-of-counted-rows",
+        ("solve_alpha", "squeeze_heads", "gram_tensor", "solve_alpha_from_gram"),
+        ("ALPHA-6", "ALPHA-7", "MIX-10", "MIX-15", "GRAM-3"),
+        "Whether a pair is degenerate is decided by its own counted rows, in its own sample.",
+        _counted_scale,
+        dtypes=("float64", "float32"),
     ),
     Law(
         "law/gram-tensor",

@@ -1,20 +1,21 @@
-"""What ``diagnose`` answers, found by other means: every face of the hull, and the projection on the span."""
+"""What ``diagnose`` answers, found by other means: a point of the hull that its slopes prove, and the span."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
+from shd_ref.conformance.chain import best_simplex
 from shd_ref.conformance.compare import as_plain
 from shd_ref.conformance.laws.law import Array, Trial, as_array, exactly
 from shd_ref.tolerances import degenerate_threshold
 
 _ALL = ("shd", "constant", "hard", "mean", "simplex")
-_FIELDS = ("residual", "head_residual", "over_unconstrained", "over_stochastic")
+_FACES = 7  # keys of which all faces are tried at once; of more, row by row
 
 
 def check_diagnosis(trial: Trial, inputs: Mapping[str, Any], say: str) -> None:
@@ -90,7 +91,7 @@ def _to_span(points: Array, target: Array) -> Array:
 
 
 def _to_hull(points: Array, target: Array, allowed: Any, *, sink: bool) -> Array:
-    """Squared distance of every row from the hull of its allowed keys: the least over all faces that hold a point."""
+    """Squared distance of every row from the hull of its allowed keys."""
     moved = points[:, :, None] - target[:, :, :, None]  # (B, H_s, L, S, D)
     if sink:
         moved = np.concatenate([moved, -target[:, :, :, None]], axis=3)
@@ -98,23 +99,38 @@ def _to_hull(points: Array, target: Array, allowed: Any, *, sink: bool) -> Array
             [allowed, np.ones((*allowed.shape[:-1], 1), dtype=bool) & allowed.any(-1)[..., None]], -1
         )
     gram = moved @ np.swapaxes(moved, -1, -2)
-    best = np.full(target.shape[:3], np.inf)
     keys = gram.shape[-1]
+    best: Array = (target**2).sum(-1)  # where no key is allowed, the row stays zero
+    if keys > _FACES:
+        for row in np.argwhere(allowed.any(-1)):
+            place = tuple(row)
+            kept = np.flatnonzero(allowed[place])
+            inner = gram[place][np.ix_(kept, kept)]
+            weights = best_simplex(inner)
+            best[place] = ((weights @ moved[place][kept]) ** 2).sum()
+        return best
+    best = np.where(allowed.any(-1), np.inf, best)
     for count in range(1, keys + 1):
         for face in combinations(range(keys), count):
-            # On a face the minimum has equal slopes: gram c = t 1 with sum(c) = 1, so c goes with gram^-1 1.
-            inner = gram[..., face, :][..., face]
-            scale = np.maximum(np.trace(inner, axis1=-2, axis2=-1), 1e-300)[..., None, None]
-            system = np.zeros((*inner.shape[:-2], count + 1, count + 1))
-            system[..., :count, :count] = inner / scale
-            system[..., :count, count], system[..., count, :count] = -1.0, 1.0
-            right = np.zeros((*inner.shape[:-2], count + 1, 1))
-            right[..., count, 0] = 1.0
-            try:
-                weights = np.linalg.solve(system, right)[..., :count, 0]
-            except np.linalg.LinAlgError:
-                continue  # dependent points: a smaller face has the minimum
-            usable = (weights >= 0).all(-1) & allowed[..., face].all(-1)
-            reached = ((weights[..., None] * moved[..., face, :]).sum(-2) ** 2).sum(-1)
-            best = np.where(usable, np.minimum(best, reached), best)
-    return np.where(np.isfinite(best), best, (target**2).sum(-1))
+            best = np.minimum(best, _on_face(gram, moved, allowed, face))
+    return best
+
+
+def _on_face(gram: Array, points: Array, allowed: Any, face: Sequence[int]) -> Array:
+    """The squared distance of the minimum on a face where it lies inside of it; infinite elsewhere."""
+    # On a face the minimum has equal slopes: gram c = t 1 with sum(c) = 1, so c goes with gram^-1 1.
+    count = len(face)
+    inner = gram[..., face, :][..., face]
+    scale = np.maximum(np.trace(inner, axis1=-2, axis2=-1), 1e-300)[..., None, None]
+    system = np.zeros((*inner.shape[:-2], count + 1, count + 1))
+    system[..., :count, :count] = inner / scale
+    system[..., :count, count], system[..., count, :count] = -1.0, 1.0
+    right = np.zeros((*inner.shape[:-2], count + 1, 1))
+    right[..., count, 0] = 1.0
+    try:
+        weights = np.linalg.solve(system, right)[..., :count, 0]
+    except np.linalg.LinAlgError:
+        return np.full(gram.shape[:-2], np.inf)  # dependent points: a smaller face has the minimum
+    usable = (weights >= 0).all(-1) & allowed[..., face].all(-1)
+    reached = ((weights[..., None] * points[..., face, :]).sum(-2) ** 2).sum(-1)
+    return np.where(usable, reached, np.inf)

@@ -1,24 +1,28 @@
-"""Laws on calls in a row (NUM-2, NUM-9): no state, and results that a later call leaves alone."""
+"""Laws on calls in a row (NUM-2, NUM-9): no state, and results that a later call leaves alone.
+
+An operation that is new to the judge needs an entry in ``_CALLS`` here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import OUTPUTS, take_output
+from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing, RefusedError, take_output
 from shd_ref.conformance.compare import as_numbers
-from shd_ref.conformance.laws.law import Array, Law, Trial, broken
+from shd_ref.conformance.laws.law import Array, Law, Trial, broken, exactly
+from shd_ref.conformance.variants import compute
 
 _MASK = np.array([[True, False, True], [True, True, False]])
 
 
-def _teacher(trial: Trial, seed: int) -> dict[str, Any]:
+def _teacher(trial: Trial, seed: int, heads: int = 4) -> dict[str, Any]:
     return {
-        "teacher_probs": trial.probs(seed, 2, 4, 3, 5),
-        "value_outputs": trial.numbers(seed + 1, 2, 4, 5, 3),
+        "teacher_probs": trial.probs(seed, 2, heads, 3, 5),
+        "value_outputs": trial.numbers(seed + 1, 2, heads, 5, 3),
         "num_student_heads": 2,
     }
 
@@ -147,22 +151,108 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, Array]]:
         yield from _numbers(item, f"{name}.{key}")
 
 
+def _numbers_of(trial: Trial, operation: str, inputs: Mapping[str, Any]) -> dict[str, Array]:
+    """All numbers of an answer, by their places."""
+    return _copied(operation, trial.subject.run(operation, inputs))
+
+
+def _copied(operation: str, answer: Any) -> dict[str, Array]:
+    names = OUTPUTS[operation]
+    return {place: found for name in names for place, found in _numbers(take_output(answer, name, names), name)}
+
+
 def _survive(operation: str, trial: Trial) -> None:
     make, options = _CALLS[operation]
-    names = OUTPUTS[operation]
-
-    def numbers_of(answer: Any) -> dict[str, Array]:
-        return {place: found for name in names for place, found in _numbers(take_output(answer, name, names), name)}
-
     first = trial.subject.run(operation, make(trial, 9500))
-    before = numbers_of(first)
-    trial.subject.run(operation, {**make(trial, 9531), **options})
-    trial.subject.run(operation, make(trial, 9531))
+    before = _copied(operation, first)
     if not before:
         raise broken(f"the answer of {operation}", "holds no numbers", "numbers", first)
-    _same(before, numbers_of(first), f"after another call of {operation}, the first result", exact=True)
-    again = numbers_of(trial.subject.run(operation, make(trial, 9500)))
-    _same(before, again, f"the same call of {operation} after another", exact=False)
+    # All options at once, and each alone: the next call must know nothing of them.
+    for name, given in (("other options", options), *((name, {name: value}) for name, value in options.items())):
+        try:
+            trial.subject.run(operation, {**make(trial, 9531), **given})
+        except Missing:
+            continue
+        again = _numbers_of(trial, operation, make(trial, 9500))
+        _same(before, again, f"the same call of {operation} after one with {name}", exact=False)
+    other = _numbers_of(trial, operation, make(trial, 9531))
+    _same(before, _copied(operation, first), f"after another call of {operation}, the first result", exact=True)
+    # What a caller writes into arrays is new input, whatever object holds it.
+    inputs = make(trial, 9500)
+    _numbers_of(trial, operation, inputs)
+    if _overwrite(inputs, make(trial, 9531)):
+        rewritten = _numbers_of(trial, operation, inputs)
+        _same(other, rewritten, f"{operation} of arrays that were written over since the last call", exact=False)
+    for name in OUTPUTS:
+        try:
+            trial.subject.run(name, {**_CALLS[name][0](trial, 9531), **_CALLS[name][1]})
+        except (Missing, RefusedError, BrokenError):
+            continue  # its own laws report it
+        again = _numbers_of(trial, operation, make(trial, 9500))
+        _same(before, again, f"the same call of {operation} after one of {name}", exact=False)
+
+
+def _overwrite(old: Any, new: Any) -> bool:
+    """Write one call's numbers into the arrays of another, all the way down; whether there were any."""
+    if isinstance(old, np.ndarray):
+        old[...] = new
+        return True
+    if isinstance(old, Mapping):
+        written = [_overwrite(value, new[name]) for name, value in old.items()]
+    elif isinstance(old, list | tuple):
+        written = [_overwrite(*pair) for pair in zip(old, new, strict=True)]
+    else:
+        written = []
+    return any(written)
+
+
+# Calls that are alike but for the order of something: what is remembered by too little confuses them.
+_PLANS: tuple[list[list[list[int]]], ...] = (
+    [[[0, 1], [2, 3]], [[0, 2]]], [[[1, 0], [2, 3]], [[0, 2]]], [[[2, 3], [0, 1]], [[0, 2]]],
+    [[[0, 1], [3, 2]], [[2, 0]]], [[[0, 2], [1, 3]], [[0, 2]]], [[[0, 1], [2, 3]], [[0, 1]]],
+)  # fmt: skip
+
+
+def _alike(operation: str, trial: Trial) -> None:
+    """Every call in turn and then the other way round, against what it gives."""
+    calls = list(_similar_calls(operation, trial))
+    for number in (*range(len(calls)), *reversed(range(len(calls)))):
+        inputs, wanted = calls[number]
+        got = trial.call(operation, **inputs)
+        for name, right in wanted.items():
+            what = f"{name} of call {number} of {len(calls)} that are alike but for an order,"
+            if isinstance(right, np.ndarray):
+                trial.agree(got[name], right, "alpha" if operation == "compose_mixing" else "probs", what, times=2)
+            else:
+                exactly(got[name], right, what)
+
+
+def _similar_calls(operation: str, trial: Trial) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for plan in _PLANS:
+        groups = compute("plan_groups", {"plan": plan, "num_teacher_heads": 5})["groups"]
+        if operation == "plan_groups":
+            yield {"plan": plan, "num_teacher_heads": 5}, {"groups": groups}
+        elif operation == "merge_plan":
+            yield {"num_teacher_heads": 5, "num_student_heads": 2, "kind": plan}, {"plan": plan}
+        elif operation == "compose_mixing":
+            alphas = [trial.numbers(9601 + n, 2, 2 - n, low=1, high=15, shift=4) for n in (0, 1)]
+            wide = [one_round.astype(np.float64) for one_round in alphas]
+            yield {"alphas": alphas, "plan": plan, "num_teacher_heads": 5}, {"mixing": _composed(plan, wide)}
+        else:
+            inputs = {**_teacher(trial, 9611, 5), "plan": plan, "strategy": "constant"}
+            half = [np.full((2, 2 - n), 0.5) for n in (0, 1)]
+            maps = inputs["teacher_probs"].astype(np.float64)
+            mixing = _composed(plan, half)
+            yield inputs, {"mixing": mixing, "probs": np.einsum("bht,btls->bhls", mixing, maps), "plan": plan}
+
+
+def _composed(plan: Sequence[Sequence[Sequence[int]]], alphas: Sequence[Array]) -> Array:
+    pool = [np.broadcast_to(unit, (2, 5)) for unit in np.eye(5)]
+    for one_round, given in zip(plan, alphas, strict=True):
+        used = {head for pair in one_round for head in pair}
+        merged = [given[:, [n]] * pool[p] + (1 - given[:, [n]]) * pool[q] for n, (p, q) in enumerate(one_round)]
+        pool = merged + [head for place, head in enumerate(pool) if place not in used]
+    return np.stack(pool, axis=1)
 
 
 def _same(before: Mapping[str, Array], after: Mapping[str, Array], what: str, *, exact: bool) -> None:
@@ -178,13 +268,30 @@ def _same(before: Mapping[str, Array], after: Mapping[str, Array], what: str, *,
             raise broken(f"{what}, {place},", "is another", old, new)
 
 
-LAWS = tuple(
-    Law(
-        f"law/results-survive-{operation.replace('_', '-')}",
-        (operation,),
-        ("NUM-2", "NUM-9"),
-        "A later call changes no earlier result, and leaves nothing behind for the next.",
-        partial(_survive, operation),
-    )
-    for operation in OUTPUTS
+LAWS = (
+    *(
+        Law(
+            f"law/results-survive-{operation.replace('_', '-')}",
+            (operation,),
+            ("NUM-2", "NUM-9"),
+            "A later call, of this or another operation, changes no earlier result and leaves nothing behind.",
+            partial(_survive, operation),
+        )
+        for operation in OUTPUTS
+    ),
+    *(
+        Law(
+            f"law/alike-calls-{operation.replace('_', '-')}",
+            (operation,),
+            ("NUM-2", spec),
+            "Calls that differ in an order alone are not taken for each other.",
+            partial(_alike, operation),
+        )
+        for operation, spec in (
+            ("merge_plan", "PLAN-7"),
+            ("plan_groups", "PLAN-6"),
+            ("compose_mixing", "MIX-13"),
+            ("squeeze_heads", "MIX-16"),
+        )
+    ),
 )

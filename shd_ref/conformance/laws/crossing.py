@@ -67,15 +67,11 @@ def choices(kind: str, count: int) -> tuple[Choice, ...]:
     seen: set[Any] = set()
     found = []
     for _ in range(count):
-        best: tuple[int, Choice, set[Any]] | None = None
-        for _ in range(_CANDIDATES):
-            choice = {name: values[next(draws) % len(values)] for name, values in factors.items()}
-            new = set(combinations(choice.items(), 2)) - seen
-            if best is None or len(new) > best[0]:
-                best = len(new), choice, new
-        assert best is not None
-        seen |= best[2]
-        found.append(best[1])
+        drawn = [
+            {name: values[next(draws) % len(values)] for name, values in factors.items()} for _ in range(_CANDIDATES)
+        ]
+        found.append(max(drawn, key=lambda choice: len(set(combinations(choice.items(), 2)) - seen)))
+        seen.update(combinations(found[-1].items(), 2))
     return tuple(found)
 
 

@@ -174,6 +174,28 @@ def _attn_mask(trial: Trial) -> None:
     require(bool(np.isfinite(shifted)), "the loss of logits as large as 3072", "finite", f"{shifted:.9g}")
 
 
+def _far_logits(trial: Trial) -> None:
+    # What is masked is left out, not made small: here it is far larger than what is allowed.
+    target = trial.rounded(np.broadcast_to([0.5, 0.25, 0.25, 0.0], (2, 3, 4, 4)))
+    keys = np.array([True, True, True, False])
+    near = trial.numbers(458, 2, 3, 4, 4, low=-4, high=4, shift=0)
+    for masked in (0.0, 24576.0):
+        given = trial.rounded(np.where(keys, near - 24576.0, masked))
+        plain = trial.rounded(np.where(keys, given + 24576.0, 0.0))
+        for divergence in _DIVERGENCES:
+            calls = (
+                {"supervision": target, "student_logits": logits, "attn_mask": keys, "divergence": divergence}
+                for logits in (given, plain)
+            )
+            losses, slopes = [], []
+            for inputs in calls:
+                losses.append(_loss(trial, **inputs))
+                slopes.append(_gradient(trial, **inputs))
+            what = f"{divergence} of logits far below a masked one of {masked:g}, against the same moved to 0,"
+            trial.agree(losses[0], losses[1], "loss", what, times=2)
+            trial.agree(slopes[0], slopes[1], "gradient", f"dz for {what}", times=2)
+
+
 def _sinks(trial: Trial) -> None:
     inputs = _inputs(trial, 457)
     for divergence in _DIVERGENCES:
@@ -427,6 +449,13 @@ LAWS = (
         ("LOSS-12", "LOSS-16", "MAP-7"),
         "A masked key is one with logit -inf, and large logits give a finite loss.",
         _attn_mask,
+    ),
+    Law(
+        "law/loss-far-logits",
+        ("shd_loss", "shd_loss_gradient"),
+        ("LOSS-16", "MAP-2"),
+        "Masked keys are left out of the student's softmax, however large their logits are.",
+        _far_logits,
     ),
     Law(
         "law/loss-sinks",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from shd_ref.conformance.chain import soften_maps
 from shd_ref.conformance.laws.law import Law, Trial, as_array, exactly, require
+from shd_ref.tolerances import row_sum_tolerance
 
 _MASK = np.array([[True, False, True, True, False], [False, True, False, False, True], [False] * 5])
 
@@ -90,6 +92,36 @@ def _soften_sinks(trial: Trial) -> None:
     full = trial.numbers_of("soften", attn_probs=probs, temperature=2.0)
     softened = trial.numbers_of("soften", attn_probs=sinks, temperature=2.0, row_sums="at_most_one")
     trial.agree(softened, full * shares, "probs", "a softened row with a sink, against its share of the full row,")
+
+
+def _soften_near_sums(trial: Trial) -> None:
+    probs = trial.probs(18, 1, 2, 4, 5)
+    off = 1.0 + 0.7 * row_sum_tolerance("float64") * np.array([1.0, -1.0, 0.5, 0.0])[:, None]
+    for temperature in (2.0, 0.5):
+        wanted = soften_maps(probs, temperature, "one")
+        got = trial.numbers_of("soften", attn_probs=probs * off, temperature=temperature)
+        what = f"at temperature {temperature:g} of rows whose sums are off by less than ROW_SUM"
+        trial.agree(got, wanted, "probs", f"soften {what}, which are divided by their sums,")
+        got = trial.numbers_of("soften", attn_probs=probs * off, temperature=temperature, row_sums="at_most_one")
+        trial.agree(got, wanted * off, "probs", f"soften {what}, with a sink: they keep their sums,")
+    exactly(
+        trial.numbers_of("soften", attn_probs=probs * off, temperature=1.0), probs * off, "soften at temperature 1"
+    )
+
+
+def _far_logits(trial: Trial) -> None:
+    # What is masked is left out, not made small: here it is far larger than what is allowed.
+    allowed = np.array([-24576.0, -24575.0, -24577.0, 0.0, 0.0])
+    for masked in (0.0, 24576.0):
+        logits = np.where(np.arange(5) < 3, allowed, masked)
+        given = trial.rounded(np.broadcast_to(logits, (2, 2, 3, 5)))
+        exps = np.where(np.arange(5) < 3, np.exp(given[0, 0, 0].astype(np.float64) + 24576.0), 0.0)
+        mask = np.arange(5) < 3
+        for temperature in (1.0, 4.0):
+            powers = exps ** (1 / temperature)
+            got = trial.numbers_of("softmax", attn_logits=given, attn_mask=mask, temperature=temperature)
+            wanted = np.broadcast_to(powers / powers.sum(), given.shape)
+            trial.agree(got, wanted, "probs", f"softmax of logits far below a masked one of {masked:g}")
 
 
 def _value_outputs(trial: Trial) -> None:
@@ -187,6 +219,21 @@ LAWS = (
         ("TEMP-5", "MAP-9"),
         "With row_sums='at_most_one' a row is softened as a distribution and keeps its own mass.",
         _soften_sinks,
+    ),
+    Law(
+        "law/soften-near-sums",
+        ("soften",),
+        ("TEMP-2", "TEMP-5", "TEMP-7"),
+        "A row whose sum is off by less than ROW_SUM is divided by it, or keeps it where rows may have sinks.",
+        _soften_near_sums,
+        dtypes=("float64",),  # that of float32 allows as much as ROW_SUM
+    ),
+    Law(
+        "law/softmax-far-logits",
+        ("softmax",),
+        ("MAP-1", "MAP-2"),
+        "Masked keys are left out, however large their logits are beside the others.",
+        _far_logits,
     ),
     Law(
         "law/value-outputs-are-attention",

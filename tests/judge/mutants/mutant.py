@@ -68,6 +68,7 @@ class Mutant:
         edits: how the reference's text becomes it.
         operations: what is run to find the items that catch it.
         hint: words of the sentence by which the report of a failure must name the mistake; empty where it need not.
+        dtype: where it is run; float64 for a mistake that the tolerances of float32 allow.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Mutant:
     edits: tuple[Edit, ...]
     operations: tuple[str, ...]
     hint: str = ""
+    dtype: str = "float32"
 
 
 def mutant(
@@ -83,10 +85,11 @@ def mutant(
     *edits: tuple[str, str, str],
     on: Sequence[str] = (),
     hint: str = "",
+    dtype: str = "float32",
 ) -> Mutant:
     """A mutant from edits ``(chapter, old, new)``; ``on`` names the operations where the chapter has too many."""
     found = dict.fromkeys(operation for chapter, _, _ in edits for operation in _CHAPTERS[chapter])
-    return Mutant(name, wrong, tuple(Edit(*edit) for edit in edits), tuple(on) or tuple(found), hint)
+    return Mutant(name, wrong, tuple(Edit(*edit) for edit in edits), tuple(on) or tuple(found), hint, dtype)
 
 
 @contextmanager
@@ -112,10 +115,12 @@ def run(implementation: object, items: Iterable[Item], dtype: str = "float32") -
         return [run_item(item, adapter, dtype) for item in items if dtype in item.dtypes]
 
 
-def failures(wrong: Mutant, items: Iterable[Item], dtype: str = "float32") -> list[Result]:
-    """The items that catch a mutant."""
+def failures(wrong: Mutant, items: Iterable[Item], dtype: str = "") -> list[Result]:
+    """The items that catch a mutant; at its own dtype unless another is named."""
     with built(wrong.edits) as implementation:
-        return [result for result in run(implementation, items, dtype) if result.status is Status.FAILED]
+        return [
+            result for result in run(implementation, items, dtype or wrong.dtype) if result.status is Status.FAILED
+        ]
 
 
 @cache

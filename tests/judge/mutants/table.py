@@ -19,9 +19,9 @@ _NUM_IDS = 3
 _INTRODUCTION = """# Wrong implementations
 
 The judge of [`conformance.md`](conformance.md), judged. Each line is an implementation with one mistake: the
-reference with one change of its text, in `tests/judge/mutants`. A test runs them at float32 with the tolerances as
-published and requires that the items in the last column fail. At most {ids} are listed: the one whose report names
-the mistake in words, if there is one (*), then a law, then vectors.
+reference with one change of its text, in `tests/judge/mutants`. A test runs them with the tolerances as published, at
+float32, or at float64 where the line says so, and requires that the items in the last column fail. At most {ids} are
+listed: the one whose report names the mistake in words, if there is one (*), then a law, then vectors.
 
 Written by `cd tests && python -m judge.mutants.table`; not by hand.
 """
@@ -38,7 +38,8 @@ def render(caught: Mapping[str, Sequence[str]]) -> str:
         lines = [f"## {title}", "", "| mutant | what it does | caught by |", "|---|---|---|"]
         for mutant in mutants:
             found = ", ".join(f"`{name}`" for name in caught.get(mutant.name, ()))
-            lines.append(f"| `{mutant.name}` | {mutant.wrong} | {found}{' *' * bool(mutant.hint)} |")
+            wrong = mutant.wrong + (f" At {mutant.dtype}." if mutant.dtype != "float32" else "")
+            lines.append(f"| `{mutant.name}` | {wrong} | {found}{' *' * bool(mutant.hint)} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import RefusedError
-from shd_ref.conformance.laws.law import Array, Law, Trial, broken
+from shd_ref.conformance.laws.law import Array, Law, Trial
+from shd_ref.conformance.laws.refusals.asking import DTYPE, FINITE, SHAPE, SUMS, Asked, ask_all
 from shd_ref.tolerances import row_sum_tolerance
 
 _WIDE = ("float64", "float32")
 _TINY = 2.0**-24  # the least that float16 holds
-_SHAPE = ("argument-shape",)
 
 
 @dataclass(frozen=True)
@@ -196,23 +195,6 @@ def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([*ends, tuple(s - 1 for s in shape), tuple(s // 2 for s in shape)]))
 
 
-def _refused(trial: Trial, operation: str, inputs: Mapping[str, Any], codes: Sequence[str], what: str) -> None:
-    try:
-        trial.subject.run(operation, inputs)
-    except RefusedError as refusal:
-        if refusal.code not in codes:
-            raise broken(what, "was refused with another code", " or ".join(codes), str(refusal)) from None
-        return
-    raise broken(what, "was accepted", f"an error with the code {' or '.join(codes)}", "an answer")
-
-
-def _accepted(trial: Trial, operation: str, inputs: Mapping[str, Any], what: str) -> None:
-    try:
-        trial.subject.run(operation, inputs)
-    except RefusedError as refusal:
-        raise broken(what, "was refused", "an answer", str(refusal)) from None
-
-
 def _wrong(
     role: str, array: Array, place: tuple[int, ...], tolerance: float
 ) -> Iterator[tuple[str, Array, tuple[str, ...]]]:
@@ -227,11 +209,11 @@ def _wrong(
         copy[place] = value
         return copy
 
-    sums = ("not-a-distribution",) if role in ("maps", "mixed") else ("mixing-invalid",)
-    yield "NaN", changed(np.nan), ("not-finite",)
-    yield "infinity", changed(np.inf), ("not-finite", *sums)
+    sums = SUMS if role in ("maps", "mixed") else ("mixing-invalid",)
+    yield "NaN", changed(np.nan), FINITE
+    yield "infinity", changed(np.inf), (*FINITE, *sums)
     if role == "numbers":
-        yield "minus infinity", changed(-np.inf), ("not-finite",)
+        yield "minus infinity", changed(-np.inf), FINITE
     if role == "alphas":
         yield "a little more than one", changed(1.0 + 2.0**-7), sums
         yield "a little less than zero", changed(-_TINY), sums
@@ -249,7 +231,7 @@ def _wrong(
             yield "a sixteenth off", other, sums
 
 
-def _everywhere(call: Subjected, trial: Trial) -> None:
+def _everywhere(call: Subjected, trial: Trial) -> Iterator[Asked]:
     inputs = call.make(trial)
     dtype = trial.subject.dtype
     tolerance = row_sum_tolerance(dtype) if dtype in _WIDE else 0.0
@@ -257,31 +239,27 @@ def _everywhere(call: Subjected, trial: Trial) -> None:
         array, name = _take(inputs, argument.path), ".".join(map(str, argument.path))
         for place in _places(array.shape):
             for words, changed, codes in _wrong(argument.role, array, place, tolerance):
-                what = f"{words} at {list(place)} of {name} of {call.operation}"
-                _refused(trial, call.operation, _put(inputs, argument.path, trial.rounded(changed)), codes, what)
+                given = _put(inputs, argument.path, trial.rounded(changed))
+                yield Asked(f"{words} at {list(place)} of {name}", codes, call.operation, given)
             if tolerance and argument.role in ("maps", "mixed", "mixing"):
                 inside = array.copy()
                 inside[place] += 0.7 * tolerance
-                what = f"a sum off by less than ROW_SUM at {list(place)} of {name} of {call.operation}"
-                _accepted(trial, call.operation, _put(inputs, argument.path, inside), what)
+                words = f"a sum off by less than ROW_SUM at {list(place)} of {name}"
+                yield Asked(words, (), call.operation, _put(inputs, argument.path, inside))
 
 
-def _spread(call: Subjected, trial: Trial) -> None:
+def _spread(call: Subjected, trial: Trial) -> Iterator[Asked]:
     inputs = call.make(trial)
+    codes = (*SHAPE, *SUMS, "mixing-invalid", "heads-exceed")
     for argument in call.arguments:
         array, name = _take(inputs, argument.path), ".".join(map(str, argument.path))
-        codes = (*_SHAPE, "not-a-distribution", "mixing-invalid", "heads-exceed")
-        for axis in argument.axes:
-            one = np.take(array, [0], axis=axis)
-            what = f"{name} of the shape {list(one.shape)}, of {call.operation},"
-            _refused(trial, call.operation, _put(inputs, argument.path, one), codes, what)
-        if argument.axes:
-            for other in (array[None], array[0]):
-                what = f"{name} of the shape {list(other.shape)}, of {call.operation},"
-                _refused(trial, call.operation, _put(inputs, argument.path, np.array(other)), codes, what)
+        others = [np.take(array, [0], axis=axis) for axis in argument.axes]
+        for other in [*others, array[None], array[0]] if argument.axes else []:
+            what = f"{name} of the shape {list(other.shape)}"
+            yield Asked(what, codes, call.operation, _put(inputs, argument.path, np.array(other)))
 
 
-def _masks(call: Subjected, trial: Trial) -> None:
+def _masks(call: Subjected, trial: Trial) -> Iterator[Asked]:
     inputs = call.make(trial)
     maps = np.asarray(inputs[call.masked])
     batch, rows = maps.shape[0], maps.shape[-2]
@@ -289,32 +267,19 @@ def _masks(call: Subjected, trial: Trial) -> None:
         (1, rows), (batch, 1), (rows, batch), (batch, rows + 1), (batch, rows - 1), (rows,), (1,), (1, 1),
         (batch, 1, rows), (batch, rows, 1), (batch * rows,), (batch + 1, rows), (batch - 1, rows),
     ]  # fmt: skip
-    for shape in shapes:
-        given = {**inputs, "query_mask": np.ones(shape, dtype=np.bool_)}
-        _refused(trial, call.operation, given, _SHAPE, f"a query_mask {list(shape)} of {call.operation}")
     # With one sample, one row or as many samples as rows a wrong mask can look right.
-    for samples, kept, shape in (
-        (1, rows, (rows,)),
-        (1, rows, (rows, 1)),
-        (1, rows, (1, 1, rows)),
-        (1, rows, (1, 1)),
-        (batch, 1, (batch,)),
-        (batch, 1, (1, batch)),
-        (batch, 1, (1, 1)),
-        (1, 1, (1,)),
-        (1, 1, ()),
-        (batch, batch, (batch,)),
-        (batch, batch, (1, batch)),
-        (batch, batch, (batch, 1)),
-    ):
+    looking_right = (
+        (1, rows, (rows,)), (1, rows, (rows, 1)), (1, rows, (1, 1, rows)), (1, rows, (1, 1)),
+        (batch, 1, (batch,)), (batch, 1, (1, batch)), (batch, 1, (1, 1)), (1, 1, (1,)), (1, 1, ()),
+        (batch, batch, (batch,)), (batch, batch, (1, batch)), (batch, batch, (batch, 1)),
+    )  # fmt: skip
+    for samples, kept, shape in (*((batch, rows, shape) for shape in shapes), *looking_right):
         fewer = {name: _fewer(value, name, samples, kept) for name, value in inputs.items()}
-        fewer["query_mask"] = np.ones(shape, dtype=np.bool_)
-        what = f"a query_mask {list(shape)} of {call.operation} with B = {samples}, L = {kept}"
-        _refused(trial, call.operation, fewer, _SHAPE, what)
+        given = {**fewer, "query_mask": np.ones(shape, dtype=np.bool_)}
+        yield Asked(f"a query_mask {list(shape)}, B = {samples}, L = {kept}", SHAPE, call.operation, given)
     for dtype in (np.int64, np.float32):
         given = {**inputs, "query_mask": np.ones((batch, rows), dtype=dtype)}
-        what = f"a query_mask of {np.dtype(dtype).name} of {call.operation}"
-        _refused(trial, call.operation, given, ("argument-dtype",), what)
+        yield Asked(f"a query_mask of {np.dtype(dtype).name}", DTYPE, call.operation, given)
 
 
 def _fewer(value: Any, name: str, samples: int, rows: int) -> Any:
@@ -325,7 +290,7 @@ def _fewer(value: Any, name: str, samples: int, rows: int) -> Any:
     return np.array(cut[..., :rows, :] if "probs" in name else cut)
 
 
-def _uncounted(call: Subjected, trial: Trial) -> None:
+def _uncounted(call: Subjected, trial: Trial) -> Iterator[Asked]:
     inputs = call.make(trial)
     names = [argument.path[0] for argument in call.arguments if argument.role == "maps"]
     for name in names:
@@ -342,36 +307,27 @@ def _uncounted(call: Subjected, trial: Trial) -> None:
                 broken_row[(*place, -1)] = np.nan
                 other = (*place[:-1], (row + 1) % maps.shape[-2])
                 elsewhere[other] *= 0.25
-                where = f"{list(place)} of {name} of {call.operation}, a row that does not count,"
-                run = partial(_refused, trial, call.operation)
-                _accepted(
-                    trial, call.operation, {**inputs, name: short, "query_mask": mask}, f"a sum of 1/4 at {where}"
-                )
-                codes = ("not-a-distribution",)
-                run({**inputs, name: negative, "query_mask": mask}, codes, f"an entry below zero at {where}")
-                run({**inputs, name: broken_row, "query_mask": mask}, ("not-finite",), f"NaN at {where}")
-                run({**inputs, name: elsewhere, "query_mask": mask}, codes, f"a sum of 1/4 beside {where}")
+                where = f"{list(place)} of {name}, a row that does not count"
+                for words, codes, changed in (
+                    ("a sum of 1/4 at", (), short),
+                    ("an entry below zero at", SUMS, negative),
+                    ("NaN at", FINITE, broken_row),
+                    ("a sum of 1/4 beside", SUMS, elsewhere),
+                ):
+                    given = {**inputs, name: changed, "query_mask": mask}
+                    yield Asked(f"{words} {where}", codes, call.operation, given)
 
 
-def _attn_masks(trial: Trial) -> None:
+def _attn_masks(trial: Trial) -> Iterator[Asked]:
     logits = trial.numbers(8095, 2, 3, 4, 5)
     for shape in (
-        (2, 5),
-        (3, 5),
-        (2, 4, 5),
-        (2, 3, 4),
-        (4, 1, 5),
-        (2, 1, 5, 4),
-        (1, 1, 1, 4),
-        (4,),
-        (3, 1, 1, 5),
-        (2, 2, 4, 5),
-    ):
+        (2, 5), (3, 5), (2, 4, 5), (2, 3, 4), (4, 1, 5), (2, 1, 5, 4), (1, 1, 1, 4), (4,), (3, 1, 1, 5), (2, 2, 4, 5),
+    ):  # fmt: skip
         given = {"attn_logits": logits, "attn_mask": np.ones(shape, dtype=np.bool_)}
-        _refused(trial, "softmax", given, _SHAPE, f"an attn_mask {list(shape)} for logits {list(logits.shape)}")
+        yield Asked(f"an attn_mask {list(shape)}", SHAPE, "softmax", given)
 
 
-def _gram_axes(trial: Trial) -> None:
+def _gram_axes(trial: Trial) -> Iterator[Asked]:
     # One weight a sample is none a row, and the other way round, also where B, L or H are equal or one.
     for batch, heads, rows in ((3, 3, 3), (3, 3, 1), (1, 3, 4), (1, 2, 1), (2, 2, 2), (4, 3, 2)):
         gram = trial.rounded(np.abs(trial.numbers(8101, batch, *(heads,) * 4, rows)))
@@ -380,35 +336,37 @@ def _gram_axes(trial: Trial) -> None:
         by_map = [(batch, 1), (1, batch), (batch, batch), (1,), (), (batch, rows), (batch, heads), (batch, 1, 1)]
         for tensor, right, wrong in ((gram, (batch, rows), by_row), (gram[..., 0].copy(), (batch,), by_map)):
             given = {"gram": tensor, "p": 0, "q": 1}
-            _accepted(
-                trial,
-                "merge_gram",
-                {**given, "alpha": alpha.copy() if len(right) == 2 else alpha[:, 0].copy()},
-                "alpha",
-            )
+            fitting = alpha.copy() if len(right) == 2 else alpha[:, 0].copy()
+            yield Asked("an alpha that fits", (), "merge_gram", {**given, "alpha": fitting})
             for shape in wrong:
                 if shape != right:
-                    what = f"an alpha {list(shape)} for a gram tensor {list(tensor.shape)}"
                     part = np.resize(alpha, shape).astype(alpha.dtype)
-                    _refused(trial, "merge_gram", {**given, "alpha": part}, _SHAPE, what)
+                    what = f"an alpha {list(shape)} for a gram tensor {list(tensor.shape)}"
+                    yield Asked(what, SHAPE, "merge_gram", {**given, "alpha": part})
+
+
+def _law(
+    name: str, operation: str, spec: tuple[str, ...], comment: str, calls: Callable[[Trial], Iterator[Asked]]
+) -> Law:
+    return Law(f"law/{name}", (operation,), spec, comment, lambda trial: ask_all(trial, calls(trial)))
 
 
 def _laws() -> Iterator[Law]:
-    yield Law(
-        "law/gram-weights-refused",
-        ("merge_gram",),
+    yield _law(
+        "gram-weights-refused",
+        "merge_gram",
         ("GRAM-6", "ERR-1"),
         "An alpha is (B), or (B, L) per row, and nothing that broadcasts to it.",
         _gram_axes,
     )
     sums = {"maps": ("MAP-3", "MAP-9"), "mixed": ("MIX-18",), "mixing": ("MIX-3",), "logits": (), "numbers": ()}
     for call in _CALLS:
-        name, operations = call.operation.replace("_", "-"), (call.operation,)
+        name = call.operation.replace("_", "-")
         alphas = {"compose_mixing": ("MIX-13",), "merge_gram": ("GRAM-6",)}.get(call.operation, ())
         ids = [sums.get(argument.role, alphas) for argument in call.arguments]
-        yield Law(
-            f"law/refused-everywhere-{name}",
-            operations,
+        yield _law(
+            f"refused-everywhere-{name}",
+            call.operation,
             tuple(dict.fromkeys(("MAP-5", "ERR-1", *(spec for of in ids for spec in of)))),
             f"What {call.operation} must refuse it refuses in every sample, head, row and item.",
             partial(_everywhere, call),
@@ -418,31 +376,31 @@ def _laws() -> Iterator[Law]:
                 "solve_alpha": "ALPHA-1", "compose_mixing": "MIX-13", "mix_heads": "MIX-3", "gram_tensor": "GRAM-6",
                 "merge_gram": "GRAM-6", "solve_alpha_from_gram": "GRAM-6", "value_outputs": "MAP-11",
             }  # fmt: skip
-            yield Law(
-                f"law/no-axis-stands-for-all-{name}",
-                operations,
+            yield _law(
+                f"no-axis-stands-for-all-{name}",
+                call.operation,
                 (spec.get(call.operation, "MIX-1"), "MAP-4", "ERR-1"),
                 "An axis of size one, or one more or less, is another shape.",
                 partial(_spread, call),
             )
         if call.masked:
-            yield Law(
-                f"law/masks-refused-{name}",
-                operations,
+            yield _law(
+                f"masks-refused-{name}",
+                call.operation,
                 ("MAP-7", "ERR-1"),
                 "A query_mask that is not boolean (B, L) is refused, also where it would broadcast.",
                 partial(_masks, call),
             )
-            yield Law(
-                f"law/uncounted-rows-exempt-{name}",
-                operations,
+            yield _law(
+                f"uncounted-rows-exempt-{name}",
+                call.operation,
                 ("MAP-3", "MAP-5", "MAP-7"),
                 "A row that does not count may have any sum, wherever it stands, and nothing else.",
                 partial(_uncounted, call),
             )
-    yield Law(
-        "law/masks-refused-softmax",
-        ("softmax",),
+    yield _law(
+        "masks-refused-softmax",
+        "softmax",
         ("MAP-10", "ERR-1"),
         "A mask that does not broadcast to the logits is refused.",
         _attn_masks,

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import Missing, RefusedError
-from shd_ref.conformance.laws.formulas import in_words
+from shd_ref.conformance.adapter import Missing
 from shd_ref.conformance.laws.law import Array, Law, Trial, broken
+from shd_ref.conformance.laws.refusals.asking import FINITE, MISMATCH, SHAPE, SUMS, VALUE, Asked, ask, ask_all
 from shd_ref.conformance.laws.student import check_answer
 from shd_ref.tolerances import load_tolerances
 
 _LOSSES = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
 _FIVE = (*_LOSSES, "intersect_support", "align_tokens")
-_VALUE, _SHAPE, _FINITE, _BAD = ("argument-value",), ("argument-shape",), ("not-finite",), ("not-a-distribution",)
-_MISMATCH = ("support-mismatch",)
 
 # What else is asked for, which changes nothing about what is refused.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -30,42 +27,6 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"row_sums": "at_most_one", "beta": 3.0},
     {"row_sums": "at_most_one", "support": "intersect", "reduction": "mean"},
 )
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A call that must be refused, and with which codes."""
-
-    what: str
-    codes: tuple[str, ...]
-    operation: str
-    inputs: Mapping[str, Any]
-
-
-def _refuse(trial: Trial, wrong: Iterable[Wrong]) -> None:
-    """Every call; missing where the implementation has the options for none."""
-    missing: Missing | None = None
-    answered = False
-    for one in wrong:
-        try:
-            _message(trial, one)
-            answered = True
-        except Missing as reason:
-            missing = reason
-    if missing and not answered:
-        raise missing
-
-
-def _message(trial: Trial, wrong: Wrong) -> str:
-    """The message of a refusal."""
-    what = f"{wrong.operation} with {wrong.what} ({in_words(wrong.inputs)})"
-    try:
-        trial.subject.run(wrong.operation, wrong.inputs)
-    except RefusedError as refusal:
-        if refusal.code not in wrong.codes:
-            raise broken(what, "has another code", " or ".join(wrong.codes), refusal.code) from refusal
-        return str(refusal)
-    raise broken(what, "must be refused", " or ".join(wrong.codes), "an answer")
 
 
 # --- calls without a fault --------------------------------------------------------------------------------------
@@ -120,49 +81,49 @@ def _tiny(trial: Trial) -> float:
 
 def _faults(trial: Trial, name: str, option: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], float, bool]]:
     """Words, codes, and an entry that is put in place of another or added to it."""
-    yield "NaN", _FINITE, np.nan, False
-    yield "infinity", _FINITE, np.inf, False
+    yield "NaN", FINITE, np.nan, False
+    yield "infinity", FINITE, np.inf, False
     if name == "student_logits":
         return
-    yield "minus infinity", (*_FINITE, *_BAD) if name in ("supervision", "attn_probs") else _FINITE, -np.inf, False
+    yield "minus infinity", (*FINITE, *SUMS) if name in ("supervision", "attn_probs") else FINITE, -np.inf, False
     if name in ("supervision", "attn_probs"):
         off = 1.25 * load_tolerances()["row_sum"][trial.subject.dtype]
-        yield "a row sum just above its bound", _BAD, off, True
+        yield "a row sum just above its bound", SUMS, off, True
         if option.get("row_sums") == "at_most_one":
-            yield "a negative entry in a row of any sum", _BAD, -_tiny(trial), False
+            yield "a negative entry in a row of any sum", SUMS, -_tiny(trial), False
         else:
-            yield "a row sum just below its bound", _BAD, -off, True
+            yield "a row sum just below its bound", SUMS, -off, True
 
 
-def _bad_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
     for option in _variants(operation):
         good = {**_good(trial, operation), **option}
         for name in _arrays(operation):
             for words, codes, value, add in _faults(trial, name, option):
                 for place in _PLACES:
                     bad = _placed(trial, good[name], place, value, add=add)
-                    yield Wrong(f"{words} at {list(place)} of {name}", codes, operation, {**good, name: bad})
+                    yield Asked(f"{words} at {list(place)} of {name}", codes, operation, {**good, name: bad})
     for name in _arrays(operation):
         # The last place of a map larger than what is looked at in one go.
         good = _good(trial, operation, (9, 18, 2, 2))
         for words, codes, value, add in _faults(trial, name, {}):
             bad = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
-            yield Wrong(f"{words} at the last of {good[name].shape} of {name}", codes, operation, {**good, name: bad})
+            yield Asked(f"{words} at the last of {good[name].shape} of {name}", codes, operation, {**good, name: bad})
     maps = _arrays(operation)[0]
     good = _good(trial, operation)
     for place in _PLACES:
         for share in (0.75, 0.25, 2.0**-10, 2.0**-20):
             short = good[maps].copy()
             short[place[:3]] *= share
-            yield Wrong(f"{share} of the mass of row {list(place[:3])}", _BAD, operation, {**good, maps: short})
+            yield Asked(f"{share} of the mass of row {list(place[:3])}", SUMS, operation, {**good, maps: short})
         # The row keeps its sum, so that the sign alone is wrong.
         bad = _placed(trial, good[maps], place, -_tiny(trial))
         other = (*place[:3], (place[3] + 1) % 3)
         bad = _placed(trial, bad, other, 1.0 - float(bad[place[:3]].sum()), add=True)
-        yield Wrong(f"a negative entry at {list(place)}", _BAD, operation, {**good, maps: bad})
+        yield Asked(f"a negative entry at {list(place)}", SUMS, operation, {**good, maps: bad})
 
 
-def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Asked]:
     """NaN, infinity and negative entries are refused in rows that do not count too (MAP-3, MAP-5)."""
     mask_name = "query_mask" if operation == "align_tokens" else "loss_mask"
     for option in _variants(operation):
@@ -172,15 +133,15 @@ def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Wrong]:
             mask[b, i] = False
             for name in _arrays(operation):
                 row = slice(None) if name == "keys" else i
-                for value, codes in ((np.nan, _FINITE), (np.inf, _FINITE), (-0.25, _BAD)):
+                for value, codes in ((np.nan, FINITE), (np.inf, FINITE), (-0.25, SUMS)):
                     if value == -0.25 and name not in ("supervision", "attn_probs"):
                         continue
                     bad = _placed(trial, good[name], (b, -1, row, -1), value)
                     inputs = {**good, mask_name: mask, name: bad}
-                    yield Wrong(f"{value} of {name} in a row that does not count", codes, operation, inputs)
+                    yield Asked(f"{value} of {name} in a row that does not count", codes, operation, inputs)
 
 
-def _bad_layers(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _bad_layers(trial: Trial, operation: str) -> Iterator[Asked]:
     """The fault lies in one layer of ten."""
     for option in (_VARIANTS[0], _VARIANTS[1], _VARIANTS[-1]):
         good = _good(trial, operation)
@@ -192,7 +153,7 @@ def _bad_layers(trial: Trial, operation: str) -> Iterator[Wrong]:
                     lists[name] = [*lists[name]]
                     lists[name][layer] = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
                     inputs = {**good, **lists, **option}
-                    yield Wrong(f"{words} in layer {layer} of {name}", codes, operation, inputs)
+                    yield Asked(f"{words} in layer {layer} of {name}", codes, operation, inputs)
 
 
 def _near_sums(trial: Trial, operation: str) -> None:
@@ -217,7 +178,7 @@ def _near_sums(trial: Trial, operation: str) -> None:
 # --- support ----------------------------------------------------------------------------------------------------
 
 
-def _mismatches(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _mismatches(trial: Trial, operation: str) -> Iterator[Asked]:
     """Any mass, wherever it lies, on a key that the student may not attend (LOSS-6); the other way for reverse_kl."""
     good = _good(trial, operation)
     rest = {name: value for name, value in good.items() if name not in ("supervision", "student_logits")}
@@ -234,11 +195,11 @@ def _mismatches(trial: Trial, operation: str) -> Iterator[Wrong]:
             keep[place[:3]] = True
             only[~keep] = np.where(allowed[~keep], only[~keep], 0.0)
             words = f"2^{round(np.log2(_tiny(trial)))} of mass on a masked key at {list(place)}"
-            yield Wrong(words, _MISMATCH, operation, {**good, **option, "supervision": only, "attn_mask": allowed})
+            yield Asked(words, MISMATCH, operation, {**good, **option, "supervision": only, "attn_mask": allowed})
             if "student_logits" in good:
                 blocked = trial.rounded(np.where(allowed, good["student_logits"], -np.inf))
                 inputs = {**rest, **option, "supervision": only, "student_logits": blocked}
-                yield Wrong(words.replace("masked key", "key of -inf"), _MISMATCH, operation, inputs)
+                yield Asked(words.replace("masked key", "key of -inf"), MISMATCH, operation, inputs)
     for option in ({}, {"support": "intersect"}, {"row_sums": "at_most_one", "temperature": 2.0}):
         for place in _PLACES:
             holed = _placed(trial, good["supervision"], place, 0.0)
@@ -246,15 +207,15 @@ def _mismatches(trial: Trial, operation: str) -> Iterator[Wrong]:
                 trial, holed, (*place[:3], (place[3] + 1) % 3), 1.0 - float(holed[place[:3]].sum()), add=True
             )  # fmt: skip
             inputs = {**good, **option, "supervision": holed, "divergence": "reverse_kl"}
-            yield Wrong(f"a teacher's zero at {list(place)}", _MISMATCH, operation, inputs)
+            yield Asked(f"a teacher's zero at {list(place)}", MISMATCH, operation, inputs)
     for layer in (0, 4, 9):
         mask = np.array([True, False, True])
         fitting = trial.rounded(np.broadcast_to([0.5, 0.0, 0.5], (3, 4, 3, 3)))
         lists = {name: [good[name]] * 10 for name in _arrays(operation)}
         lists["supervision"] = [fitting] * 10
         lists["supervision"][layer] = _placed(trial, fitting, (-1, -1, -1, 1), _tiny(trial))
-        yield Wrong(
-            f"mass on a masked key in layer {layer}", _MISMATCH, operation, {**rest, **lists, "attn_mask": mask}
+        yield Asked(
+            f"mass on a masked key in layer {layer}", MISMATCH, operation, {**rest, **lists, "attn_mask": mask}
         )
 
 
@@ -271,27 +232,27 @@ _ATTN_MASKS: tuple[tuple[int, ...], ...] = (
 )  # fmt: skip
 
 
-def _bad_masks(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _bad_masks(trial: Trial, operation: str) -> Iterator[Asked]:
     good = _good(trial, operation, (_B, _H, _L, _S))
     name = "query_mask" if operation == "align_tokens" else "loss_mask"
     for shape in _ROW_MASKS:
         mask = np.ones(shape, dtype=np.bool_)
-        yield Wrong(f"{name} of shape {shape}", _SHAPE, operation, {**good, name: mask})
+        yield Asked(f"{name} of shape {shape}", SHAPE, operation, {**good, name: mask})
     if operation == "align_tokens":
         return
     for shape in _ATTN_MASKS:
         inputs = {**good, "attn_mask": np.ones(shape, dtype=np.bool_)}
-        yield Wrong(f"attn_mask of shape {shape}", _SHAPE, operation, inputs)
+        yield Asked(f"attn_mask of shape {shape}", SHAPE, operation, inputs)
 
 
-def _bad_shapes(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _bad_shapes(trial: Trial, operation: str) -> Iterator[Asked]:
     """Arrays that would broadcast, and lists that would be cut or repeated."""
     full = (_B, _H, _L, _S)
     good = _good(trial, operation, full)
     names = _arrays(operation)
     if operation == "align_tokens":
         for maps in (good["attn_probs"][0], good["attn_probs"][None]):
-            yield Wrong(f"maps of {maps.ndim} axes", _SHAPE, operation, {"attn_probs": maps})
+            yield Asked(f"maps of {maps.ndim} axes", SHAPE, operation, {"attn_probs": maps})
         return
     for axis in range(4):
         shape = tuple(1 if i == axis else n for i, n in enumerate(full))
@@ -299,33 +260,33 @@ def _bad_shapes(trial: Trial, operation: str) -> Iterator[Wrong]:
         for name in names:
             if small[name].shape != good[name].shape and not (name == "keys" and axis == 1):
                 words = f"{name} {small[name].shape} among {full}"
-                yield Wrong(words, _SHAPE, operation, {**good, name: small[name]})
+                yield Asked(words, SHAPE, operation, {**good, name: small[name]})
         cut = {name: np.ascontiguousarray(good[name][(slice(None),) * axis + (slice(1),)]) for name in names[1:]}
         for name, array in cut.items():
             if not (name == "keys" and axis == 1):
-                yield Wrong(f"{name} {array.shape} among {full}", _SHAPE, operation, {**good, name: array})
+                yield Asked(f"{name} {array.shape} among {full}", SHAPE, operation, {**good, name: array})
     for name in names:
-        yield Wrong(f"{name} without samples", _SHAPE, operation, {**good, name: good[name][0]})
-        yield Wrong(f"{name} of five axes", _SHAPE, operation, {**good, name: good[name][None]})
+        yield Asked(f"{name} without samples", SHAPE, operation, {**good, name: good[name][0]})
+        yield Asked(f"{name} of five axes", SHAPE, operation, {**good, name: good[name][None]})
     if operation not in _LOSSES:
         return
     lists = {name: [good[name]] * 3 for name in names}
     for name in names:
         for count in (1, 2, 4):
             inputs = {**good, **lists, name: [good[name]] * count}
-            yield Wrong(f"{count} layers of {name} among 3", _SHAPE, operation, inputs)
-        yield Wrong(f"one array of {name} among lists of 3", _SHAPE, operation, {**good, **lists, name: good[name]})
-        yield Wrong(f"a list of one {name} among arrays", _SHAPE, operation, {**good, name: [good[name]]})
+            yield Asked(f"{count} layers of {name} among 3", SHAPE, operation, inputs)
+        yield Asked(f"one array of {name} among lists of 3", SHAPE, operation, {**good, **lists, name: good[name]})
+        yield Asked(f"a list of one {name} among arrays", SHAPE, operation, {**good, name: [good[name]]})
         for layer in range(3):
             other = [*lists[name]]
             other[layer] = np.ascontiguousarray(other[layer][:1])
-            yield Wrong(f"layer {layer} of {name} with one sample", _SHAPE, operation, {**good, **lists, name: other})
+            yield Asked(f"layer {layer} of {name} with one sample", SHAPE, operation, {**good, **lists, name: other})
 
 
 # --- numbers and lists ------------------------------------------------------------------------------------------
 
 
-def _bad_options(trial: Trial, operation: str) -> Iterator[Wrong]:
+def _bad_options(trial: Trial, operation: str) -> Iterator[Asked]:
     good = _good(trial, operation)
     numbers: dict[str, tuple[Any, ...]] = {
         "temperature": (0.0, -0.0, -1.0, -1e-300, np.nan, np.inf, -np.inf, True, False),
@@ -345,10 +306,10 @@ def _bad_options(trial: Trial, operation: str) -> Iterator[Wrong]:
         for value in (*numbers.get(name, ()), *words.get(name, ())):
             if isinstance(value, float):
                 value = float(value)
-            yield Wrong(f"{name}={value!r}", _VALUE, operation, {**good, name: value})
+            yield Asked(f"{name}={value!r}", VALUE, operation, {**good, name: value})
 
 
-def _bad_lists(trial: Trial) -> Iterator[Wrong]:
+def _bad_lists(trial: Trial) -> Iterator[Asked]:
     """Every position of a list is looked at."""
     size = 7
     good = _good(trial, "align_tokens", (1, 1, size, size))
@@ -357,16 +318,16 @@ def _bad_lists(trial: Trial) -> Iterator[Wrong]:
         for place in range(len(order)):
             for value in (size, -1, size + 1000, -size, True):
                 changed = [*order[:place], value, *order[place + 1 :]]
-                yield Wrong(f"{value!r} at {place} of {name}", _VALUE, "align_tokens", {**good, name: changed})
+                yield Asked(f"{value!r} at {place} of {name}", VALUE, "align_tokens", {**good, name: changed})
             for other in range(place):
                 changed = [*order[:place], order[other], *order[place + 1 :]]
-                yield Wrong(f"{other} again at {place} of {name}", _VALUE, "align_tokens", {**good, name: changed})
-        yield Wrong(f"no {name}", _VALUE, "align_tokens", {**good, name: []})
+                yield Asked(f"{other} again at {place} of {name}", VALUE, "align_tokens", {**good, name: changed})
+        yield Asked(f"no {name}", VALUE, "align_tokens", {**good, name: []})
         longer = [*range(size), 0]
-        yield Wrong(f"more {name} than there are", _VALUE, "align_tokens", {**good, name: longer})
+        yield Asked(f"more {name} than there are", VALUE, "align_tokens", {**good, name: longer})
 
 
-def _bad_pairs(trial: Trial) -> Iterator[Wrong]:
+def _bad_pairs(trial: Trial) -> Iterator[Asked]:
     codes = ("layers-invalid",)
     for teachers, students in ((6, 6), (9, 5), (4, 7), (23, 23)):
         counts = {"num_teacher_layers": teachers, "num_student_layers": students}
@@ -378,12 +339,12 @@ def _bad_pairs(trial: Trial) -> Iterator[Wrong]:
             bad += [[student, teacher + 1000], [pairs[place - 1][0], teacher]]
             for pair in bad:
                 changed = [*pairs[:place], pair, *pairs[place + 1 :]]
-                yield Wrong(f"{pair} at {place} of pairs", codes, "layer_map", {**counts, "pairs": changed})
+                yield Asked(f"{pair} at {place} of pairs", codes, "layer_map", {**counts, "pairs": changed})
     for teachers, students in ((0, 1), (-1, 1), (4, 0), (4, -2), (True, 1), (4, True), (3, 4), (1, 2)):
         counts = {"num_teacher_layers": teachers, "num_student_layers": students}
-        yield Wrong("such counts", codes, "layer_map", counts)
+        yield Asked("such counts", codes, "layer_map", counts)
         if students != 4 and (teachers, students) != (1, 2):
-            yield Wrong("such counts", codes, "layer_map", {**counts, "pairs": [[0, 0]]})
+            yield Asked("such counts", codes, "layer_map", {**counts, "pairs": [[0, 0]]})
 
 
 # --- the places that messages name ------------------------------------------------------------------------------
@@ -394,16 +355,16 @@ def _named(trial: Trial, operation: str) -> None:
     layers = 5
     good = _good(trial, operation, (3, 8, 2, 4))
     place = (2, 1, 0, 3)
-    wrong: list[tuple[Wrong, dict[str, int]]] = []
+    wrong: list[tuple[Asked, dict[str, int]]] = []
     for name in _arrays(operation):
         bad = _placed(trial, good[name], (2, 1, 0, 0), np.nan)
         named = {"sample": 2, "head": 1}
-        wrong.append((Wrong(f"NaN in {name}", _FINITE, operation, {**good, name: bad}), named))
+        wrong.append((Asked(f"NaN in {name}", FINITE, operation, {**good, name: bad}), named))
         if operation in _LOSSES:
             lists = {other: [good[other]] * layers for other in _arrays(operation)}
             lists[name] = [*lists[name][:4], bad]
             inputs = {**good, **lists}
-            wrong.append((Wrong(f"NaN in layer 4 of {name}", _FINITE, operation, inputs), {"layer": 4, **named}))
+            wrong.append((Asked(f"NaN in layer 4 of {name}", FINITE, operation, inputs), {"layer": 4, **named}))
     if operation in _LOSSES:
         mask = np.ones((3, 8, 2, 4), dtype=np.bool_)
         mask[place] = False
@@ -413,11 +374,11 @@ def _named(trial: Trial, operation: str) -> None:
         lists["supervision"] = [trial.rounded(fitting)] * 4 + [good["supervision"]]
         named = {"layer": 4, "sample": 2, "head": 1, "row": 0, "key": 3}
         inputs = {**good, **lists, "attn_mask": mask}
-        wrong.append((Wrong("mass on a masked key", _MISMATCH, operation, inputs), named))
+        wrong.append((Asked("mass on a masked key", MISMATCH, operation, inputs), named))
         single = {**good, "attn_mask": mask}
-        wrong.append((Wrong("mass on a masked key", _MISMATCH, operation, single), {**named, "layer": 0}))
+        wrong.append((Asked("mass on a masked key", MISMATCH, operation, single), {**named, "layer": 0}))
     for one, named in wrong:
-        message = _message(trial, one)
+        message = ask(trial, one)
         for word, number in named.items():
             if not re.search(rf"\b{word}s?\W{{0,3}}{number}\b", message, re.IGNORECASE):
                 what = f"the message of {operation} with {one.what}"
@@ -437,7 +398,7 @@ _SHORT = {
 
 def _law(name: str, operation: str, spec: tuple[str, ...], comment: str, wrong: Any, **more: Any) -> Law:
     def statement(trial: Trial) -> None:
-        _refuse(trial, wrong(trial, operation))
+        ask_all(trial, wrong(trial, operation))
 
     return Law(f"law/{_SHORT[operation]}-{name}", (operation,), spec, comment, statement, **more)
 
@@ -483,14 +444,14 @@ LAWS = (
         ("align_tokens",),
         ("TOKEN-4", "ERR-6"),
         "Every position of a list is checked.",
-        lambda trial: _refuse(trial, _bad_lists(trial)),
+        lambda trial: ask_all(trial, _bad_lists(trial)),
     ),
     Law(
         "law/layers-bad-pairs",
         ("layer_map",),
         ("LAYER-2", "LAYER-4", "ERR-6"),
         "Every explicit pair is checked.",
-        lambda trial: _refuse(trial, _bad_pairs(trial)),
+        lambda trial: ask_all(trial, _bad_pairs(trial)),
     ),
 )
-"""Laws of refusals on the student's side."""
+"""Laws of the student's side."""

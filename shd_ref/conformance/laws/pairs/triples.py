@@ -55,7 +55,8 @@ def _teacher(
         maps *= np.array([1.0, 0.25, 0.5, 0.75])[np.arange(maps[..., 0].size).reshape(maps.shape[:-1]) % 7 % 4, None]
     mask = None
     if row["query_mask"] != "none":
-        mask = (np.arange(batch)[:, None] * 3 + np.arange(4)[None, :]) % 4 > 1
+        # Another mask for every seed, so that items of one calibration have different ones.
+        mask = (np.arange(batch)[:, None] * 3 + np.arange(4)[None, :] + seed // 2) % 4 > 1
         # A row that does not count may have anything but negative entries: here, what would decide if it did.
         other = 1.5 * np.eye(keys)[np.arange(seed, seed + heads) * 3 // 2 % keys]
         maps = np.where(mask[:, None, :, None], maps, other[None, :, None])
