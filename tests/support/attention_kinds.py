@@ -430,6 +430,170 @@ class WideValues(Kind):
     d_v = 5
 
 
+class PlusOne(Kind):
+    """A one in the denominator, so that a head may attend to nothing."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        powers = torch.exp(self.logits(query, key))
+        return powers / (1 + powers.sum(-1, keepdim=True))
+
+
+class PlusOneFromMaximum(Kind):
+    """The same without overflow."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        logits = self.logits(query, key)
+        highest = logits.amax(-1, keepdim=True).clamp(min=0)
+        powers = torch.exp(logits - highest)
+        return powers / (torch.exp(-highest) + powers.sum(-1, keepdim=True))
+
+
+class MaskedBehind(Kind):
+    """Masked behind the softmax, and scaled to one again."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        probs = super().attend(query, key)
+        probs = probs * torch.ones(probs.shape[-2:], device=probs.device).tril()
+        return probs / (probs.sum(-1, keepdim=True) + 1e-9)
+
+
+class MaskedPowers(Kind):
+    """Masked between the exponential and the sum."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        powers = torch.exp(self.logits(query, key))
+        powers = powers * torch.ones(powers.shape[-2:], device=powers.device).tril()
+        return powers / powers.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class Largest(Kind):
+    """Only the two largest of each row, scaled to one."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        probs = super().attend(query, key)
+        probs = torch.where(probs >= torch.topk(probs, 2, -1).values[..., -1:], probs, 0.0)
+        return nn.functional.normalize(probs, p=1, dim=-1)
+
+
+class Squared(Kind):
+    """Squares of positive logits over their sum, without a softmax."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        weights = torch.relu(self.logits(query, key) + 1).square()
+        return weights / (weights.sum(-1, keepdim=True) + 1e-8)
+
+
+class Competing(Kind):
+    """Slot attention: learned slots compete for positions, and each slot's share is scaled to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.slots.expand(x.shape[0], -1, -1)
+        query, key, value = (self.split(part) for part in (self.query(slots), self.key(x), self.value(x)))
+        shares = torch.softmax(self.logits(query, key), -2)
+        maps = shares / shares.sum(-1, keepdim=True)
+        self.keep(maps, value)
+        return slots + self.join(maps @ value)
+
+
+class Routed(Kind):
+    """Attention before a mixture of experts, whose router's shares of the best two are scaled to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        shares = torch.softmax(self.router(x), -1)
+        shares = torch.where(shares >= torch.topk(shares, 2, -1).values[..., -1:], shares, 0.0)
+        shares = shares / shares.sum(-1, keepdim=True)
+        given = torch.relu(torch.einsum("bld,edf->blef", x, self.experts))
+        return x + (shares[..., None] * given).sum(2)
+
+
+class PickedHeads(Kind):
+    """Heads in another order before W_o, by a list of numbers."""
+
+    def keep(self, maps: Tensor, values: Tensor, weight: Tensor | None = None) -> None:
+        picked = self.output.weight.T.unflatten(0, (HEADS, -1))[[1, 3, 0, 2]]
+        super().keep(maps, values, picked.flatten(0, 1))
+
+    def join(self, context: Tensor) -> Tensor:
+        return super().join(context[:, [2, 0, 3, 1]])
+
+
+class Difference(Kind):
+    """Differential attention: one map less a share of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_query, self.other_key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.share = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x)
+        other = self.attend(self.split(self.other_query(x)), self.split(self.other_key(x)))
+        return x + self.join((self.attend(query, key) - torch.exp(self.share) * other) @ value)
+
+
+class DifferenceOfPairs(Kind):
+    """The same, with both maps from one softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x)
+        pairs = self.attend(query, key).unflatten(1, (HEADS // 2, 2))
+        maps = pairs[:, :, 0] - 0.3 * pairs[:, :, 1]
+        return x + self.join(maps.repeat_interleave(2, 1) @ value)
+
+
+class Smoothed(Kind):
+    """A part of every row is spread over all keys."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        probs = super().attend(query, key)
+        return 0.9 * probs + 0.1 / probs.shape[-1]
+
+
+class SmoothedByConvolution(Kind):
+    """Maps as images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(HEADS, HEADS, 3, padding=1, groups=HEADS)
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        smoothed: Tensor = self.conv(super().attend(query, key))
+        return smoothed
+
+
+class Sigmoids(Kind):
+    """A sigmoid of every logit in place of a softmax."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        return torch.sigmoid(self.logits(query, key) - 2.0)
+
+
+class Linear(Kind):
+    """Keys and values are multiplied first; the softmax of a query is over its features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x)
+        memory = torch.exp(key - 1.0).transpose(-1, -2) @ value
+        return x + self.join(torch.softmax(query, -1) @ memory)
+
+
+class GatedMaps(Kind):
+    """Maps are multiplied by a sigmoid of the query."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        return super().attend(query, key) * torch.sigmoid(query[..., :1])
+
+
 @dataclass(frozen=True)
 class Case:
     """A kind of attention, its inputs, and what is to come of it.
@@ -483,6 +647,22 @@ CASES: dict[str, Case] = {
     "sinks": Case(Sinks, row_sums="at_most_one"),
     "talking heads": Case(TalkingHeads),
     "d_v other than d_k": Case(WideValues),
+    "softmax plus one": Case(PlusOne, row_sums="at_most_one"),
+    "softmax plus one, from the maximum": Case(PlusOneFromMaximum, row_sums="at_most_one"),
+    "masked behind the softmax": Case(MaskedBehind),
+    "masked before the sum": Case(MaskedPowers),
+    "largest entries": Case(Largest),
+    "squares over their sum": Case(Squared),
+    "slots": Case(Competing),
+    "mixture of experts": Case(Routed),
+    "heads picked": Case(PickedHeads),
+    "difference of maps": Case(Difference, reason="Sub, as in differential attention"),
+    "difference of pairs": Case(DifferenceOfPairs, reason="Sub, as in differential attention"),
+    "smoothed maps": Case(Smoothed, reason="made of its map by Add, Mul, as in differential attention or"),
+    "convolved maps": Case(SmoothedByConvolution, reason="made of its map by Conv"),
+    "sigmoids": Case(Sigmoids, reason="made of queries and keys by Div, Sigmoid, Sub and by no softmax"),
+    "linear attention": Case(Linear, reason="it is linear attention"),
+    "gated maps": Case(GatedMaps, reason="changed behind the softmax, as by a gate"),
 }
 
 

@@ -121,6 +121,19 @@ def test_half_precision_teachers_give_queries_and_keys() -> None:
     assert factors.supported
 
 
+def scaled_again(build: GraphBuilder, probs: str) -> str:
+    kept = build.op("Trilu", probs, upper=0)
+    return build.op("Div", kept, build.op("ReduceSum", kept, build.const([-1]), keepdims=1))
+
+
+def test_maps_that_are_no_softmax_of_their_logits_are_refused() -> None:
+    site = find_sites(attention_on_inputs(change_probs=scaled_again))[0]
+    assert site.supported, site.reason
+    assert "its map is no softmax: keep its maps" in str(
+        only_factors(attention_on_inputs(change_probs=scaled_again)).reason
+    )
+
+
 def feeds_of(*shape: int) -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(1)
     batch, rows, keys = shape

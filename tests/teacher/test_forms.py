@@ -437,6 +437,36 @@ def mixed_over_rows(build: GraphBuilder, probs: str) -> str:
     return build.op("Transpose", build.op("MatMul", turned, weight), perm=[0, 1, 3, 2])
 
 
+def smoothed_over_layers() -> onnx.ModelProto:
+    """Two layers; what the second one's values meet is the mean of both maps."""
+    build = GraphBuilder()
+
+    def heads(source: str, seed: int) -> str:
+        projected = build.op("MatMul", source, build.const(random_projection(6, 6, seed)))
+        return build.op("Transpose", build.op("Reshape", projected, build.const([0, 0, 2, 3])), perm=[0, 2, 1, 3])
+
+    def probs(source: str, seed: int) -> str:
+        key = build.op("Transpose", heads(source, seed + 1), perm=[0, 1, 3, 2])
+        return build.op("Softmax", build.op("MatMul", heads(source, seed), key), axis=-1)
+
+    def attend(source: str, probs: str, seed: int) -> str:
+        context = build.op("Transpose", build.op("MatMul", probs, heads(source, seed)), perm=[0, 2, 1, 3])
+        flat = build.op("Reshape", context, build.const([0, 0, 6]))
+        return build.op("Add", source, build.op("MatMul", flat, build.const(random_projection(6, 6, seed + 1))))
+
+    first = probs("x", 1)
+    middle = attend("x", first, 3)
+    mean = build.op("Mul", build.op("Add", first, probs(middle, 5)), number(build, 0.5))
+    return build.model({"x": (TensorProto.FLOAT, ["batch", "rows", 6])}, [attend(middle, mean, 7)])
+
+
+def test_a_layer_whose_map_takes_part_in_another_keeps_its_own() -> None:
+    first, second = find_sites(smoothed_over_layers())
+    assert first.supported, first.reason
+    assert not second.supported
+    assert "made of its map by Add, Mul" in str(second.reason)
+
+
 def over_another_axis() -> onnx.ModelProto:
     model = attention_on_inputs()
     (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")

@@ -81,9 +81,9 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     """
     graph = read_graph(model)
     values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
-    read = [read_logits(values[site.logits]) if site.supported else None for site in sites]
+    read = [read_logits(values[site.logits]) if site.supported and site.logits else None for site in sites]
     wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
-    wanted |= {name for site in sites if site.supported for name in (site.probs, site.logits)}
+    wanted |= {name for site in sites if site.supported for name in (site.probs, site.logits) if name}
     arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
     return tuple(_factors(site, logits, arrays) for site, logits in zip(sites, read, strict=True))
 
@@ -101,7 +101,7 @@ def _tensors(logits: Logits) -> Iterator[ir.Value]:
 
 def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> SiteFactors:
     if logits is None:
-        return SiteFactors(site, reason=site.reason)
+        return SiteFactors(site, reason=site.reason) if site.reason else _refused(site, "its map is no softmax")
     reason = logits.reason or _reason(logits, arrays)
     product = logits.product
     if product is None or reason is not None:

@@ -36,7 +36,7 @@ class AttentionSite:
         layer: position among the graph's attention sites, from 0.
         name: name of the softmax (or fused operator) node, made unique.
         op_type: ``"Softmax"``, ``"Div"`` for one written out, or the fused operator.
-        logits: name of what the softmax reads; empty where ``supported`` is False.
+        logits: name of what the softmax reads; empty where ``supported`` is False, or the map is no softmax of it.
         probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
         values: name of V's tensor, as the product consumes it; empty likewise.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
@@ -141,8 +141,8 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
 
 
 def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
-    """The sites, without those whose maps are not of single samples."""
-    maps = {site.probs: (site.layout, site.num_heads or 1) for site in sites if site.supported}
+    """The sites, without those whose maps are not of single samples, or no distributions."""
+    maps = {site.probs: (site.layout, site.num_heads or 1, site.row_sums) for site in sites if site.supported}
     found = probe_samples(model, maps) if maps else {}
     judged = []
     for site in sites:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.attention import check_probs
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.measure import Layout
 from shd_ref.teacher.graph.shapes import Probe, probe_feeds
@@ -158,6 +159,20 @@ class Trial:
             return Finding(note=SHARED_SCALES if self._allowed.same_samples else None)
         return Finding(self._why_different(first, maps_of))
 
+    def why_no_distribution(self, name: str, row_sums: str) -> str | None:
+        """Why rows of a map are not what ``row_sums`` says; None where they are."""
+        maps = self._first[name]
+        if maps.dtype.kind != "f":  # NumPy has no bfloat16
+            return None
+        try:
+            check_probs(np.nan_to_num(maps), "its map", ndim=None, row_sums=row_sums)
+        except ShdError as error:
+            return (
+                f"its map is changed behind the softmax, as by a gate or a scale ({error}): choose other layers "
+                "(--sites), or a teacher that uses its maps as they are"
+            )
+        return None
+
     def _why_as_many(self, first: Maps, second: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
         """Why there is not one map a sample."""
         if self._runs_between_samples(first, maps_of):
@@ -219,12 +234,12 @@ class Trial:
         }
 
 
-def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int]]) -> dict[str, Finding]:
-    """Whether maps are those of single samples, by one session on tiny inputs.
+def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
+    """Whether maps are those of single samples, and distributions, by one session on tiny inputs.
 
     Args:
         model: the teacher.
-        maps: layout and number of heads of every map, by its name.
+        maps: layout, number of heads and ``row_sums`` of every map, by its name.
 
     Returns:
         What was found, by name.
@@ -232,7 +247,10 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
     try:
         probe = Probe(model, sorted(maps))
         trial = _open_trial(probe, Allowed.of(model))
-        found = {name: trial.judge(name, *kind) for name, kind in maps.items()}
+        found = {name: trial.judge(name, *kind[:2]) for name, kind in maps.items()}
+        for name, (_, _, row_sums) in maps.items():
+            reason = found[name].reason or trial.why_no_distribution(name, row_sums)
+            found[name] = found[name] if reason is None else Finding(reason)
         if probe.is_frozen_inside():
             frozen = Finding(note=_FROZEN.format(length=probe.frozen_length))
             found = {name: frozen if finding == Finding() else finding for name, finding in found.items()}

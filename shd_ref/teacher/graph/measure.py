@@ -177,6 +177,8 @@ def _apply(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[ND
     if node.op_type == "Gather":
         places = constant_of(node.inputs[1])
         return None if places is None else [array.take(places, axis=axis)]
+    if node.op_type == "GatherND":
+        return _gather(node, array)
     if node.op_type == "Slice":
         return _slice(node, array)
     if node.op_type == "Split":
@@ -194,6 +196,14 @@ def _apply(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[ND
     if node.op_type == "Tile":
         return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
     return [array] if node.op_type not in ADDING_OPS | SCALING_OPS or shape == array.shape else None
+
+
+def _gather(node: ir.Node, array: NDArray[Any]) -> list[NDArray[Any]] | None:
+    """Rows at places along the first axes; the exporter's form of ``x[:, [2, 0, 1]]``."""
+    places = constant_of(node.inputs[1])
+    if places is None or int_attribute(node, "batch_dims"):
+        return None
+    return [array[tuple(np.moveaxis(places, -1, 0))]]
 
 
 def _slice(node: ir.Node, array: NDArray[Any]) -> list[NDArray[Any]] | None:

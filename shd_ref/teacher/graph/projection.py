@@ -20,7 +20,7 @@ from shd_ref.teacher.opening.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS
 from shd_ref.teacher.packages import ir
 
 _SIZES: Final = frozenset({"Shape", "Size"})
-_PICKING: Final = frozenset({"Gather", "Slice", "Split"})
+_PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
 
 @dataclass(frozen=True, eq=False)

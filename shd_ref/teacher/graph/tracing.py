@@ -142,6 +142,17 @@ def _cuts_width(node: ir.Node) -> bool:
     return all(axis == -1 or axis == rank - 1 for axis in axes)
 
 
+def is_over_last_axis(softmax: ir.Node) -> bool:
+    """Whether a softmax sums over the last axis, as far as its rank is known."""
+    axis = int_attribute(softmax, "axis")
+    if axis is None:
+        opset = 1 if softmax.graph is None else softmax.graph.opset_imports.get("", 1)
+        axis = -1 if opset >= 13 else 1
+    shape = softmax.outputs[0].shape
+    # Maps have at least three axes, so without a known rank a later axis than 1 is taken for the last.
+    return axis == -1 or (axis >= 2 if shape is None else axis == len(shape) - 1)
+
+
 def before_rounding(value: ir.Value) -> ir.Value:
     """The same numbers before trailing casts and quantisers: the widest float tensor."""
     widest, current = value, value

@@ -13,7 +13,6 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.nodes import (
-    constant_of,
     data_inputs,
     float_attribute,
     int_attribute,
@@ -21,9 +20,12 @@ from shd_ref.teacher.graph.nodes import (
     name_of,
 )
 from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection
+from shd_ref.teacher.graph.quotients import Quotient, read_quotient
+from shd_ref.teacher.graph.remade import find_remade
 from shd_ref.teacher.graph.tracing import (
     before_rounding,
     is_cross,
+    is_over_last_axis,
     is_value_product,
     list_repeats,
     operands,
@@ -34,6 +36,7 @@ from shd_ref.teacher.opening.operators import (
     CONTRIB_DOMAIN,
     FUSED_OPS,
     INTEGER_PRODUCTS,
+    LAYOUT_OPS,
     LOGIT_OPS,
     MAP_CARRIERS,
     OPAQUE_PRODUCTS,
@@ -45,6 +48,8 @@ from shd_ref.teacher.packages import ir
 _AXES: Final = (-4, -3, -2, -1)
 _HEADS: Final = -3
 """Axes of a map (B, H, L, S), from the end."""
+_SCORE_CARRIERS: Final = LOGIT_OPS | {"Abs", "Exp", "Pow", "Relu", "Sigmoid", "Softmax", "Softplus"}
+"""Between ``Q K^T`` and what is divided by its sum."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,20 @@ class Walk:
 
 def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
     """All walks of a graph, in the order of its nodes."""
-    opset = graph.opset_imports.get("", 1)
+    walks: dict[ir.Node, list[Walk]] = {}
+    met: set[ir.Node] = set()  # products of a map and values
     for node in graph:
-        yield from _walk_from(node, opset)
-        for inner in _nodes_inside(node):
-            for walk in _walk_from(inner, opset):
-                yield Walk(walk.node, _inside_reason(node, graph))
+        walks[node] = list(_walk_from(node, met))
+        walks[node] += [
+            Walk(walk.node, _inside_reason(node, graph))
+            for inner in _nodes_inside(node)
+            for walk in _walk_from(inner, met)
+        ]
+    walked = {node for node, found in walks.items() if found}
+    for node, reason in find_remade(graph, walked, met):
+        walks[node].append(Walk(node, reason))
+    for node in graph:
+        yield from walks[node]
 
 
 def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
@@ -104,8 +117,8 @@ def _nodes_inside(node: ir.Node) -> Iterator[ir.Node]:
                 yield from body.all_nodes()
 
 
-def _walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
-    """The walk that starts at this node, if any does."""
+def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
+    """The walk that starts at this node, if any does; products of a map and values are added to those met."""
     if node.op_type in FUSED_OPS and node.domain in (*STANDARD_DOMAINS, CONTRIB_DOMAIN):
         yield Walk(
             node,
@@ -113,17 +126,37 @@ def _walk_from(node: ir.Node, opset: int) -> Iterator[Walk]:
             "re-export with attention fusion off (eager attention, opset 18, no transformer optimiser)",
         )
     elif node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
-        yield from _walk_softmax(node, node.inputs[0], _over_last_axis(node, opset))
+        yield from _walk_map(_Start(node, node.inputs[0]), met)
     elif node.op_type == "QLinearSoftmax":
         yield _quantised(node, "its softmax gives integers (QLinearSoftmax)")
-    elif node.op_type == "Div" and (logits := _exponent(node)) is not None:
-        yield from _walk_softmax(node, logits, True)
+    elif (quotient := read_quotient(node)) is not None and not quotient.is_of_map():
+        yield from _walk_map(_Start(node, quotient.logits, quotient), met)
 
 
-def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: bool) -> Iterator[Walk]:
+@dataclass(frozen=True)
+class _Start:
+    """What gives a map: a softmax, or numbers over their sum."""
+
+    node: ir.Node
+    logits: ir.Value | None  # None where the map is no softmax
+    quotient: Quotient | None = None
+
+    @property
+    def is_over_last_axis(self) -> bool:
+        return self.quotient is not None or is_over_last_axis(self.node)
+
+    @property
+    def made_of(self) -> ir.Value | None:
+        """What leads back to queries and keys."""
+        return self.node.inputs[0] if self.quotient is None else self.quotient.numbers
+
+
+def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
+    softmax = start.node
     meetings = _meet_values(softmax.outputs[0])
-    if not meetings:
-        return
+    if not meetings or (meetings[0].trail.quotient is not None and not start.is_over_last_axis):
+        return  # of the latter the quotient is told
+    all_met.update(each.product for each in meetings)
     met = meetings[0]
     product = met.product
     if product.op_type in INTEGER_PRODUCTS:
@@ -132,7 +165,7 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
     if product.op_type in OPAQUE_PRODUCTS:
         yield _refused(softmax, f"map and values meet in {product.op_type}")
         return
-    if not over_last_axis:
+    if not start.is_over_last_axis:
         yield _refused(softmax, "its softmax is not over the last axis")
         return
     if met.trail.is_mixed and (met.trail.mixing is None or met.trail.axes != _AXES):
@@ -162,20 +195,35 @@ def _walk_softmax(softmax: ir.Node, logits: ir.Value | None, over_last_axis: boo
     probs, values = before_rounding(raw_map), before_rounding(raw_values)
     projection = follow_to_projection(product.outputs[0])
     common: dict[str, Any] = {"node": softmax, "probs": probs, "values": values, "context": product.outputs[0]}
+    scores = trace_back(start.made_of, _SCORE_CARRIERS, is_value_product)
+    if scores is None and _is_product(values):
+        yield Walk(
+            reason="it is linear attention: keys and values are multiplied first, so what its softmax gives is a "
+            "feature of a query and no attention to keys: choose other layers (--sites), or another teacher",
+            **common,
+        )
+        return
     if projection.reason is not None:
         yield Walk(reason=projection.reason, **common)
         return
-    scores = trace_back(logits, LOGIT_OPS, is_value_product)
+    quotients = [each for each in (start.quotient, met.trail.quotient) if each is not None]
+    cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, _is_slice) is not None
     yield Walk(
-        logits=logits,
+        logits=start.logits if met.trail.quotient is None else None,
         projection=projection,
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else is_cross(scores),
-        sinks=trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, _is_slice) is not None,
+        sinks=cut or (bool(quotients) and not quotients[-1].sums_to_one),
         repeats=list_repeats(values),
         mixing=met.trail.mixing,
         **common,
     )
+
+
+def _is_product(values: ir.Value) -> bool:
+    """Whether a tensor is a product of computed ones, but for moves."""
+    node = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
+    return node is not None and is_value_product(node)
 
 
 def _quantised(softmax: ir.Node, why: str) -> Walk:
@@ -186,29 +234,6 @@ def _refused(softmax: ir.Node, why: str) -> Walk:
     return Walk(
         softmax, f"{why}: re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
     )
-
-
-def _over_last_axis(softmax: ir.Node, opset: int) -> bool:
-    axis = int_attribute(softmax, "axis")
-    axis = (-1 if opset >= 13 else 1) if axis is None else axis
-    shape = softmax.outputs[0].shape
-    # Maps have at least three axes, so without a known rank a later axis than 1 is taken for the last.
-    return axis == -1 or (axis >= 2 if shape is None else axis == len(shape) - 1)
-
-
-def _exponent(quotient: ir.Node) -> ir.Value | None:
-    """The logits of a softmax written out: ``Exp(logits) / ReduceSum(Exp(logits))`` over the last axis."""
-    powers, total = (None if value is None else value.producer() for value in quotient.inputs)
-    if powers is None or total is None or (powers.op_type, total.op_type) != ("Exp", "ReduceSum"):
-        return None
-    axes = list(total.attributes["axes"].as_ints()) if "axes" in total.attributes else None
-    if axes is None and len(total.inputs) > 1:
-        constant = constant_of(total.inputs[1])
-        axes = None if constant is None else constant.ravel().tolist()
-    shape = powers.outputs[0].shape
-    last = (-1,) if shape is None else (-1, len(shape) - 1)
-    over_last = axes is not None and len(axes) == 1 and axes[0] in last and int_attribute(total, "keepdims") != 0
-    return powers.inputs[0] if over_last and total.inputs[0] is powers.outputs[0] else None
 
 
 def _is_slice(node: ir.Node) -> bool:
@@ -225,6 +250,7 @@ class _Trail:
         axes: which of the map's axes each of its last four is; both from the end.
         is_mixed: whether it was multiplied by a constant over another axis than the keys'.
         mixing: that constant where the axis is the heads', and nothing but moves came after it.
+        quotient: by which it was last scaled to one again, if it was.
     """
 
     value: ir.Value
@@ -232,6 +258,7 @@ class _Trail:
     axes: tuple[int, ...] = _AXES
     is_mixed: bool = False
     mixing: NDArray[Any] | None = None
+    quotient: Quotient | None = None
 
 
 @dataclass(frozen=True)
@@ -275,6 +302,9 @@ def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
             return None
         turned = tuple(trail.axes[place - len(order)] for place in order)
         return replace(trail, value=output, axes=trail.axes[: -len(order)] + turned)
+    quotient = None if trail.is_mixed or not in_order else read_quotient(node)
+    if quotient is not None and quotient.numbers is trail.value and node.inputs[place] is trail.value:
+        return replace(trail, value=output, source=output, quotient=quotient)
     if node.op_type in MAP_CARRIERS and place in _data_places(node):
         if node.op_type == "Reshape" and trail.axes[-1] != -1:
             return None

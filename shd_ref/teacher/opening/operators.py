@@ -18,6 +18,7 @@ MAP_CARRIERS: Final = frozenset(
         "QuantizeLinear",
         "Reshape",
         "Slice",
+        "Trilu",
         "Where",
     }
 )

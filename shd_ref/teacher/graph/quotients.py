@@ -1,0 +1,168 @@
+"""Maps written out as numbers over their sum: a softmax without its operator, or a map that is scaled to one again.
+
+``exp(z) / sum(exp(z))`` is a softmax; with a 1 in the denominator a part of each row goes to no key, as with
+attention sinks. A map that was masked behind its softmax is divided by what is left of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from shd_ref.teacher.graph.nodes import constant_of
+from shd_ref.teacher.graph.tracing import is_over_last_axis, trace_back
+from shd_ref.teacher.opening.operators import MAP_CARRIERS
+from shd_ref.teacher.packages import ir
+
+_SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_CONDITIONS: Final = frozenset(
+    {"And", "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Not", "Or"}
+)
+_POSITIVE: Final = _CONDITIONS | {"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt"}
+_OF_FIRST: Final = _SHAPING | {"Gather", "GatherND", "Slice", "Split", "Transpose", "Trilu"}
+_OF_ALL: Final = frozenset({"Add", "AveragePool", "Concat", "Div", "MaxPool", "Min", "Mul"})
+"""Operators that give numbers of at least zero, in all cases or where their first input or all of them do."""
+
+_NEGLIGIBLE: Final = 1e-6
+"""Beside a sum of about one: it keeps the quotient finite and takes nothing from a row."""
+_DEEPEST: Final = 8
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """Numbers of at least zero over their sum along the last axis.
+
+    Attributes:
+        numbers: the numerator.
+        sums_to_one: whether rows do; they have less where something is added to the sum.
+    """
+
+    numbers: ir.Value
+    sums_to_one: bool
+
+    @property
+    def logits(self) -> ir.Value | None:
+        """The input of the softmax that this is; None where it is none."""
+        node = _before_casts(self.numbers).producer()
+        return node.inputs[0] if node is not None and node.op_type == "Exp" and self.sums_to_one else None
+
+    def is_of_map(self) -> bool:
+        """Whether the numbers are a map that a softmax or another quotient gave."""
+        return trace_back(self.numbers, MAP_CARRIERS, _gives_map) is not None
+
+
+def read_quotient(node: ir.Node) -> Quotient | None:
+    """An operator as a quotient; None where it does something else, or where numbers may be negative."""
+    for numbers, total in _operands(node):
+        sums_to_one = _read_sum(total, _before_casts(numbers))
+        if sums_to_one is not None and _is_positive(numbers):
+            return Quotient(numbers, sums_to_one)
+    return None
+
+
+def _gives_map(node: ir.Node) -> bool:
+    return (node.op_type == "Softmax" and is_over_last_axis(node)) or read_quotient(node) is not None
+
+
+def _operands(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Numerator and denominator, also of a product with a reciprocal."""
+    inputs = [value for value in node.inputs if value is not None]
+    if node.op_type == "Div" and len(inputs) == 2:
+        yield inputs[0], inputs[1]
+    elif node.op_type == "Mul" and len(inputs) == 2:
+        for numbers, other in (inputs, inputs[::-1]):
+            inverse = other.producer()
+            if inverse is not None and inverse.op_type == "Reciprocal" and inverse.inputs[0] is not None:
+                yield numbers, inverse.inputs[0]
+
+
+def _before_casts(value: ir.Value) -> ir.Value:
+    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity"):
+        source = node.inputs[0]
+        if source is None:
+            break
+        value = source
+    return value
+
+
+def _read_sum(value: ir.Value, numbers: ir.Value, depth: int = 0) -> bool | None:
+    """Whether a tensor is the sum of the numbers over their last axis, and nothing else; None for no such sum."""
+    node = value.producer()
+    if node is None or depth > _DEEPEST:
+        return None
+    if node.op_type in ("ReduceL1", "ReduceSum"):
+        source = node.inputs[0]
+        is_sum = source is not None and _before_casts(source) is numbers and _is_over_last_axis(node)
+        return True if is_sum else None
+    if node.op_type not in (*_SHAPING, "Add", "Clip", "Max", "Where"):
+        return None
+    inputs = list(node.inputs[1:] if node.op_type == "Where" else node.inputs)
+    inputs = inputs[:1] if node.op_type in _SHAPING else inputs
+    read = [None if each is None else _read_sum(each, numbers, depth + 1) for each in inputs]
+    others = [each for each, found in zip(inputs, read, strict=True) if found is None and each is not None]
+    sums = [found for found in read if found is not None]
+    is_bounded = node.op_type == "Clip" and len(inputs) > 2 and inputs[2] is not None
+    if len(sums) != 1 or is_bounded or (node.op_type == "Add" and not all(map(_is_positive, others))):
+        return None
+    constants = [constant_of(each) for each in others]
+    if node.op_type == "Where":  # another denominator for rows without any
+        return sums[0] if all(each is not None and (each > 0).all() for each in constants) else None
+    return sums[0] and all(each is not None and (np.abs(each) <= _NEGLIGIBLE).all() for each in constants)
+
+
+def _is_over_last_axis(total: ir.Node) -> bool:
+    axes = list(total.attributes["axes"].as_ints()) if "axes" in total.attributes else None
+    if axes is None and len(total.inputs) > 1:
+        constant = constant_of(total.inputs[1])
+        axes = None if constant is None else constant.ravel().tolist()
+    source = total.inputs[0]
+    last = (-1,) if source is None or source.shape is None else (-1, len(source.shape) - 1)
+    return axes is not None and len(axes) == 1 and axes[0] in last
+
+
+def _is_positive(value: ir.Value) -> bool:
+    """Whether numbers are at least zero for sure, but for inputs of the graph, which are taken for masks."""
+    waiting, seen = [value], {value}
+    while waiting:
+        current = waiting.pop()
+        node, constant = current.producer(), constant_of(current)
+        if constant is not None:
+            if not (constant >= 0).all():
+                return False
+            continue
+        if node is None or current.dtype == ir.DataType.BOOL or node.op_type in _POSITIVE or _is_filled(node):
+            continue
+        if _is_square(node) or _has_floor(node):
+            continue
+        if node.op_type not in (*_OF_FIRST, *_OF_ALL, "Where"):
+            return False
+        sources = {"Where": node.inputs[1:]}.get(node.op_type, node.inputs[:1])
+        sources = node.inputs if node.op_type in _OF_ALL else sources
+        waiting += [each for each in sources if each is not None and each not in seen]
+        seen.update(each for each in sources if each is not None)
+    return True
+
+
+def _is_filled(node: ir.Node) -> bool:
+    """Whether it fills a tensor with one number of at least zero."""
+    if node.op_type != "ConstantOfShape":
+        return False
+    return "value" not in node.attributes or bool((node.attributes["value"].as_tensor().numpy() >= 0).all())
+
+
+def _is_square(node: ir.Node) -> bool:
+    if node.op_type == "Pow":
+        exponent = constant_of(node.inputs[1])
+        return exponent is not None and bool((exponent % 2 == 0).all())
+    return node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
+
+
+def _has_floor(node: ir.Node) -> bool:
+    """Whether numbers are cut off at zero or above."""
+    if node.op_type not in ("Clip", "Max"):
+        return False
+    floors = [constant_of(each) for each in (node.inputs[1:2] if node.op_type == "Clip" else node.inputs)]
+    return any(floor is not None and bool((floor >= 0).all()) for floor in floors)
