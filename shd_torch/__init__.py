@@ -23,6 +23,16 @@ from shd_torch.capture.capture import (
 from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.export import ExportReport, export_teacher, load_hf_model
+from shd_torch.kd import (
+    SampledTargets,
+    TopkTargets,
+    hidden_loss,
+    kd_loss,
+    kd_targets_sampled,
+    kd_targets_topk,
+    linear_kd_loss,
+    mean_logits,
+)
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.maps.alpha import solve_alpha
 from shd_torch.maps.attention import soften, softmax, value_outputs
@@ -61,11 +71,13 @@ __all__ = [
     "MergePlan",
     "OnlineSupervision",
     "OnlineTeacher",
+    "SampledTargets",
     "ShdError",
     "SqueezeResult",
     "SupervisedDataset",
     "SupervisedStream",
     "Supervision",
+    "TopkTargets",
     "align_tokens",
     "attention_kl",
     "batch_share",
@@ -76,10 +88,16 @@ __all__ = [
     "export_teacher",
     "gram_tensor",
     "gram_tensor_from_qk",
+    "hidden_loss",
     "intersect_support",
+    "kd_loss",
+    "kd_targets_sampled",
+    "kd_targets_topk",
     "layer_kls",
     "layer_map",
+    "linear_kd_loss",
     "load_hf_model",
+    "mean_logits",
     "merge_gram",
     "merge_plan",
     "mix_heads",

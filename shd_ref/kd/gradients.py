@@ -60,7 +60,7 @@ def _row_gradient(rows: KdRows) -> Array:
     if rows.log_p is None:
         assert rows.ids is not None
         assert rows.weights is not None
-        whole = rows.weights.sum(axis=-1, keepdims=True) * np.exp(rows.log_q)
+        whole: Array = rows.weights.sum(axis=-1, keepdims=True) * np.exp(rows.log_q)
         np.subtract.at(whole, (np.arange(len(whole))[:, None], rows.ids), rows.weights)
         return whole
     if rows.divergence in ("kl", "cross_entropy"):
@@ -77,8 +77,8 @@ def _spread(rows: KdRows, by_class: Array) -> Array:
     """From classes to the vocabulary: the tail's share goes to each of its classes as the student has it."""
     assert rows.ids is not None
     k = rows.ids.shape[-1]
-    whole: Array = np.zeros_like(rows.log_q)
+    spread = np.zeros_like(rows.log_q)
     if by_class.shape[-1] > k:
-        whole = np.exp(rows.log_q - rows.log_tail[:, None]) * by_class[:, k:]
-    np.put_along_axis(whole, rows.ids, by_class[:, :k], -1)
-    return whole
+        spread = np.exp(rows.log_q - rows.log_tail[:, None]) * by_class[:, k:]
+    np.put_along_axis(spread, rows.ids, by_class[:, :k], -1)
+    return spread

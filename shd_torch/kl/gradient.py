@@ -75,15 +75,15 @@ def _(gradient: Tensor, roots: list[Tensor]) -> Tensor:
 def _refuse_second(ctx: Any, upstream: Tensor) -> tuple[None, ...]:
     raise ShdError(
         "argument-value",
-        "attention_kl must be differentiated once, in reverse mode; got a derivative of its gradient (a gradient "
-        f"penalty, a Hessian): {_REMEDY}",
+        "attention_kl must be differentiated once, in reverse mode, as must kd_loss and linear_kd_loss; got a "
+        f"derivative of the gradient (a gradient penalty, a Hessian): {_REMEDY}",
     )
 
 
 differentiated_once.register_autograd(_refuse_second)
 
 
-def refuse_transforms(*tensors: Tensor | None) -> None:
+def refuse_transforms(*tensors: Tensor | None, name: str = "attention_kl", remedy: str = _REMEDY) -> None:
     """Derivatives other than reverse mode's first are not computed, and must not be taken for 0.
 
     Raises:
@@ -97,8 +97,7 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
         return
     raise ShdError(
         "argument-value",
-        f"attention_kl must be differentiated in reverse mode, by backward or torch.autograd.grad; got {got}: "
-        f"{_REMEDY}",
+        f"{name} must be differentiated in reverse mode, by backward or torch.autograd.grad; got {got}: {remedy}",
     )
 
 

@@ -1,0 +1,28 @@
+"""Distillation of logits and hidden states (``specs/kd.md``), without a wide copy of the logits.
+
+Names, arguments and errors are those of ``shd_ref.kd``; the computation is written apart from it and goes over
+rows in chunks. Liger has fused losses of this kind for a live teacher's hidden states and, for given targets, of
+whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that takes a tail or draws, so
+that none of it is used here.
+"""
+
+from shd_torch.kd.hidden import hidden_loss
+from shd_torch.kd.loss import kd_loss, linear_kd_loss
+from shd_torch.kd.targets import (
+    SampledTargets,
+    TopkTargets,
+    kd_targets_sampled,
+    kd_targets_topk,
+    mean_logits,
+)
+
+__all__ = [
+    "SampledTargets",
+    "TopkTargets",
+    "hidden_loss",
+    "kd_loss",
+    "kd_targets_sampled",
+    "kd_targets_topk",
+    "linear_kd_loss",
+    "mean_logits",
+]

@@ -1,0 +1,24 @@
+"""Rows in chunks: how many at once, so that no copy of all logits is made in a wide dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shd_ref.errors import ShdError
+
+_ENTRIES = {"cpu": 1 << 22}
+_ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for a GPU
+
+
+def row_chunks(rows: int, width: int, device: torch.device, chunk_rows: int | None) -> Iterator[slice]:
+    """Slices over rows, each of at most ``chunk_rows`` rows, or of what a device is given at once."""
+    size = chunk_rows or max(_ENTRIES.get(device.type, _ENTRIES_OF_A_DEVICE) // max(width, 1), 1)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def check_chunk_rows(chunk_rows: int | None) -> None:
+    """None, or an integer of at least 1."""
+    if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1):
+        raise ShdError("argument-value", f"chunk_rows must be an integer of at least 1, or None; got {chunk_rows!r}")

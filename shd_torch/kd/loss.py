@@ -1,0 +1,216 @@
+"""The loss on logits, and the one fused with the head that makes them (KD-1 to KD-25), a chunk of rows at a time.
+
+No copy of all logits is made in a wide dtype. ``kd_loss`` computes its gradient when it is asked for, into a tensor
+of the logits' own dtype; ``linear_kd_loss`` never holds the logits: it finds value and gradients in one pass, and
+keeps those of its arguments alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_real, compute_dtype
+from shd_torch.kd.chunks import row_chunks
+from shd_torch.kd.rows import KdKeywords, KdRows, Targets, kd_rows
+from shd_torch.kd.targets import check_logits, cut
+from shd_torch.kl.gradient import differentiated_once, refuse_transforms
+from shd_torch.precision import without_autocast
+
+_REMEDY = "torch.nn.functional.kl_div on whole rows has derivatives of every order and mode"
+
+
+@without_autocast
+def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywords]) -> Tensor:
+    """A divergence between a teacher's rows and ``softmax(student_logits / T)``, times ``T^2`` (KD-1 to KD-24).
+
+    Args:
+        targets: the teacher's logits ``(..., V)``, ``TopkTargets`` or ``SampledTargets`` (or their fields by
+            name), on any device.
+        student_logits: z ``(..., V)``, of the same rows: no position is shifted.
+        **keywords:
+            divergence: ``"kl"`` (teacher first), ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"``.
+            mixing: the m of ``jsd``, as the beta of GKD; default 0.5.
+            temperature: T > 0; default that of the record, 1 for logits. Another than the record's is an error.
+            t_squared: multiply by T^2, the default, or not.
+            loss_mask: boolean, the shape of the rows, True = counts.
+            reduction: ``"mean"`` over counted rows, ``"sum"``, or ``"batch_mean"``, the sum divided by B.
+            vocab_size: read the first so many classes of either side; the others are padding.
+            check: look at the values, which makes the host wait for the device; default True.
+            chunk_rows: rows that are widened at once; default by the device.
+
+    Returns:
+        The loss ``()`` in nats, float64 if the logits are, else float32; 0 where no row counts. It is differentiated
+        once, in reverse mode; none of its gradient reaches the targets.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``,
+            ``support-mismatch`` (KD-20).
+    """
+    cut_to, check = keywords.pop("vocab_size", None), keywords.get("check", True)
+    refuse_transforms(student_logits, name="kd_loss", remedy=_REMEDY)
+    check_logits(student_logits, "student_logits", check=check)
+    student = cut(student_logits, cut_to, "student_logits")
+    rows = kd_rows(
+        targets,
+        tuple(student.shape[:-1]),
+        student.shape[-1],
+        compute_dtype(student),
+        student.device,
+        cut_to=cut_to,
+        **keywords,  # type: ignore[misc]  # vocab_size was taken out
+    )
+    loss: Tensor = _LossOnLogits.apply(student.flatten(0, -2), rows)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def linear_kd_loss(
+    targets: Targets,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **keywords: Unpack[KdKeywords],
+) -> Tensor:
+    """``kd_loss`` on the logits ``hidden @ weight^T + bias``, which are never made as a whole (KD-25).
+
+    Products are in the dtype of ``hidden`` and ``weight``, or what autocast makes of them; logits are widened before
+    the softmax, and gradients are summed over chunks in float32 or wider.
+
+    Args:
+        targets: as in ``kd_loss``.
+        hidden: ``(..., D)``, what the student's head reads.
+        weight: of the head ``(V, D)``.
+        bias: ``(V,)`` or None.
+        **keywords: those of ``kd_loss``.
+
+    Returns:
+        The loss, as ``kd_loss``.
+
+    Raises:
+        ShdError: as ``kd_loss``.
+    """
+    cut_to, check = keywords.pop("vocab_size", None), keywords.get("check", True)
+    refuse_transforms(hidden, weight, bias, name="linear_kd_loss", remedy=_REMEDY)
+    for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if value is not None:
+            check_real(value, name, check=check, ndim={"weight": 2}.get(name))
+    biased = bias is None or tuple(bias.shape) == tuple(weight.shape[:1])
+    if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1] or not biased:
+        raise ShdError(
+            "argument-shape",
+            "hidden must be (..., D), weight (V, D) and bias (V,) or None; got "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}",
+            "KD-25",
+        )
+    if cut_to is not None:
+        weight = cut(weight.mT, cut_to, "weight").mT
+        bias = None if bias is None else bias[:cut_to]
+    product = _product_dtype(hidden, weight)
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = kd_rows(
+            targets,
+            tuple(hidden.shape[:-1]),
+            weight.shape[0],
+            compute_dtype(hidden, weight),
+            hidden.device,
+            cut_to=cut_to,
+            **keywords,  # type: ignore[misc]
+        )
+        loss: Tensor = _LossOfHead.apply(hidden.flatten(0, -2), weight, bias, rows, product)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LossOnLogits(torch.autograd.Function):
+    """The loss of rows ``(R, V)``; its backward pass goes over the chunks again, and so holds nothing in between."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, rows: KdRows) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.rows = rows
+        total = torch.zeros((), dtype=rows.factor.dtype, device=z.device)
+        for part in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
+            at = rows.rows_of(part)
+            total += rows.terms(z[at].to(total.dtype, copy=True), at, wants_gradient=False)[0].sum()
+        return total.mul_(rows.factor)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        (z,), rows = ctx.saved_tensors, ctx.rows
+        factor = upstream.detach() * rows.factor / rows.temperature
+        dz = torch.zeros_like(z) if rows.index is not None else torch.empty_like(z)
+        for part in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
+            at = rows.rows_of(part)
+            slope = rows.terms(z.detach()[at].to(factor.dtype, copy=True), at, wants_gradient=True)[1]
+            dz[at] = slope.mul_(factor).to(z.dtype)
+        return _once(dz, upstream, z), None
+
+
+class _LossOfHead(torch.autograd.Function):
+    """The loss of hidden states ``(R, D)`` and a head; value and gradients come from one pass over chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: KdRows, product: torch.dtype
+    ) -> Tensor:
+        wide, wants = rows.factor.dtype, ctx.needs_input_grad
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        dhidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if wants[0] else None
+        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants[1] else None
+        dbias = (
+            torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if bias is not None and wants[2] else None
+        )
+        head = weight.to(product)
+        for part in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device, rows.chunk_rows):
+            at = rows.rows_of(part)
+            read = hidden[at].to(product)
+            logits = (read @ head.mT).to(wide)
+            if bias is not None:
+                logits += bias.to(wide)
+            values, slope = rows.terms(logits, at, wants_gradient=any(wants[:3]))
+            total += values.sum()
+            if slope is None:
+                continue
+            narrow = slope.to(product)
+            if dhidden is not None:
+                dhidden[at] = (narrow @ head).to(wide)
+            if dweight is not None:
+                dweight += narrow.mT @ read
+            if dbias is not None:
+                dbias += slope.sum(0)
+        # Slopes are of order one: in half precision the factor comes after the products, so that nothing underflows.
+        for gradient in (dhidden, dweight, dbias):
+            if gradient is not None:
+                gradient.mul_(rows.factor / rows.temperature)
+        ctx.save_for_backward(hidden, weight, bias, dhidden, dweight, dbias)
+        return total.mul_(rows.factor)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        arguments, gradients = saved[:3], saved[3:]
+        roots = [argument for argument in arguments if argument is not None]
+        scaled = [
+            None if gradient is None else _once((upstream.detach() * gradient).to(argument.dtype), upstream, *roots)
+            for argument, gradient in zip(arguments, gradients, strict=True)
+        ]
+        return *scaled, None, None
+
+
+def _once(gradient: Tensor, *roots: Tensor) -> Tensor:
+    """A gradient whose own derivative is refused, not zero."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():  # with create_graph=True, or it might be
+        once: Tensor = differentiated_once(gradient, list(roots))
+        return once
+    return gradient
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What the head's products are made in: autocast's dtype where it is on, as for any linear layer."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind) if torch.float64 not in (hidden.dtype, weight.dtype) else torch.float64
+    both = torch.promote_types(hidden.dtype, weight.dtype)
+    return both if both.is_floating_point else torch.float32

@@ -1,0 +1,380 @@
+"""The rows of the loss on logits: every check of its arguments, and what one chunk of rows gives (KD-16 to KD-23)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import row_sum_tolerance
+from shd_torch.checks import check_mask, check_option, check_real, check_temperature
+from shd_torch.kd.chunks import check_chunk_rows
+from shd_torch.kd.targets import (
+    SampledTargets,
+    TopkTargets,
+    check_integer,
+    check_logits,
+    cut_teacher,
+)
+
+Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | Mapping[str, Any]
+Record: TypeAlias = TopkTargets | SampledTargets
+
+DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "jsd", "cross_entropy")
+REDUCTIONS: tuple[str, ...] = ("mean", "sum", "batch_mean")
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32})
+
+
+class KdKeywords(TypedDict, total=False):
+    """The keywords of ``kd_loss``, which ``linear_kd_loss`` shares."""
+
+    divergence: str
+    mixing: float
+    temperature: float | None
+    t_squared: bool
+    loss_mask: Tensor | None
+    reduction: str
+    vocab_size: int | None
+    check: bool
+    chunk_rows: int | None
+
+
+@dataclass(frozen=True)
+class KdRows:
+    """What the loss is made of, rows flattened.
+
+    Attributes:
+        divergence: ``kl``, ``reverse_kl``, ``jsd`` or ``cross_entropy``, ends of ``jsd`` resolved (KD-18).
+        mixing: the m of ``jsd``.
+        temperature: T.
+        factor: ``()``, of the sum over counted rows of their divergences, ``T^2`` included.
+        counted: ``(R,)`` boolean, None where all rows count.
+        index: of the rows that count; None where all rows are read, and ``counted`` is applied.
+        vocab_size: V, after the cut.
+        logits: ``(R, V)`` of the teacher, or None.
+        ids: ``(R, slots)``, or None.
+        log_probs, log_tail: of top-k targets.
+        weights, entropy: of sampled targets.
+        chunk_rows: as given.
+    """
+
+    divergence: str
+    mixing: float
+    temperature: float
+    factor: Tensor
+    counted: Tensor | None
+    index: Tensor | None
+    vocab_size: int
+    logits: Tensor | None
+    ids: Tensor | None
+    log_probs: Tensor | None
+    log_tail: Tensor | None
+    weights: Tensor | None
+    entropy: Tensor | None
+    chunk_rows: int | None
+
+    def rows_of(self, part: slice) -> slice | Tensor:
+        """The rows of a chunk: a slice of all, or of the index of those that count."""
+        return part if self.index is None else self.index[part]
+
+    def count(self, rows: int) -> int:
+        """How many rows are read, of so many."""
+        return rows if self.index is None else len(self.index)
+
+    def terms(self, z: Tensor, at: slice | Tensor, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """A chunk's divergences ``(r,)``, and their gradient with respect to ``z / T`` ``(r, V)``.
+
+        Args:
+            z: the student's logits of these rows ``(r, V)`` in a wide dtype; overwritten.
+            at: the rows, as ``rows_of`` gives them.
+            wants_gradient: whether the second is asked for.
+        """
+        log_q = _log_softmax_(z, self.temperature)
+        if self.weights is not None:
+            values, gradient = self._sampled(log_q, at, wants_gradient)
+        elif self.ids is not None:
+            values, gradient = self._topk(log_q, at, wants_gradient)
+        else:
+            assert self.logits is not None
+            log_p = _log_softmax_(self.logits[at].to(log_q.dtype, copy=True), self.temperature)
+            values, gradient = self._classes(log_p, log_q, wants_gradient)
+        if self.index is None and self.counted is not None:
+            uncounted = ~self.counted[at]
+            values = values.masked_fill(uncounted, 0.0)
+            if gradient is not None:
+                gradient = gradient.masked_fill_(uncounted[:, None], 0.0)
+        return values, gradient
+
+    def _classes(self, log_p: Tensor, log_q: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """The divergence over classes and its slope (KD-17, KD-22); a term with a leading 0 is 0."""
+        p, q = log_p.exp(), log_q.exp()
+        m = self.mixing
+        if self.divergence in ("kl", "cross_entropy"):
+            values = -_times_log(p, log_q).sum(-1)
+            if self.divergence == "kl":
+                values = (_times_log(p, log_p) - _times_log(p, log_q)).sum(-1)
+            return values, q.mul_(p.sum(-1, keepdim=True)).sub_(p) if wants_gradient else None
+        if self.divergence == "reverse_kl":
+            slope = log_q - log_p
+            values = _times_log(q, slope).sum(-1)
+        else:
+            log_r = torch.logaddexp(log_p + math.log(m), log_q + math.log1p(-m))
+            slope = (log_q - log_r).mul_(1 - m)
+            values = m * _times_log(p, log_p - log_r).sum(-1) + _times_log(q, slope).sum(-1)
+        if not wants_gradient:
+            return values, None
+        slope = slope.masked_fill(q == 0, 0.0)
+        return values, slope.sub_((q * slope).sum(-1, keepdim=True)).mul_(q)
+
+    def _topk(self, log_q: Tensor, at: slice | Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        assert self.ids is not None
+        assert self.log_probs is not None
+        assert self.log_tail is not None
+        ids = self.ids[at].long()
+        own = log_q.gather(-1, ids)
+        if ids.shape[-1] == self.vocab_size:
+            values, slope = self._classes(self.log_probs[at].to(own.dtype), own, wants_gradient)
+            return values, None if slope is None else log_q.scatter_(-1, ids, slope)
+        log_q.scatter_(-1, ids, -math.inf)
+        tail = log_q.logsumexp(-1, keepdim=True)  # over the others, never one minus the rest
+        log_p = torch.cat((self.log_probs[at], self.log_tail[at][:, None]), -1).to(own.dtype)
+        values, slope = self._classes(log_p, torch.cat((own, tail), -1), wants_gradient)
+        if slope is None:
+            return values, None
+        spread = log_q.sub_(tail).exp_().mul_(slope[:, -1:])
+        return values, spread.scatter_(-1, ids, slope[:, :-1])
+
+    def _sampled(self, log_q: Tensor, at: slice | Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        assert self.ids is not None
+        assert self.weights is not None
+        assert self.entropy is not None
+        ids, weights = self.ids[at].long(), self.weights[at].to(log_q.dtype)
+        values = -(weights * log_q.gather(-1, ids)).sum(-1)
+        if self.divergence == "kl":
+            values = values - self.entropy[at].to(log_q.dtype)
+        if not wants_gradient:
+            return values, None
+        return values, log_q.exp_().mul_(weights.sum(-1, keepdim=True)).scatter_add_(-1, ids, -weights)
+
+
+def kd_rows(
+    targets: Targets,
+    rows: tuple[int, ...],
+    num_classes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    divergence: str = "kl",
+    mixing: float = 0.5,
+    temperature: float | None = None,
+    t_squared: bool = True,
+    loss_mask: Tensor | None = None,
+    reduction: str = "mean",
+    cut_to: int | None = None,
+    check: bool = True,
+    chunk_rows: int | None = None,
+) -> KdRows:
+    """Every check of the loss but those of the student's side, and its rows.
+
+    Args:
+        targets: as in ``kd_loss``.
+        rows: leading axes of the student's logits.
+        num_classes: V of the student's side, after the cut.
+        dtype: what is computed in.
+        device: where.
+        cut_to: the ``vocab_size`` of the caller.
+        divergence, mixing, temperature, t_squared, loss_mask, reduction, check, chunk_rows: as in ``kd_loss``.
+    """
+    check_option("divergence", divergence, DIVERGENCES, "KD-17")
+    check_option("reduction", reduction, REDUCTIONS, "KD-3")
+    check_chunk_rows(chunk_rows)
+    if isinstance(mixing, bool) or not isinstance(mixing, int | float) or not 0 <= mixing <= 1:
+        raise ShdError("argument-value", f"mixing must be a number from 0 to 1; got {mixing!r}", "KD-18")
+    if not isinstance(t_squared, bool):
+        raise ShdError("argument-value", f"t_squared must be True or False; got {t_squared!r}", "KD-5")
+    if loss_mask is not None:
+        check_mask(loss_mask, "loss_mask", rows)
+    record = as_record(targets)
+    if isinstance(record, SampledTargets) and divergence in ("reverse_kl", "jsd"):
+        raise ShdError(
+            "argument-value",
+            f"divergence must be kl or cross_entropy with sampled targets; got {divergence}, of which they give a "
+            "biased estimate: use targets from kd_targets_topk",
+            "KD-19",
+        )
+    if divergence == "jsd" and mixing in (0, 1):
+        divergence = "kl" if mixing == 0 else "reverse_kl"  # the convention of GKD (KD-18)
+    temperature = _resolve_temperature(temperature, record)
+    counted = None if loss_mask is None else loss_mask.reshape(-1).to(device)
+    divisor: Tensor | float = 1.0
+    if reduction == "mean":
+        divisor = float(max(math.prod(rows), 1)) if counted is None else counted.sum().clamp(min=1).to(dtype)
+    elif reduction == "batch_mean":
+        divisor = float(max(rows[0], 1))
+    scale = torch.full((), temperature**2 if t_squared else 1.0, dtype=dtype, device=device)
+    fields: dict[str, Tensor | None] = dict.fromkeys(("logits", "ids", "log_probs", "log_tail", "weights", "entropy"))
+    if record is None:
+        assert isinstance(targets, Tensor)
+        fields["logits"] = _check_teacher(targets, (*rows, num_classes), cut_to, temperature, loss_mask, check)
+    else:
+        _check_ids(record, rows, num_classes, check=check)
+        if isinstance(record, SampledTargets):
+            _check_sampled(record, check=check)
+        else:
+            _check_topk(record, divergence, loss_mask, check=check)
+        fields.update({name: value for name, value in record._asdict().items() if name in fields})
+    return KdRows(
+        divergence=divergence,
+        mixing=float(mixing),
+        temperature=temperature,
+        factor=scale / divisor,
+        counted=counted,
+        # Rows that do not count are not computed, where the host waits for the device in any case.
+        index=counted.nonzero()[:, 0] if counted is not None and check else None,
+        vocab_size=num_classes,
+        chunk_rows=chunk_rows,
+        **{name: _flat(value, len(rows), device) for name, value in fields.items()},
+    )
+
+
+def as_record(targets: Targets) -> Record | None:
+    """A record from its fields, however they are held; None where the targets are logits."""
+    if isinstance(targets, Tensor | TopkTargets | SampledTargets):
+        return None if isinstance(targets, Tensor) else targets
+    read: Callable[[str], Any] = targets.get if isinstance(targets, Mapping) else lambda name: getattr(targets, name)
+    names = set(targets) if isinstance(targets, Mapping) else None
+    for kind in (TopkTargets, SampledTargets):
+        if names == set(kind._fields) if names is not None else all(hasattr(targets, n) for n in kind._fields):
+            return kind(*(read(name) for name in kind._fields))
+    raise ShdError(
+        "argument-value",
+        f"targets must be logits, or have the fields {', '.join(TopkTargets._fields)}, or "
+        f"{', '.join(SampledTargets._fields)}; got {type(targets).__name__}",
+        "KD-8",
+    )
+
+
+def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
+    """In place."""
+    if temperature != 1.0:
+        z.div_(temperature)
+    return z.sub_(z.logsumexp(-1, keepdim=True))
+
+
+def _times_log(factor: Tensor, log: Tensor) -> Tensor:
+    return factor * log.masked_fill(factor == 0, 0.0)
+
+
+def _flat(value: Tensor | None, axes: int, device: torch.device) -> Tensor | None:
+    return None if value is None else value.detach().flatten(0, axes - 1).to(device)
+
+
+def _resolve_temperature(temperature: float | None, record: Record | None) -> float:
+    if record is None:
+        return check_temperature(1.0 if temperature is None else temperature)
+    own = check_temperature(record.temperature)
+    if temperature is not None and check_temperature(temperature) != own:
+        raise ShdError(
+            "argument-value",
+            f"temperature must be {own:g}, that of the targets: mass in a tail or in draws cannot be moved to "
+            f"another; got {temperature!r}",
+            "KD-6",
+        )
+    return own
+
+
+def _check_teacher(
+    logits: Tensor,
+    shape: tuple[int, ...],
+    cut_to: int | None,
+    temperature: float,
+    loss_mask: Tensor | None,
+    check: bool,
+) -> Tensor:
+    check_logits(logits, "targets", check=check)
+    same_rows = tuple(logits.shape[:-1]) == shape[:-1]
+    counted = loss_mask if same_rows else None
+    kept = cut_teacher(logits.detach(), cut_to, temperature, check=check, counted=counted)
+    if tuple(kept.shape) != shape:
+        raise ShdError(
+            "argument-shape",
+            f"targets must have the shape of the student's logits {shape}; got {tuple(kept.shape)}: vocab_size cuts "
+            "classes that are padding",
+            "KD-7",
+        )
+    return kept
+
+
+def _check_ids(record: Record, rows: tuple[int, ...], vocab_size: int, *, check: bool) -> None:
+    """Ids as integers within the vocabulary, and every field shaped as they are (KD-7, KD-10)."""
+    size = check_integer("vocab_size", record.vocab_size, 1, None, "KD-7")
+    ids, by_slot, by_row = record[:3]
+    for name, field in zip(record._fields[:3], (ids, by_slot, by_row), strict=True):
+        if not isinstance(field, Tensor):
+            raise ShdError("argument-dtype", f"{name} must be a tensor; got {type(field).__name__}", "KD-10")
+    if ids.dtype not in _INTEGERS:
+        raise ShdError("argument-dtype", f"ids must be integers; got {ids.dtype}", "KD-10")
+    fits = ids.shape == by_slot.shape and tuple(by_row.shape) == tuple(ids.shape[:-1]) == rows and ids.shape[-1] > 0
+    if size != vocab_size or not fits:
+        shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
+        raise ShdError(
+            "argument-shape",
+            f"{', '.join(record._fields[:3])} must be {rows} + (slots,), the same, and {rows}, and vocab_size "
+            f"{vocab_size}, as the student's logits; got {shapes} and {size}",
+            "KD-7",
+        )
+    if check and ids.numel():
+        low, high = (int(bound) for bound in ids.long().aminmax())
+        if low < 0 or high >= size:
+            worst = low if low < 0 else high
+            raise ShdError("argument-value", f"ids must lie in 0 to {size - 1}; got {worst}", "KD-10")
+
+
+def _check_sampled(record: SampledTargets, *, check: bool) -> None:
+    check_real(record.weights, "weights", check=check)
+    check_real(record.entropy, "entropy", check=check)
+    if not check:
+        return
+    if bool((record.weights < 0).any()):
+        raise ShdError("not-a-distribution", f"weights must be at least 0; got {record.weights.min():.6g}", "KD-14")
+    if bool((record.entropy < 0).any()):
+        raise ShdError("argument-value", f"entropy must be at least 0; got {record.entropy.min():.6g}", "KD-14")
+
+
+def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, *, check: bool) -> None:
+    check_real(record.log_probs, "log_probs", check=check)
+    check_real(record.log_tail, "log_tail", check=check, allow_minus_inf=True)
+    if not check:
+        return
+    counted = torch.ones_like(record.log_tail, dtype=torch.bool) if loss_mask is None else loss_mask
+    counted = counted.to(record.ids.device)
+    ids = record.ids[counted].long().sort(-1).values
+    if bool((ids[:, 1:] == ids[:, :-1]).any()):
+        raise ShdError("argument-value", "ids must differ within a row that counts; got one twice", "KD-10")
+    tolerance = row_sum_tolerance(str(record.log_probs.dtype).removeprefix("torch."))
+    tails = record.log_tail[counted].double()
+    sums = record.log_probs[counted].double().exp().sum(-1) + tails.exp()
+    wrong = (sums - 1).abs() > tolerance
+    if bool(wrong.any()):
+        raise ShdError(
+            "not-a-distribution",
+            f"exp(log_probs) and exp(log_tail) must sum to 1 within {tolerance:g} in rows that count; "
+            f"got {float(sums[wrong][0]):.6g}",
+            "KD-10",
+        )
+    whole = record.ids.shape[-1] == record.vocab_size
+    if whole and not bool(torch.isneginf(tails).all()):
+        raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it", "KD-10")
+    if not whole and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
+        raise ShdError(
+            "support-mismatch",
+            "log_tail must be finite in rows that count, for reverse_kl is infinite where the teacher has nothing "
+            "outside of its k classes; got -inf: use jsd, or targets with a tail",
+            "KD-20",
+        )

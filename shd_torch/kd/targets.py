@@ -1,0 +1,272 @@
+"""What a student learns from: a teacher's logits, its top k with a tail, or classes drawn from it (KD-5 to KD-15)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import load_tolerances
+from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
+from shd_torch.kd.chunks import row_chunks
+from shd_torch.precision import without_autocast
+
+MEANS: tuple[str, ...] = ("logits", "probs")
+
+
+class TopkTargets(NamedTuple):
+    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
+
+    ids: Tensor  # (..., k), integers, ascending
+    log_probs: Tensor  # (..., k), log P at the temperature
+    log_tail: Tensor  # (...), log of the mass of all others; -inf where there are none
+    temperature: float
+    vocab_size: int
+
+
+class SampledTargets(NamedTuple):
+    """Classes kept and drawn, with weights that make any sum over the vocabulary unbiased (KD-12, KD-13)."""
+
+    ids: Tensor  # (..., keep + n), integers, kept classes first; may repeat
+    weights: Tensor  # (..., keep + n)
+    entropy: Tensor  # (...), that of the whole row
+    temperature: float
+    vocab_size: int
+
+
+@without_autocast
+@torch.no_grad()
+def mean_logits(
+    logits: Sequence[Tensor],
+    *,
+    of: str = "logits",
+    weights: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    check: bool = True,
+) -> Tensor:
+    """The mean of several teachers, as logits (KD-15).
+
+    Args:
+        logits: one tensor ``(..., V)`` a teacher, all of one shape.
+        of: ``"logits"`` (BabyLlama), or ``"probs"``: the result's softmax at the temperature is the mean of theirs.
+        weights: one number above 0 a teacher, divided by their sum; equal without it.
+        temperature: T, of the probabilities.
+        check: look at the values, which makes the host wait for the device.
+
+    Returns:
+        Logits ``(..., V)``, float64 if a teacher's are, else float32; without a graph.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    check_option("of", of, MEANS, "KD-15")
+    temperature = check_temperature(temperature)
+    for number, teacher in enumerate(logits):
+        check_logits(teacher, f"logits[{number}]", check=check)
+    shares = _check_shares(weights, len(logits))
+    if any(teacher.shape != logits[0].shape for teacher in logits):
+        shapes = ", ".join(str(tuple(teacher.shape)) for teacher in logits)
+        raise ShdError(
+            "argument-shape",
+            f"logits must have one shape, for teachers that share vocabulary and rows; got {shapes}",
+            "KD-15",
+        )
+    mean = torch.zeros(logits[0].shape, dtype=compute_dtype(*logits), device=logits[0].device)
+    if of == "logits":
+        for share, teacher in zip(shares, logits, strict=True):
+            mean.add_(teacher.to(mean.dtype), alpha=share)
+        return mean
+    mean.fill_(-math.inf)
+    for share, teacher in zip(shares, logits, strict=True):
+        log_p = (teacher.to(mean.dtype) / temperature).log_softmax(-1)
+        torch.logaddexp(mean, log_p.add_(math.log(share)), out=mean)
+    return mean.mul_(temperature)
+
+
+@without_autocast
+@torch.no_grad()
+def kd_targets_topk(
+    teacher_logits: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    check: bool = True,
+    chunk_rows: int | None = None,
+) -> TopkTargets:
+    """The k largest classes of every row with their log-probabilities, and the mass of the rest (KD-8, KD-9).
+
+    Args:
+        teacher_logits: u ``(..., V)``.
+        k: number of classes, 1 to V.
+        temperature: T > 0, to which the targets are bound from now on.
+        vocab_size: read the first so many classes alone; the others are padding, and must look like it (KD-7).
+        check: look at the values, which makes the host wait for the device.
+        chunk_rows: rows that are widened at once; default by the device.
+
+    Returns:
+        The record; ids ascend. Log-probabilities are float64 where the logits are, else float32.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    temperature = check_temperature(temperature)
+    check_logits(teacher_logits, "teacher_logits", check=check)
+    logits = cut_teacher(teacher_logits, vocab_size, temperature, check=check)
+    rows, size = logits.shape[:-1], logits.shape[-1]
+    k = check_integer("k", k, 1, size, "KD-8")
+    flat = logits.reshape(-1, size)
+    ids = torch.empty((len(flat), k), dtype=torch.int64, device=flat.device)
+    log_probs = torch.empty((len(flat), k), dtype=compute_dtype(flat), device=flat.device)
+    log_tail = torch.empty(len(flat), dtype=log_probs.dtype, device=flat.device)
+    for part in row_chunks(len(flat), size, flat.device, chunk_rows):
+        ids[part] = flat[part].topk(k, -1).indices.sort(-1).values
+        log_p = (flat[part].to(log_probs.dtype) / temperature).log_softmax(-1)
+        log_probs[part] = log_p.gather(-1, ids[part])
+        log_tail[part] = log_p.scatter_(-1, ids[part], -math.inf).logsumexp(-1)
+    return TopkTargets(ids.reshape(*rows, k), log_probs.reshape(*rows, k), log_tail.reshape(rows), temperature, size)
+
+
+@without_autocast
+@torch.no_grad()
+def kd_targets_sampled(
+    teacher_logits: Tensor,
+    uniforms: Tensor,
+    *,
+    keep: int = 0,
+    power: float = 1.0,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    check: bool = True,
+    chunk_rows: int | None = None,
+) -> SampledTargets:
+    """The ``keep`` largest classes as they are, and draws from the others with unbiased weights (KD-12, KD-13).
+
+    Args:
+        teacher_logits: u ``(..., V)``.
+        uniforms: ``(..., n)`` numbers in [0, 1), one a draw.
+        keep: number of classes that are not left to chance, 0 to V - 1.
+        power: classes are drawn in proportion to ``P^power``; 1 gives every draw the same weight.
+        temperature: T > 0, to which the targets are bound from now on.
+        vocab_size: as in ``kd_targets_topk``.
+        check: look at the values, which makes the host wait for the device.
+        chunk_rows: rows that are widened at once; default by the device.
+
+    Returns:
+        The record; kept classes first. Draws are found in float64.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    temperature = check_temperature(temperature)
+    check_logits(teacher_logits, "teacher_logits", check=check)
+    logits = cut_teacher(teacher_logits, vocab_size, temperature, check=check)
+    rows, size = logits.shape[:-1], logits.shape[-1]
+    keep = check_integer("keep", keep, 0, size - 1, "KD-13")
+    if isinstance(power, bool) or not isinstance(power, int | float) or not 0 <= power < math.inf:
+        raise ShdError("argument-value", f"power must be a finite number of at least 0; got {power!r}", "KD-13")
+    _check_uniforms(uniforms, tuple(rows), check=check)
+    flat, points = logits.reshape(-1, size), uniforms.reshape(-1, uniforms.shape[-1]).double()
+    slots, count = keep + points.shape[-1], points.shape[-1]
+    ids = torch.empty((len(flat), slots), dtype=torch.int64, device=flat.device)
+    weights = torch.empty((len(flat), slots), dtype=compute_dtype(flat), device=flat.device)
+    entropy = torch.empty(len(flat), dtype=weights.dtype, device=flat.device)
+    for part in row_chunks(len(flat), size, flat.device, chunk_rows):
+        log_p = (flat[part].double() / temperature).log_softmax(-1)
+        entropy[part] = torch.special.entr(log_p.exp()).sum(-1).to(weights.dtype)
+        kept = flat[part].topk(keep, -1).indices.sort(-1).values
+        proposal = (power * log_p).scatter_(-1, kept, -math.inf)
+        sums = proposal.sub(proposal.amax(-1, keepdim=True)).exp_().cumsum(-1)
+        drawn = torch.searchsorted(sums, points[part] * sums[:, -1:], right=True)
+        drawn = torch.minimum(drawn, (sums < sums[:, -1:]).sum(-1, keepdim=True))
+        log_weight = (log_p.gather(-1, drawn) - proposal.gather(-1, drawn)) + proposal.logsumexp(-1, keepdim=True)
+        ids[part] = torch.cat((kept, drawn), -1)
+        weights[part] = torch.cat((log_p.gather(-1, kept).exp(), log_weight.exp() / count), -1).to(weights.dtype)
+    return SampledTargets(
+        ids.reshape(*rows, slots), weights.reshape(*rows, slots), entropy.reshape(rows), temperature, size
+    )
+
+
+def check_logits(value: Tensor, name: str, *, check: bool) -> None:
+    """Finite logits ``(..., V)`` with at least one leading axis (KD-1)."""
+    check_real(value, name, check=check)
+    if value.ndim < 2:
+        raise ShdError("argument-shape", f"{name} must be (..., V) with rows; got {tuple(value.shape)}", "KD-1")
+
+
+def cut_teacher(
+    logits: Tensor, vocab_size: int | None, temperature: float, *, check: bool, counted: Tensor | None = None
+) -> Tensor:
+    """The teacher's logits without padded classes, which must have next to no mass where a row counts (KD-7)."""
+    kept = cut(logits, vocab_size, "teacher_logits")
+    if kept.shape[-1] == logits.shape[-1] or not check:
+        return kept
+    size, allowed = kept.shape[-1], float(load_tolerances()["constants"]["cut_mass"])
+    flat, dtype = logits.reshape(-1, logits.shape[-1]), compute_dtype(logits)
+    worst = 0.0
+    for part in row_chunks(len(flat), flat.shape[-1], flat.device, None):
+        mass = (flat[part].to(dtype) / temperature).softmax(-1)[:, size:].sum(-1)
+        if counted is not None:
+            mass = mass.masked_fill(~counted.reshape(-1)[part], 0.0)
+        worst = max(worst, float(mass.max()))
+    if worst > allowed:
+        raise ShdError(
+            "argument-value",
+            f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row; "
+            f"got {worst:.6g} on the classes from {size} to {logits.shape[-1] - 1}",
+            "KD-7",
+        )
+    return kept
+
+
+def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
+    """A view of the first ``vocab_size`` classes (KD-7)."""
+    if vocab_size is None:
+        return logits
+    size = check_integer("vocab_size", vocab_size, 1, None, "KD-7")
+    if logits.shape[-1] < size:
+        raise ShdError(
+            "argument-shape",
+            f"{name} must have at least vocab_size = {size} classes; got {logits.shape[-1]}",
+            "KD-7",
+        )
+    return logits[..., :size]
+
+
+def check_integer(name: str, value: Any, low: int, high: int | None, spec_id: str) -> int:
+    """An integer in a range; a boolean is none (ERR-6)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ShdError("argument-value", f"{name} must be an integer, {wanted}; got {value!r}", spec_id)
+    return value
+
+
+def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
+    shares = [1.0] * teachers if weights is None else list(weights)
+    for share in shares:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+            raise ShdError("argument-value", f"weights must be finite numbers above 0; got {share!r}", "KD-15")
+    if not teachers or len(shares) != teachers:
+        raise ShdError(
+            "argument-value",
+            f"logits must hold at least one teacher, and weights one number a teacher; "
+            f"got {teachers} teachers and {len(shares)} weights",
+            "KD-15",
+        )
+    return [share / sum(shares) for share in shares]
+
+
+def _check_uniforms(uniforms: Tensor, rows: tuple[int, ...], *, check: bool) -> None:
+    check_real(uniforms, "uniforms", check=check)
+    if tuple(uniforms.shape[:-1]) != rows or uniforms.ndim != len(rows) + 1 or not uniforms.shape[-1]:
+        raise ShdError(
+            "argument-shape",
+            f"uniforms must be {rows} + (n,) with n at least 1, the rows of the logits; got {tuple(uniforms.shape)}",
+            "KD-13",
+        )
+    if check and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+        raise ShdError("argument-value", "uniforms must lie in [0, 1); got others", "KD-13")

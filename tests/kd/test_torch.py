@@ -1,0 +1,240 @@
+"""The binding's losses: parity with the reference where options meet, gradients, precision, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import shd_ref.kd  # noqa: E402
+import shd_torch.kd  # noqa: E402
+from shd_ref import ShdError  # noqa: E402
+from shd_ref.tolerances import load_tolerances  # noqa: E402
+
+RNG = np.random.default_rng(11)
+V = 13
+TEACHER, STUDENT = 3 * RNG.standard_normal((2, 5, V)), 2 * RNG.standard_normal((2, 5, V))
+HIDDEN, WEIGHT, BIAS = RNG.standard_normal((2, 5, 4)), RNG.standard_normal((V, 4)), RNG.standard_normal(V)
+MASK = RNG.random((2, 5)) < 0.6
+UNIFORMS = RNG.random((2, 5, 6))
+MAKERS: dict[str, Callable[[Any, Any, float], Any]] = {
+    "logits": lambda kd, give, temperature: give(TEACHER),
+    "topk": lambda kd, give, temperature: kd.kd_targets_topk(give(TEACHER), 4, temperature=temperature),
+    "whole": lambda kd, give, temperature: kd.kd_targets_topk(give(TEACHER), V, temperature=temperature),
+    "sampled": lambda kd, give, temperature: kd.kd_targets_sampled(
+        give(TEACHER), give(UNIFORMS), keep=3, power=0.5, temperature=temperature
+    ),
+}
+DIVERGENCES = ("kl", "reverse_kl", "jsd", "cross_entropy")
+
+
+def tensor(array: Any) -> Tensor:
+    return torch.from_numpy(np.array(array))
+
+
+def pairs() -> list[Any]:
+    return [
+        pytest.param(kind, divergence, id=f"{kind}-{divergence}")
+        for kind in MAKERS
+        for divergence in DIVERGENCES
+        if kind != "sampled" or divergence in ("kl", "cross_entropy")
+    ]
+
+
+@pytest.mark.parametrize(("kind", "divergence"), pairs())
+@pytest.mark.parametrize("check", [True, False])
+def test_everything_agrees_with_the_reference(kind: str, divergence: str, check: bool) -> None:
+    keywords: dict[str, Any] = {
+        "divergence": divergence,
+        "mixing": 0.3,
+        "temperature": 1.7,
+        "reduction": "batch_mean",
+    }
+    if kind != "topk":
+        keywords["reduction"] = "mean"
+    wanted_targets = MAKERS[kind](shd_ref.kd, np.asarray, 1.7)
+    targets = MAKERS[kind](shd_torch.kd, tensor, 1.7)
+    if kind != "logits":
+        for got, wanted in zip(targets[:3], wanted_targets[:3], strict=True):
+            np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12)
+    options: dict[str, Any] = {**keywords, "loss_mask": tensor(MASK), "check": check, "chunk_rows": 3}
+    z = tensor(STUDENT).requires_grad_()
+    loss = shd_torch.kd.kd_loss(targets, z, **options)
+    loss.backward()
+    keywords["loss_mask"] = MASK
+    assert loss.item() == pytest.approx(shd_ref.kd.kd_loss(wanted_targets, STUDENT, **keywords), rel=1e-12)
+    np.testing.assert_allclose(
+        z.grad.numpy(), shd_ref.kd.kd_loss_gradient(wanted_targets, STUDENT, **keywords), atol=1e-14
+    )
+    assert (z.grad[~tensor(MASK)] == 0).all()
+
+    arguments = [tensor(array).requires_grad_() for array in (HIDDEN, WEIGHT, BIAS)]
+    loss = shd_torch.kd.linear_kd_loss(targets, *arguments, **options)
+    (2 * loss).backward()
+    assert loss.item() == pytest.approx(
+        shd_ref.kd.linear_kd_loss(wanted_targets, HIDDEN, WEIGHT, BIAS, **keywords), rel=1e-12
+    )
+    gradients = shd_ref.kd.linear_kd_loss_gradient(wanted_targets, HIDDEN, WEIGHT, BIAS, **keywords)
+    for argument, gradient in zip(arguments, gradients, strict=True):
+        np.testing.assert_allclose(argument.grad.numpy(), 2 * gradient, atol=1e-13)
+
+
+@pytest.mark.parametrize(("kind", "divergence"), pairs())
+def test_gradcheck(kind: str, divergence: str) -> None:
+    targets = MAKERS[kind](shd_torch.kd, tensor, 2.0)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return shd_torch.kd.linear_kd_loss(
+            targets, hidden, weight, bias, divergence=divergence, temperature=2.0, loss_mask=tensor(MASK)
+        )
+
+    inputs = tuple(tensor(array).requires_grad_() for array in (HIDDEN, WEIGHT, BIAS))
+    assert torch.autograd.gradcheck(loss, inputs)
+
+
+@pytest.mark.parametrize("distance", ["mse", "cosine", "normalized_mse"])
+def test_hidden_states_agree_with_the_reference(distance: str) -> None:
+    student, teacher = RNG.standard_normal((2, 2, 5, 3)), RNG.standard_normal((2, 2, 5, 3))
+    student[0, 0, 0] = teacher[1, 1, 1] = 0.0
+    keywords = {"distance": distance, "reduction": "mean"}
+    layers = [tensor(layer).requires_grad_() for layer in student]
+    loss = shd_torch.kd.hidden_loss(layers, [tensor(t) for t in teacher], loss_mask=tensor(MASK), **keywords)
+    loss.backward()
+    wanted = shd_ref.kd.hidden_loss([*student], [*teacher], loss_mask=MASK, **keywords)
+    assert loss.item() == pytest.approx(wanted, rel=1e-12)
+    gradients = shd_ref.kd.hidden_loss_gradient([*student], [*teacher], loss_mask=MASK, **keywords)
+    for layer, gradient in zip(layers, gradients, strict=True):
+        np.testing.assert_allclose(layer.grad.numpy(), gradient, atol=1e-14)
+
+
+def test_garbage_in_rows_that_do_not_count_goes_nowhere() -> None:
+    """With ``check=False`` even what is not finite there has a gradient of exactly 0."""
+    bad = tensor(STUDENT)
+    bad[~tensor(MASK)] = torch.nan
+    bad.requires_grad_()
+    for loss in (
+        shd_torch.kd.kd_loss(tensor(TEACHER), bad, loss_mask=tensor(MASK), check=False),
+        shd_torch.kd.hidden_loss(bad, tensor(TEACHER), distance="cosine", loss_mask=tensor(MASK), check=False),
+    ):
+        bad.grad = None
+        loss.backward()
+        assert loss.isfinite()
+        assert (bad.grad[~tensor(MASK)] == 0).all()
+        assert bad.grad.isfinite().all()
+
+
+def test_no_counted_row_is_zero_and_attached() -> None:
+    z = tensor(STUDENT).requires_grad_()
+    none = torch.zeros((2, 5), dtype=torch.bool)
+    for check in (True, False):
+        for reduction in ("mean", "sum", "batch_mean"):
+            loss = shd_torch.kd.kd_loss(tensor(TEACHER), z, loss_mask=none, reduction=reduction, check=check)
+            (gradient,) = torch.autograd.grad(loss, z)
+            assert loss.item() == 0.0
+            assert (gradient == 0).all()
+
+
+def test_second_derivatives_are_refused() -> None:
+    z = tensor(STUDENT).requires_grad_()
+    (gradient,) = torch.autograd.grad(shd_torch.kd.kd_loss(tensor(TEACHER), z), z, create_graph=True)
+    with pytest.raises(ShdError, match="kd_loss"):
+        gradient.square().sum().backward()
+    arguments = [tensor(array).requires_grad_() for array in (HIDDEN, WEIGHT)]
+    loss = shd_torch.kd.linear_kd_loss(tensor(TEACHER), *arguments)
+    (gradient, _) = torch.autograd.grad(loss, arguments, create_graph=True)
+    with pytest.raises(ShdError, match="linear_kd_loss"):
+        gradient.square().sum().backward()
+    for call in (
+        lambda x: shd_torch.kd.kd_loss(tensor(TEACHER), x),
+        lambda x: shd_torch.kd.linear_kd_loss(tensor(TEACHER), x @ tensor(WEIGHT), tensor(WEIGHT)),
+    ):
+        with pytest.raises(ShdError, match="kd_loss must be differentiated in reverse mode"):
+            torch.func.grad(call)(tensor(STUDENT))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_half_precision_is_for_storage(kind: str) -> None:
+    """bfloat16 logits and heads give the loss of those numbers; sums and softmax are in float32."""
+    targets = MAKERS[kind](shd_torch.kd, tensor, 1.0)
+    z = tensor(STUDENT).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = shd_torch.kd.kd_loss(targets, z)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert z.grad.dtype == torch.bfloat16
+    exact = z.detach().double().requires_grad_()
+    wanted = shd_torch.kd.kd_loss(targets, exact)
+    wanted.backward()
+    limits = load_tolerances()["agreement"]
+    assert loss.item() == pytest.approx(wanted.item(), rel=limits["float32"]["loss"]["rtol"])
+    bound = limits["bfloat16"]["gradient"]
+    torch.testing.assert_close(z.grad.double(), exact.grad, atol=bound["atol"], rtol=bound["rtol"])
+
+    hidden, weight = (tensor(array).float().requires_grad_() for array in (HIDDEN, WEIGHT))
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = shd_torch.kd.linear_kd_loss(targets, hidden, weight)
+        parts = shd_torch.kd.kd_loss(targets, torch.nn.functional.linear(hidden, weight))
+    assert fused.item() == pytest.approx(parts.item(), rel=limits["float32"]["loss"]["rtol"])
+    fused.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_ids_of_a_narrow_dtype() -> None:
+    topk = shd_torch.kd.kd_targets_topk(tensor(TEACHER), 4)
+    wanted = shd_torch.kd.kd_loss(topk, tensor(STUDENT))
+    for dtype in (torch.uint8, torch.uint16, torch.int32):
+        assert shd_torch.kd.kd_loss(topk._replace(ids=topk.ids.to(dtype)), tensor(STUDENT)) == wanted
+    assert shd_torch.kd.kd_loss(topk._asdict(), tensor(STUDENT)) == wanted
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that any operation made, and how much float32 of the logits' size there was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        held = {x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
+        for made in found if isinstance(found, list | tuple) else (found,):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in held:
+                self.most = max(self.most, made.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("kind", ["logits", "topk", "sampled"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool) -> None:
+    rows, width, size, chunk = 256, 8, 1000, 16
+    teacher = torch.randn(2, rows // 2, size, dtype=torch.bfloat16)
+    kd = shd_torch.kd
+    keywords: dict[str, Any] = {"chunk_rows": chunk, "temperature": 2.0}
+    if masked:
+        keywords["loss_mask"] = torch.rand(2, rows // 2) < 0.9
+    with Largest() as making:
+        uniforms = torch.rand(2, rows // 2, 8)
+        targets = {
+            "logits": lambda: teacher,
+            "topk": lambda: kd.kd_targets_topk(teacher, 8, temperature=2.0, chunk_rows=chunk),
+            "sampled": lambda: kd.kd_targets_sampled(teacher, uniforms, keep=4, temperature=2.0, chunk_rows=chunk),
+        }[kind]()
+    assert making.most <= teacher.nbytes  # the check of finite values is one byte an entry
+    z = torch.randn(2, rows // 2, size, dtype=torch.bfloat16, requires_grad=True)
+    with Largest() as dense:
+        kd.kd_loss(targets, z, **keywords).backward()
+    assert dense.most == z.nbytes  # the gradient itself, in the logits' dtype
+    hidden = torch.randn(2, rows // 2, width, requires_grad=True)
+    weight = torch.randn(size, width, requires_grad=True)
+    targets = targets if kind != "logits" else teacher
+    with Largest() as fused:
+        kd.linear_kd_loss(targets, hidden, weight, check=False, **keywords).backward()
+    assert fused.most == 4 * chunk * size  # a chunk of logits, which is larger than all gradients
+    assert fused.most < z.nbytes / 4
