@@ -7,9 +7,7 @@ from typing import Any
 
 
 def load_app() -> Any:
-    """The command with all its subcommands, some of which live in modules of their own."""
-    # Each module registers its command.
-    from shd_ref.commands import caches, fidelity, inspect, plan, report  # noqa: F401
+    """The command with all its subcommands."""
     from shd_ref.commands.app import app
 
     return app

@@ -1,4 +1,4 @@
-"""The ``shd-torch`` command: export a teacher, train the demo's students, run the demo."""
+"""The ``shd-torch`` command: export a teacher, run the demo."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -12,103 +11,96 @@ from rich.table import Table
 
 from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
 from shd_ref.cache.listing import spans
-from shd_ref.commands.app import app, console, messages, reported_errors, show_progress
-from shd_ref.commands.options import CacheArgument, refuse_nothing
-from shd_ref.commands.terminal import marked
-
-
-class ExportFormat(StrEnum):
-    """What a cache can be written as."""
-
-    webdataset = "webdataset"
-
+from shd_ref.commands.options import AsJson, CacheArgument, refuse_nothing
+from shd_ref.commands.terminal import console, marked, messages, show_progress
+from shd_ref.teacher.run.options import Shown
 
 SHOWN_SPANS = 8
 """Runs of missing shards that are printed."""
 
 
-@app.command(name="ls")
-def list_contents(
-    cache: CacheArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-) -> None:
-    """Say what a cache holds and which shards are missing, while it is written too.
+def ls(cache: CacheArgument, as_json: AsJson = False) -> None:
+    """Say what a cache holds and which shards are missing, also while it is written.
+
+    shd ls cache/
 
     Reads the receipts, not the maps; shd verify checks every byte. Exit code 1 where a file is damaged.
     """
-    with reported_errors():
-        listing = list_cache(cache)
+    listing = list_cache(cache)
     if as_json:
         print(json.dumps(listing.to_json()))
     else:
         console.print(_listing_table(listing))
     if listing.damaged:
         for problem in listing.damaged:
-            messages.print(f"damaged: {problem}", highlight=False, soft_wrap=True)
+            messages.say(f"damaged: {problem}")
         raise typer.Exit(1)
 
 
-@app.command()
 def seal(cache: CacheArgument) -> None:
-    """State that a cache is complete, after every shard was found and the sample keys are the data set's.
+    """State that a cache is complete: every shard is there, and the sample keys are the data set's.
+
+    shd seal cache/
 
     A run that writes the last shard seals by itself; this is for those that stopped just before.
     """
-    with reported_errors():
-        sealed = CacheWriter(cache, Manifest.read(cache)).seal()
+    sealed = CacheWriter(cache, Manifest.read(cache)).seal()
     console.print(marked("sealed", "green", f": {sealed.num_samples} samples in {len(sealed.receipts)} shards"))
 
 
-@app.command()
 def merge(
     caches: Annotated[
         list[str],
         typer.Argument(help="Caches of one job, complete or not.", metavar="CACHE...", callback=refuse_nothing),
     ],
     out: Annotated[
-        str, typer.Option(help="The merged cache; give the same one again to resume.", callback=refuse_nothing)
+        str,
+        typer.Option(
+            help="The merged cache; give the same one again to resume.", metavar="CACHE", callback=refuse_nothing
+        ),
     ],
     link: Annotated[
         bool, typer.Option("--link", help="Hard links in place of copies, where both lie on one file system.")
     ] = False,
 ) -> None:
-    """Bring together the shards of one job that were made in several folders; seal them if none is missing.
+    """Bring together the shards of one job that lie in several folders, and seal them if none is missing.
+
+    shd merge part-0/ part-1/ --out cache/
 
     Every byte is checked against its receipt. Caches of different jobs, and shards that differ, are refused.
     """
-    with reported_errors(), show_progress("shards") as (bar, task):
+    with show_progress("shards") as (bar, task):
         summary = merge_caches(
             caches, out, link=link, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
-    console.print(
-        f"{summary.copied} shards taken over ({decimal(summary.bytes)}), {summary.present} were there",
-        highlight=False,
-    )
+    console.say(f"{summary.copied} shards taken over ({decimal(summary.bytes)}), {summary.present} were there")
     if summary.sealed:
         console.print(marked("sealed", "green", ": the cache is complete"))
     else:
         remedy = f": missing {_shard_ranges(summary.missing)}: write them, then merge again"
-        console.print(marked("partial", "yellow", remedy), soft_wrap=True)
+        console.say(marked("partial", "yellow", remedy))
 
 
-@app.command(name="export")
-def export_cache(
+def export(
     cache: CacheArgument,
-    out: Annotated[str, typer.Option(help="Folder of the export; give the same one again to resume.")],
-    kind: Annotated[ExportFormat, typer.Option("--format", help="webdataset: tar files.")] = ExportFormat.webdataset,
+    out: Annotated[
+        str, typer.Option(help="Folder of the export; give the same one again to resume.", metavar="FOLDER")
+    ],
+    format: Annotated[str, Shown("webdataset: tar files.", choices=("webdataset",))] = "webdataset",
 ) -> None:
-    """Write a sealed cache, decoded, as files that other tools read: a tar a shard, a .npy a layer.
+    """Write a sealed cache, decoded, as files that other tools read: a tar per shard, a .npy per layer.
+
+    shd export cache/ --out tars/
 
     Larger than the cache, as the maps become float32; each sample's .json has its key.
     """
-    with reported_errors(), show_progress("shards") as (bar, task):
+    with show_progress("shards") as (bar, task):
         summary = export_webdataset(
             cache, out, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
-    console.print(
-        f"{kind}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
-        f"{summary.present} files were there",
-        highlight=False,
+    console.say(
+        f"{format}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
+        f"{summary.present} files were there"
     )
 
 
@@ -119,7 +111,10 @@ def _listing_table(listing: CacheListing) -> Table:
     if listing.sealed:
         table.add_row("state", marked("sealed", "green", ": complete"))
     else:
-        remedy = "shd seal states that it is complete" if not missing else "give the command that made it again"
+        remedy = "shd seal states that it is complete"
+        if missing:
+            parts = "the same command resumes it; a part (--shards) waits for the others, or for shd merge"
+            remedy = f"{len(missing)} of {total} shards are missing: {parts}"
         table.add_row("state", marked("partial", "yellow", f": {remedy}"))
     teacher = manifest.teacher
     table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")

@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from shd_ref.commands.app import app, console, messages, reported_errors
-from shd_ref.commands.options import SitesOption, TeacherPath
-from shd_ref.commands.terminal import marked
+from shd_ref.commands.options import AsJson, TeacherPath
+from shd_ref.commands.terminal import console, marked, messages
 from shd_ref.errors import ShdError
+from shd_ref.teacher.run.options import Shown
 
 if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import SiteFactors
@@ -43,17 +43,20 @@ _FIELDS: Final = (
 )
 
 
-@app.command()
 def inspect(
     teacher: TeacherPath,
-    sites: SitesOption = None,
+    sites: Annotated[
+        str | None, Shown("Sites by number, name or kind: 0,2,4-7, encoder*, self, cross. Default: all.")
+    ] = None,
     factored: Annotated[
         bool,
         typer.Option("--factored", help="Also run the graph once on tiny inputs, to find queries and keys."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List every attention site of a teacher graph, and what can be squeezed.
+
+    shd inspect teacher.onnx
 
     The graph is walked along its data flow, so the exporter's naming does not matter. Exit code 1 when no site
     can be squeezed.
@@ -62,10 +65,9 @@ def inspect(
     from shd_ref.teacher.graph.selection import select_sites
     from shd_ref.teacher.opening.load import load_teacher
 
-    with reported_errors():
-        model = load_teacher(teacher)
-        found = select_sites(find_sites(model), sites)
-        factors = _find_factors(model, found) if factored else ()
+    model = load_teacher(teacher)
+    found = select_sites(find_sites(model), sites)
+    factors = _find_factors(model, found) if factored else ()
     if as_json:
         print(json.dumps(report_sites(teacher, found, factors)))
     else:

@@ -5,12 +5,27 @@ from __future__ import annotations
 from datetime import timedelta
 
 import numpy as np
+from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.commands.terminal import marked
+from shd_ref.commands.terminal import console, marked
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
-from shd_ref.teacher.study.forecast import Forecast
+from shd_ref.teacher.study.forecast import CodecForecast, FactoredForecast, Forecast
+
+
+def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
+    """A table of many columns that fits a terminal of 80."""
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+    )
 
 
 def summary_table(summary: PrecomputeSummary) -> Table:
@@ -25,7 +40,7 @@ def summary_table(summary: PrecomputeSummary) -> Table:
         why = ": the teacher gave NaN; their receipts name them"
         table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
     if summary.supplied:
-        table.add_row("fed besides", summary.supplied)
+        table.add_row("fed beside", summary.supplied)
     ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
     table.add_row("stored", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than its maps in float32")
     alphas = summary.alphas
@@ -50,50 +65,60 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     return table
 
 
-def forecast_table(forecast: Forecast) -> Table:
-    """What ``shd plan`` found, a codec a row."""
-    title = (
-        f"{forecast.num_samples} samples, {forecast.mean_length:.0f} positions on average (longest "
-        f"{forecast.max_length}, {forecast.support} support)"
+def print_forecast(forecast: Forecast, num_student_heads: int) -> None:
+    """What ``shd plan`` found, and what to do."""
+    console.print(
+        f"{num_student_heads} student heads; {forecast.num_samples} samples, {forecast.mean_length:.0f} positions on "
+        f"average, {forecast.max_length} at most, {forecast.support} support",
+        highlight=False,
     )
-    table = Table(title=title, title_justify="left")
+    console.print(_forecast_table(forecast))
+    console.print(_forecast_advice(forecast), highlight=False)
+
+
+def _forecast_table(forecast: Forecast) -> Table:
+    """A codec per row."""
+    table = narrow_table()
     table.add_column("codec")
-    for column in ("a sample", "in all", "with zstd", "break-even read", "KL a row", "largest", "variation"):
+    for column in (
+        "per\nsample",
+        "in all",
+        "with\nzstd",
+        "break-even\nread",
+        "KL a\nrow",
+        "largest\nKL",
+        "total\nvar.",
+    ):
         table.add_column(column, justify="right")
     for row in forecast.codecs:
-        error = row.error
         table.add_row(
             marked(row.codec, "bold", " <-") if row.codec == forecast.recommended else row.codec,
-            decimal(round(row.bytes_per_sample)),
-            decimal(round(row.total_bytes)),
+            *_sizes(row),
             "?" if row.zstd_ratio is None else f"x {row.zstd_ratio:.2f}",
             f"{decimal(round(row.break_even))}/s",
-            f"{error.kl_mean:.2g}",
-            f"{error.kl_max:.2g}",
-            f"{error.tv_mean:.2%}",
+            *_errors(row),
         )
     for form in forecast.factored:
-        sizes = decimal(round(form.bytes_per_sample)), decimal(round(form.total_bytes))
-        error = form.error
-        table.add_row(
-            f"factored, {form.dtype}",
-            *sizes,
-            "",
-            "",
-            f"{error.kl_mean:.2g}",
-            f"{error.kl_max:.2g}",
-            f"{error.tv_mean:.2%}",
-        )
+        table.add_row(f"factored {form.codec}", *_sizes(form), "", "", *_errors(form))
     return table
 
 
-def forecast_advice(forecast: Forecast) -> str:
+def _sizes(row: CodecForecast | FactoredForecast) -> tuple[str, str]:
+    per_sample, total = decimal(round(row.bytes_per_sample)), decimal(round(row.total_bytes))
+    return per_sample.replace("bytes", "B"), total.replace("bytes", "B")
+
+
+def _errors(row: CodecForecast | FactoredForecast) -> tuple[str, str, str]:
+    return f"{row.error.kl_mean:.2g}", f"{row.error.kl_max:.2g}", f"{row.error.tv_mean:.2%}"
+
+
+def _forecast_advice(forecast: Forecast) -> str:
     """What to do, in words."""
     duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
     (best,) = [row for row in forecast.codecs if row.codec == forecast.recommended]
     milliseconds = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
     times = (
-        f"teacher {milliseconds[0]:.3g} ms a sample, squeezed {milliseconds[1]:.3g} ms: {duration} in all "
+        f"teacher {milliseconds[0]:.3g} ms per sample, squeezed {milliseconds[1]:.3g} ms: {duration} in all "
         f"on this machine (measured on {forecast.measured_samples} samples)"
     )
     verdict = (
@@ -107,4 +132,5 @@ def forecast_advice(forecast: Forecast) -> str:
             "\nat this length the teacher's queries and keys are smaller than its maps: store them "
             "(shd precompute --form factored), if the errors above suit you"
         )
-    return f"{times}\n{verdict}"
+    fed = f"fed beside the data: {forecast.supplied}\n" if forecast.supplied else ""
+    return f"{fed}{times}\n{verdict}"

@@ -23,7 +23,7 @@ class Digits:
 
 
 def load_split(seed: int = 0) -> Digits:
-    """30% of the images, stratified by class, are kept for testing and seen by nobody before."""
+    """30% of the images, stratified by class, are kept for testing: no model trains on them."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -54,15 +54,15 @@ class Outcome:
     losses: dict[str, list[float]]
 
 
-def make_student(seed: int, *, heads: int = STUDENT_HEADS, layers: int = STUDENT_LAYERS) -> VisionTransformer:
+def make_student(seed: int) -> VisionTransformer:
     """A student with the seed's initial weights, the same for every method."""
     torch.manual_seed(seed)
     return VisionTransformer(
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
         width=STUDENT_WIDTH,
-        num_layers=layers,
-        num_heads=heads,
+        num_layers=STUDENT_LAYERS,
+        num_heads=STUDENT_HEADS,
         num_classes=NUM_CLASSES,
     )
 

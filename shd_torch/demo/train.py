@@ -1,18 +1,15 @@
 """A readable training loop: a student, its base loss, and the maps of a cache.
 
 ``L = base loss + beta * KL(merged map || student map)``. For image classifiers whose data fit in memory; every part
-of it (``SupervisedDataset``, ``capture_attention``, ``layer_kls``) is made to be called from a loop of one's own.
+of it (``SupervisedDataset``, ``capture_attention``, ``layer_kls``) can be called from your own loop.
 """
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -149,23 +146,6 @@ def kd_loss(student_logits: Tensor, teacher_logits: Tensor, temperature: float =
     teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
     student = (student_logits / temperature).log_softmax(-1)
     return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-
-
-def load_training_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a training file, after checking that the names that every student needs are there.
-
-    Raises:
-        ShdError: ``inputs-invalid``.
-    """
-    needed = {"image", "label", "test_image", "test_label"}
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ShdError("inputs-invalid", f"data {path} must be a readable .npz of plain arrays: {error}") from error
-    if missing := sorted(needed - arrays.keys()):
-        raise ShdError("inputs-invalid", f"data {path} must hold {', '.join(sorted(needed))}; missing {missing}")
-    return arrays
 
 
 @torch.no_grad()

@@ -145,10 +145,13 @@ except SystemExit as error:
 
 ALLOWED_IN_TORCH = {
     "shd_ref.cache",
+    "shd_ref.commands.derive",
+    "shd_ref.commands.terminal",
     "shd_ref.conformance.adapter",
     "shd_ref.errors",
     "shd_ref.layers",
     "shd_ref.plans",
+    "shd_ref.teacher.run.options",
     "shd_ref.tokens",
     "shd_ref.tolerances",
 }

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
 pytest.importorskip("jinja2", reason="the report is a jinja2 template")
 
-import shd_ref.commands.report  # noqa: F401  (registers the command)
 from shd_ref import ShdError, squeeze_heads
 from shd_ref.cache import CacheReader, Matching
 from shd_ref.commands.app import app

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
-import shd_ref.commands.fidelity  # noqa: F401  (registers the command)
 from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
 from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
@@ -22,11 +21,12 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
-from shd_ref.teacher.run.options import RunOptions
+from shd_ref.teacher.run.options import PLANS, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.study.difference import CosineDistance, CrossEntropy, RelativeError, Targets
-from shd_ref.teacher.study.fidelity import ALPHAS, FidelityOptions, measure_fidelity
+from shd_ref.teacher.study.fidelity import measure_fidelity
+from shd_ref.teacher.study.options import FidelityOptions
 from shd_ref.tolerances import load_tolerances
 
 LENGTH = 7
@@ -51,14 +51,16 @@ def make_arrays(width: int, seed: int = 0, samples: int = 3) -> dict[str, NDArra
     return {"x": rng.normal(size=(samples, LENGTH, width)).astype(np.float32) * 2, "mask": mask}
 
 
-def run_replaced(model: onnx.ModelProto, arrays: dict[str, NDArray[Any]], heads: int | None, **kind: str) -> Any:
+WEIGHTS = [(strategy, "map") for strategy in ("shd", "constant", "hard", "mean")] + [("shd", "row"), ("hard", "row")]
+
+
+def run_replaced(
+    model: onnx.ModelProto, arrays: dict[str, NDArray[Any]], heads: int, weights: tuple[str, str]
+) -> Any:
     sites = find_sites(model)
-    rules = None
-    if heads is not None:
-        strategy, alpha_per = ALPHAS[kind["alpha"]]
-        plan = kind.get("plan", "progressive")
-        options = SqueezeOptions(heads, plan, strategy, "least_squares", alpha_per, 1.0, "float32")
-        rules = [make_rule(options, site.num_heads or 0, site.d_v or 0) for site in sites]
+    strategy, alpha_per = weights
+    options = SqueezeOptions(heads, "progressive", strategy, "least_squares", alpha_per, 1.0, "float32")
+    rules = [make_rule(options, site.num_heads or 0, site.d_v or 0) for site in sites]
     output = model.graph.output[-1].name
     graph = replace_attention(model, sites, rules, output=output, row_mask_input="mask")
     session = open_session(graph.model.SerializeToString())
@@ -72,15 +74,15 @@ def test_as_many_heads_as_the_teacher_reproduce_it(form: str) -> None:
     model = encoder_layer(num_heads=4, **FORMS[form])
     arrays = make_arrays(12)
     wanted = open_session(model.SerializeToString()).run(None, arrays)[0]
-    for alpha in ALPHAS:
-        got, context, unmerged = run_replaced(model, arrays, 4, alpha=alpha)
+    for weights in [*(one for one in WEIGHTS if one[0] != "mean"), ("simplex", "map")]:
+        got, context, unmerged = run_replaced(model, arrays, 4, weights)
         np.testing.assert_array_equal(got, wanted)
         np.testing.assert_array_equal(context, unmerged)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("alpha", ["map", "row", "constant", "hard"])
-def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, alpha: str) -> None:
+@pytest.mark.parametrize("weights", WEIGHTS, ids="-".join)
+def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, weights: tuple[str, str]) -> None:
     """``sum_h A~_h X'_h`` by its definition, from the float64 reference on the graph's own maps."""
     model = encoder_layer(num_heads=4, **FORMS[form])
     arrays = make_arrays(12)
@@ -88,12 +90,12 @@ def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, 
     (site,) = find_sites(model)
     (batch,) = inputs.batches(range(3), 3)
     maps, outputs, _ = AttentionReader(model, (site,)).read(0, batch)
-    strategy, alpha_per = ALPHAS[alpha]
+    strategy, alpha_per = weights
     mask = arrays["mask"].astype(bool)
     squeezed = squeeze_heads(maps, outputs, 2, strategy=strategy, alpha_per=alpha_per, query_mask=mask)
     summed = np.stack([outputs[:, list(group)].sum(axis=1) for group in plan_groups(squeezed.plan, 4)], axis=1)
     wanted = (squeezed.probs @ summed).sum(axis=1)  # (B, L, D)
-    got = run_replaced(model, batch.arrays, 2, alpha=alpha)[0]
+    got = run_replaced(model, batch.arrays, 2, weights)[0]
     got = got.swapaxes(0, 1) if FORMS[form].get("layout") == "batch-folded" else got.reshape(wanted.shape)
     # Rounding of the graph's own dtype, through a product of 12 columns of W_o.
     atol = 20 * load_tolerances()["graph"]["probs"]["float16" if FORMS[form].get("float16") else "float32"]
@@ -137,7 +139,9 @@ def test_nothing_else_of_the_teacher_changes() -> None:
         arrays[f"logits_{layer}"] = rng.normal(size=(2, 4, 5, 6)).astype(np.float32) * 2
         arrays[f"values_{layer}"] = rng.normal(size=(2, 4, 6, 4)).astype(np.float32)
     before = [value.name for value in model.graph.output]
-    options = FidelityOptions((2,), plans=("adjacent",), alphas=("map",), output=before[1])
+    options = FidelityOptions(
+        (2,), plan=("progressive",), strategy=("shd",), alpha_per=("map",), graph_output=before[1]
+    )
     report = measure_fidelity_of(model, arrays, options)
     (result,) = report.results
     sites = find_sites(model)
@@ -168,30 +172,37 @@ def measure_fidelity_of(model: onnx.ModelProto, arrays: dict[str, NDArray[Any]],
 def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
     pytest.importorskip("networkx", reason="matched plans need networkx")
     arrays = make_arrays(12, samples=5)
-    options = FidelityOptions((4, 2), plans=("adjacent", "balanced", "matched", "similar"), alphas=tuple(ALPHAS))
+    options = FidelityOptions(
+        (4, 2), plan=PLANS, matched_by=("residual", "similarity"), strategy=("shd", "constant", "hard", "simplex")
+    )
     report = measure_fidelity_of(encoder_layer(num_heads=4), arrays, options)
-    assert len(report.results) == 2 * 4 * 5
+    assert len(report.results) == 2 * 4 * 6  # alpha_per makes a difference for shd and hard alone
     costs = [result.cost for result in report.results]
     assert costs == sorted(costs)
-    assert {result.setting.num_student_heads for result in report.results[:20]} == {4}  # nothing is lost
+    assert {result.setting.num_student_heads for result in report.results[:24]} == {4}  # nothing is lost
     assert all(result.can_precompute for result in report.results)
     assert report.results[0].output_error == 0.0
     assert list(report.best()) == [2, 4]
-    by_setting = {(r.setting.plan, r.setting.alpha): r for r in report.results if r.setting.num_student_heads == 2}
+    by_setting = {
+        (r.setting.matched_by or r.setting.plan, r.setting.strategy, r.setting.alpha_per): r
+        for r in report.results
+        if r.setting.num_student_heads == 2
+    }
     assert all(sorted(p for one in r.plans[0] for p in sum(one, ())) == [0, 1, 2, 3] for r in by_setting.values())
-    # For pairs the best convex weights are the clipped alpha, and contiguous pairs are adjacent pairs.
-    assert by_setting["adjacent", "simplex"].output_error == by_setting["adjacent", "map"].output_error
-    assert by_setting["balanced", "row"].output_error == by_setting["adjacent", "row"].output_error
-    assert by_setting["matched", "row"].merge_error <= by_setting["adjacent", "row"].merge_error + 1e-6
+    # For pairs the best convex weights are the clipped alpha, and balanced pairs are those of the first round.
+    progressive, row = by_setting["progressive", "shd", "map"], by_setting["progressive", "shd", "row"]
+    assert by_setting["progressive", "simplex", "map"].output_error == progressive.output_error
+    assert by_setting["balanced", "shd", "row"].output_error == row.output_error
+    assert by_setting["residual", "shd", "row"].merge_error <= row.merge_error + 1e-6
 
 
 def test_only_what_precompute_offers_is_recommended() -> None:
-    options = FidelityOptions((2, 1), plans=("adjacent",), alphas=("map", "simplex"))
+    options = FidelityOptions((2, 1), plan=("progressive",), strategy=("shd", "simplex"), alpha_per=("map",))
     report = measure_fidelity_of(encoder_layer(num_heads=4), make_arrays(12), options)
-    found = {(r.setting.num_student_heads, r.setting.alpha): r for r in report.results}
-    assert found[1, "simplex"].merge_error < found[1, "map"].merge_error
+    found = {(r.setting.num_student_heads, r.setting.strategy): r for r in report.results}
+    assert found[1, "simplex"].merge_error < found[1, "shd"].merge_error
     assert not found[1, "simplex"].can_precompute
-    assert report.best()[1] is found[1, "map"]
+    assert report.best()[1] is found[1, "shd"]
     assert report.best()[2].can_precompute
 
 
@@ -199,7 +210,7 @@ def test_padding_and_batching_do_not_matter() -> None:
     arrays = make_arrays(12, samples=5)
     wide = {name: np.concatenate([array, np.zeros_like(array[:, :2])], axis=1) for name, array in arrays.items()}
     wide["x"][:, LENGTH:] = 1e3
-    options = FidelityOptions((3,), plans=("adjacent",), alphas=("map", "row"))
+    options = FidelityOptions((3,), plan=("progressive",), strategy=("shd",))
     model = encoder_layer(num_heads=4, mask="where")
     one, other = (measure_fidelity_of(model, given, options) for given in (arrays, wide))
     for first, second in zip(one.results, other.results, strict=True):
@@ -212,9 +223,11 @@ def test_padding_and_batching_do_not_matter() -> None:
     ("code", "options", "match"),
     [
         ("heads-exceed", {"student_heads": (5,)}, "num_teacher_heads=4"),
-        ("argument-value", {"plans": ("best",)}, "plans"),
-        ("argument-value", {"alphas": ("median",)}, "alpha"),
-        ("argument-value", {"output": "logits"}, "output must be one of"),
+        ("argument-value", {"plan": ("best",)}, "plan"),
+        ("argument-value", {"strategy": ("median",)}, "strategy"),
+        ("argument-value", {"alpha_per": ("head",)}, "alpha_per"),
+        ("argument-value", {"matched_by": ("luck",)}, "matched_by"),
+        ("argument-value", {"graph_output": "logits"}, "output must be one of"),
         ("inputs-invalid", {"targets": "labels"}, "must hold the targets labels"),
         ("inputs-invalid", {"targets": "x"}, "must hold integers"),
         ("inputs-invalid", {"targets": "classes"}, "must hold a class for every row"),
@@ -232,7 +245,7 @@ def test_what_does_not_fit_is_refused(code: str, options: dict[str, Any], match:
 def test_a_teacher_without_attention_or_with_nan_is_refused() -> None:
     arrays = make_arrays(12)
     arrays["x"][1, 0, 0] = np.nan
-    options = FidelityOptions((2,), plans=("adjacent",), alphas=("constant",))
+    options = FidelityOptions((2,), plan=("progressive",), strategy=("constant",))
     with pytest.raises(ShdError, match="NaN or infinity") as caught:
         measure_fidelity_of(encoder_layer(num_heads=4), arrays, options)
     assert caught.value.code == "not-finite"
@@ -291,28 +304,20 @@ def test_targets_are_next_tokens_given_tokens_or_classes() -> None:
 def test_command_takes_lists_and_ends_with_the_next_command(tmp_path: Path) -> None:
     onnx.save(encoder_layer(num_heads=4), tmp_path / "my teacher.onnx")
     np.savez(tmp_path / "data.npz", **make_arrays(12))
-    given = [
-        "--student-heads",
-        "4",
-        "2",
-        "--plans",
-        "adjacent",
-        "balanced",
-        "--alpha",
-        "row",
-        str(tmp_path / "my teacher.onnx"),
-    ]
-    given += ["--inputs", str(tmp_path / "data.npz"), "--mask", "mask", "--json", str(tmp_path / "out.json")]
-    result = CliRunner().invoke(app, ["fidelity", *given], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    document = json.loads((tmp_path / "out.json").read_text())
-    assert [(r["num_student_heads"], r["alpha"]) for r in document["results"]] == [(4, "row")] * 2 + [(2, "row")] * 2
-    assert document["recommended"]["2"] in result.output
-    assert f"shd precompute '{tmp_path}/my teacher.onnx'" in result.output
-    assert "--student-heads 2 --alpha-per row" in result.output
-    refused = CliRunner().invoke(app, ["fidelity", *given, "--output", "none"])
-    assert refused.exit_code == 1
-    assert "argument-value" in refused.output
-    unwritable = CliRunner().invoke(app, ["fidelity", *given[:-1], str(tmp_path / "absent" / "out.json")])
-    assert unwritable.exit_code == 1
-    assert "write-failed" in unwritable.output
+    given = [str(tmp_path / "my teacher.onnx"), "--inputs", str(tmp_path / "data.npz"), "--mask", "mask"]
+    given += ["--student-heads", "4, 2", "--plan", "progressive,balanced", "--strategy", "shd", "--alpha-per", "row"]
+
+    def run(*more: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, ["fidelity", *given, *more], env={"COLUMNS": "200"})
+        assert result.exit_code == code, result.output
+        return result.output
+
+    output, document = run(), json.loads(run("--json"))
+    found = [(r["num_student_heads"], r["strategy"], r["alpha_per"]) for r in document["results"]]
+    assert found == [(4, "shd", "row")] * 2 + [(2, "shd", "row")] * 2
+    assert document["recommended"]["2"] in output
+    assert f"shd precompute '{tmp_path}/my teacher.onnx'" in output
+    assert "--student-heads 2 --alpha-per row" in output
+    assert "--graph-output must be one of" in run("--graph-output", "none", code=1)
+    for option, wrong in (("--plan", "adjacent"), ("--student-heads", "4 6"), ("--alpha-per", "map,")):
+        assert f"error (argument-value): {option} must be" in run(option, wrong, code=1)

@@ -55,7 +55,7 @@ def test_the_forecast_is_what_is_written(teacher: Path, tmp_path: Path, codec: s
 @pytest.mark.parametrize("codec", FACTORED_CODECS)
 def test_the_forecast_of_queries_and_keys_is_what_is_written(teacher: Path, tmp_path: Path, codec: str) -> None:
     inputs = make_tokens()
-    (row,) = [row for row in forecast_cache(teacher, inputs, OPTIONS).factored if row.dtype == codec]
+    (row,) = [row for row in forecast_cache(teacher, inputs, OPTIONS).factored if row.codec == codec]
     options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec=codec)
     summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
     assert row.total_bytes == pytest.approx(summary.stored_bytes + 60 * 4 * (2 + 2 * 4))
@@ -103,8 +103,8 @@ def test_the_form_turns_with_the_length(teacher: Path) -> None:
         return forecast_cache(teacher, inputs, OPTIONS, num_samples=2)
 
     short, long = forecast(20), forecast(60)
-    assert (short.form, long.form) == ("dense", "factored")
-    assert {row.dtype: row.bytes_per_sample for row in long.factored} == {
+    assert (short.form, long.form) == ("maps", "factored")
+    assert {row.codec: row.bytes_per_sample for row in long.factored} == {
         "float16": 4 * (2 * 4 + 2) + 60 * 2 * 8 * 3,
         "int8": 4 * (2 * 4 + 2) + 60 * 8 * (3 + 4),
     }
@@ -116,7 +116,7 @@ def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path) -> None
     wide = {"COLUMNS": "200"}
     table = CliRunner().invoke(app, ["plan", *arguments], env=wide)
     assert table.exit_code == 0, table.output
-    for word in (*CODECS, "break-even", "60 samples", "ms a sample"):
+    for word in (*CODECS, "break-even", "60 samples", "ms per sample"):
         assert word in table.output
     dry = CliRunner().invoke(app, ["precompute", *arguments, "--dry-run", "--out", str(tmp_path / "cache")], env=wide)
     assert dry.exit_code == 0, dry.output

@@ -273,7 +273,7 @@ def test_every_command_that_runs_a_teacher_refuses(tmp_path: Path, monkeypatch: 
     model, _ = REFUSED["batch normalisation"]
     teacher, data = saved(model, tmp_path), samples_for(model)
     commands: Sequence[Callable[[], object]] = (
-        lambda: measure_fidelity(teacher, data, FidelityOptions((1,), plans=("adjacent",))),
+        lambda: measure_fidelity(teacher, data, FidelityOptions((1,), plan=("progressive",))),
         lambda: forecast_cache(teacher, data, PrecomputeOptions(1)),
     )
     for command in commands:

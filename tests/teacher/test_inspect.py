@@ -143,5 +143,5 @@ def test_every_command_takes_sites(tmp_path: Path) -> None:
     common = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
     for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ()), ("fidelity", ())):
         assert "names none" in run(command, *common, *more, "--sites", "7", code=1)
-    assert "--sites self" in run("fidelity", *common, "--sites", "self", "--plans", "adjacent", "--samples", 4)
+    assert "--sites self" in run("fidelity", *common, "--sites", "self", "--plan", "progressive", "--samples", 4)
     run("precompute", *common, "--out", tmp_path / "cache", "--sites", "self")

@@ -398,7 +398,7 @@ def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> Non
     assert "8 records" in run_shd(*verify, tmp_path / "mine").output
     again = run_shd(*command, tmp_path / "mine")
     assert "20 (20 were there)" in again.output
-    choices = run_shd("fidelity", *command[1:6], "--plans", "adjacent", "--tokenizer", tmp_path / "mine")
+    choices = run_shd("fidelity", *command[1:6], "--plan", "progressive", "--tokenizer", tmp_path / "mine")
     assert f"--tokenizer {tmp_path / 'mine'}" in choices.output
     for refused in (run_shd(*command, tmp_path / "other"), run_shd(*verify, tmp_path / "other")):
         assert refused.exit_code == 1

@@ -20,7 +20,8 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.plans import MergePlan
 from shd_ref.teacher.run.options import RunOptions
-from shd_ref.teacher.study.fidelity import ALPHAS, FidelityOptions, FidelityReport, measure_fidelity
+from shd_ref.teacher.study.fidelity import FidelityReport, Setting, measure_fidelity
+from shd_ref.teacher.study.options import FidelityOptions
 from shd_torch import export_teacher
 
 # The exporter and its own dependencies deprecate one another's interfaces.
@@ -82,10 +83,16 @@ def rotate(x: NDArray[np.float64], w: Weights, length: int) -> NDArray[np.float6
     return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
-def squeezer(heads: int, alpha: str, plans: tuple[MergePlan, ...]) -> Any:
+def squeezer(setting: Setting, plans: tuple[MergePlan, ...]) -> Any:
     def squeeze(layer: int, maps: NDArray[Any], outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        strategy, alpha_per = ALPHAS[alpha]
-        result = squeeze_heads(maps, outputs, heads, plan=plans[layer], strategy=strategy, alpha_per=alpha_per)
+        result = squeeze_heads(
+            maps,
+            outputs,
+            setting.num_student_heads,
+            plan=plans[layer],
+            strategy=setting.strategy,
+            alpha_per=setting.alpha_per,
+        )
         groups = plan_groups(result.plan, maps.shape[1])
         return result.probs, np.stack([outputs[:, list(group)].sum(axis=1) for group in groups], axis=1)
 
@@ -101,16 +108,14 @@ def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
             parameter.mul_(2.5)  # peaked maps, far from equal
     ids = np.random.default_rng(0).integers(0, 40, (6, 12))
     export_teacher(model, {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx")
-    options = FidelityOptions(
-        (6, 2), ("adjacent", "matched"), ("map", "row", "constant", "hard"), targets="input_ids"
-    )
+    options = FidelityOptions((6, 2), strategy=("shd", "constant", "hard", "mean"), targets="input_ids")
     report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
     own = logits_in_numpy(model, ids)
     assert report.loss == pytest.approx(next_token_loss(own, ids), rel=1e-5)
-    assert len(report.results) == 16
+    assert len(report.results) == 2 * 2 * 6
     for result in report.results:
         setting = result.setting
-        squeezed = logits_in_numpy(model, ids, squeezer(setting.num_student_heads, setting.alpha, result.plans))
+        squeezed = logits_in_numpy(model, ids, squeezer(setting, result.plans))
         error = np.linalg.norm(squeezed - own) / np.linalg.norm(own)
         assert result.output_error == pytest.approx(error, rel=1e-3, abs=1e-5), setting
         assert result.loss == pytest.approx(next_token_loss(squeezed, ids), rel=1e-4), setting
@@ -125,9 +130,9 @@ def next_token_loss(logits: NDArray[np.float64], ids: NDArray[np.int64]) -> floa
     return -float(np.take_along_axis(log_probs[:, :-1], ids[:, 1:, None], axis=-1).mean())
 
 
-def costs(report: FidelityReport, heads: int) -> dict[tuple[str, str], float]:
+def costs(report: FidelityReport, heads: int) -> dict[tuple[str, str, str], float]:
     return {
-        (result.setting.plan, result.setting.alpha): result.cost
+        (result.setting.plan, result.setting.strategy, result.setting.alpha_per): result.cost
         for result in report.results
         if result.setting.num_student_heads == heads
     }
@@ -143,18 +148,21 @@ def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path
         load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
     )
     options = FidelityOptions(
-        (8, 2), alphas=("map", "row", "constant", "hard"), targets="input_ids", calibration_samples=3
+        (8, 2), strategy=("shd", "constant", "hard"), targets="input_ids", calibration_samples=3
     )
     report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
     whole, squeezed = costs(report, 8), costs(report, 2)
     assert report.loss is not None
     assert report.loss < 1.5  # it was trained, and was read right
     assert set(whole.values()) == {report.loss}
-    assert min(squeezed, key=lambda setting: squeezed[setting]) == ("matched", "row")
+    assert min(squeezed, key=lambda setting: squeezed[setting]) == ("matched", "shd", "row")
     # The order that was found on other text by other code.
-    adjacent = [squeezed["adjacent", alpha] for alpha in ("row", "constant", "hard")]
-    assert adjacent == sorted(adjacent)
-    assert squeezed["adjacent", "row"] < squeezed["adjacent", "map"] < squeezed["adjacent", "hard"]
+    row, by_map, constant, hard = (
+        squeezed["progressive", *weights]
+        for weights in (("shd", "row"), ("shd", "map"), ("constant", "map"), ("hard", "map"))
+    )
+    assert row < constant < hard
+    assert row < by_map < hard
 
 
 @pytest.mark.slow
@@ -175,10 +183,10 @@ def test_pretrained_encoder_loses_least_by_row_and_matched(shared_data: Path, tm
     assert len(report.sites) == 6
     found = costs(report, 6)
     order = [
-        ("matched", "row"),
-        ("matched", "map"),
-        ("adjacent", "row"),
-        ("adjacent", "map"),
-        ("adjacent", "constant"),
+        ("matched", "shd", "row"),
+        ("matched", "shd", "map"),
+        ("progressive", "shd", "row"),
+        ("progressive", "shd", "map"),
+        ("progressive", "constant", "map"),
     ]
     assert [found[setting] for setting in order] == sorted(found[setting] for setting in order)

@@ -93,7 +93,7 @@ def test_a_frozen_length_is_found_and_filled(tmp_path: Path, batch: bool) -> Non
             probs = model.attend(*(torch.from_numpy(array[None]) for array in sample.values()))[1]
         np.testing.assert_allclose(reader.decode(record, 0), probs[0].numpy(), atol=limit)
     assert recheck_records(tmp_path / "cache", graph, data).records == len(mask)
-    report = measure_fidelity(graph, data, FidelityOptions((2,), ("adjacent",), ("map",)))
+    report = measure_fidelity(graph, data, FidelityOptions((2,), ("progressive",), ("shd",), ("map",)))
     assert report.results[0].attention_error > 0
 
 

@@ -119,7 +119,7 @@ def test_other_tools_take_the_same_data(taught: Taught) -> None:
     assert recheck_records(taught.cache, taught.graph, more).records == 8
     forecast = forecast_cache(taught.graph, data, PrecomputeOptions(num_student_heads=2), RunOptions())
     assert forecast.num_samples == SAMPLES
-    options = FidelityOptions(student_heads=(2,), plans=("adjacent",), alphas=("map",))
+    options = FidelityOptions(student_heads=(2,), plan=("progressive",), strategy=("shd",), alpha_per=("map",))
     report = measure_fidelity(taught.graph, data, options)
     assert report.output == "logits"
     assert 0 < report.results[0].attention_error < 1

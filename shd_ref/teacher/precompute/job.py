@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CacheWriter, CodecError, NewRecord, Skipped, code_dtype
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.independence import SHARED_SCALES
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.precompute.factored import check_factors
@@ -56,16 +55,6 @@ class PrecomputeJob:
         self.manifest = make_manifest(work, outputs, masks, spans)
         if work.options.is_factored:
             check_factors(work, outputs, next(iter(masks.values())), self.manifest)
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What is to be known of the records of this teacher."""
-        layers = [site.layer for _, site in self.work.layers if site.note == SHARED_SCALES]
-        alone = self.work.run.batch_size == 1 or self.work.inputs.fixed_batch == 1
-        if not layers or alone:
-            return ()
-        numbers = ", ".join(map(str, sorted(set(layers))))
-        return (f"records depend on the batches that they were made in (attention sites {numbers}): {SHARED_SCALES}",)
 
     @property
     def window_shards(self) -> int:

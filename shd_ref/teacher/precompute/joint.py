@@ -138,7 +138,7 @@ class JointJob:
                     seconds=time.monotonic() - self._started,
                     compared_samples=job.compared_samples,
                     comparison=job.comparison,
-                    remarks=job.remarks,
+                    remarks=job.work.remarks,
                     supplied=job.work.inputs.supply,
                     remark=job.work.inputs.remark,
                 )

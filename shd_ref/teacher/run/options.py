@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.attention import check_temperature
-from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC
+from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS
 from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
 from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.errors import ShdError
+from shd_ref.matching import MATCHED_BY
 from shd_ref.mixing import STRATEGIES
-from shd_ref.plans import MergePlan
+from shd_ref.plans import PLAN_KINDS, MergePlan
 
 CALIBRATION_SAMPLES: Final = 16
 """Enough for matched plans to settle: pairs are chosen by sums over all rows of all samples."""
@@ -29,51 +30,143 @@ FORMS: Final = ("maps", "factored")
 MATCHED: Final = "matched"
 """The plan that is chosen on the data."""
 
+PLANS: Final = (*PLAN_KINDS, MATCHED)
+"""Which heads merge, where a plan is chosen by name."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a command shows a field: ``shd_ref.commands.derive`` makes an option of it.
+
+    Attributes:
+        help: what it sets, in a sentence.
+        panel: its heading in ``--help``; None for the everyday options, which come first.
+        choices: the values that it takes, where they are few.
+        least: the smallest number that it takes.
+        metavar: what stands for its value in ``--help``.
+    """
+
+    help: str
+    panel: str | None = None
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    metavar: str | None = None
+
+
+MERGING: Final = "What is merged"
+STORING: Final = "What is stored"
+READING: Final = "How inputs are read"
+RUNNING: Final = "How the teacher runs"
+PANELS: Final = (MERGING, STORING, READING, RUNNING)
+"""Headings of options in ``--help``, in this order."""
+
+SITES_HELP: Final = Shown(
+    "Attention sites by number or name, as shd inspect lists them: 0,2,4-7, encoder*, self, cross. Default: all.",
+    MERGING,
+)
+CALIBRATION_HELP: Final = Shown("Samples that matched plans are chosen on.", MERGING, least=1)
+
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
     """What to make of the teacher; see ``shd_ref.squeeze_heads`` for the meaning.
 
+    Every field says in its annotation what it sets. Beyond that:
+
     Attributes:
-        num_student_heads: H_s.
         num_student_layers: L_s, how many attention calls the student makes; by default as many as the teacher has
             attention sites, or as were selected. Where the graph has cross attention, a number for each kind
             (``encoder``, ``decoder``, ``cross``) that is to be taught.
-        layer_pairs: explicit ``(student, teacher)`` pairs, zero-based, in place of the default map. Without
-            ``num_student_layers`` the student may make more calls than they name.
-        sites: which of the teacher's attention sites the default map runs over, see ``select_sites``; default all.
-        plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan`` on a sample of the data,
-            layer by layer, with the run's seed.
-        matched_by: ``residual`` or ``similarity``, for matched plans.
-        calibration_samples: how many samples they are matched on.
+        layer_pairs: zero-based. Without ``num_student_layers`` the student may make more calls than they name.
+        plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan``, layer by layer, with the
+            run's seed.
         plans: in place of ``plan``: rounds for every layer, in the order of the student's layers.
-        form: ``maps``, or ``factored``: queries and keys, which are smaller for long samples.
-        factored_codec: one of ``shd_ref.cache.FACTORED_CODECS``, of queries and keys.
-        codec: of maps, one of ``shd_ref.cache.CODECS``. ``sqrt8-row`` is coded inside the graph, the others on the
-            host.
-        compression: of stored blobs: ``none`` or ``zstd``.
-        on_error: what to do with a sample on which the teacher gives NaN: ``stop``, or ``skip`` and name it.
-        seed_column: column of the inputs with each sample's augmentation seed, stored beside its maps.
+        alpha_rule: see ``shd_ref.solve_alpha``.
+        codec: ``sqrt8-row`` is coded inside the graph, the others on the host.
     """
 
-    num_student_heads: int
-    num_student_layers: int | Mapping[str, int] | None = None
-    layer_pairs: tuple[tuple[int, int], ...] | None = None
-    sites: str | None = None
-    plan: str | MergePlan = "progressive"
-    matched_by: str = "residual"
-    calibration_samples: int = CALIBRATION_SAMPLES
+    num_student_heads: Annotated[int, Shown("Heads of the student, at most the teacher's.", least=1)]
+    num_student_layers: Annotated[
+        int | Mapping[str, int] | None,
+        Shown(
+            "Layers of the student. Default: as many as the teacher. Encoder-decoders: a number per kind, such as "
+            "encoder=2,decoder=3,cross=3.",
+            metavar="N|KIND=N,...",
+        ),
+    ] = None
+    layer_pairs: Annotated[
+        tuple[tuple[int, int], ...] | None,
+        Shown(
+            "Layer pairs student:teacher from 0, such as 0:3,1:7, in place of the even default. Student layers may "
+            "be left out.",
+            MERGING,
+            metavar="S:T,...",
+        ),
+    ] = None
+    sites: Annotated[str | None, SITES_HELP] = None
+    strategy: Annotated[
+        str,
+        Shown(
+            "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), mean "
+            "(of all heads), simplex (best convex weights; groups of two).",
+            MERGING,
+            STRATEGIES,
+        ),
+    ] = "shd"
+    plan: Annotated[
+        str | MergePlan,
+        Shown(
+            "Heads that merge: progressive (neighbours, round by round: the paper), balanced (neighbouring groups), "
+            "matched (the pairs that fit best on some samples, layer by layer).",
+            MERGING,
+            PLANS,
+        ),
+    ] = "progressive"
+    matched_by: Annotated[
+        str,
+        Shown(
+            "What matched plans minimise: residual (of the output) or similarity (of the maps).", MERGING, MATCHED_BY
+        ),
+    ] = "residual"
+    calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
     plans: tuple[MergePlan, ...] | None = None
-    strategy: str = "shd"
     alpha_rule: str = "least_squares"
-    alpha_per: str = "map"
-    temperature: float = 1.0
-    form: str = "maps"
-    factored_codec: str = DEFAULT_FACTORED_CODEC
-    codec: str = "sqrt8-row"
-    compression: str = "none"
-    on_error: str = "stop"
-    seed_column: str | None = None
+    alpha_per: Annotated[str, Shown("One merge weight per map (the paper) or per query row.", MERGING, ALPHA_PER)] = (
+        "map"
+    )
+    temperature: Annotated[float, Shown("Attention temperature of the stored maps, above 0.", MERGING)] = 1.0
+    form: Annotated[
+        str,
+        Shown(
+            "maps (merged), or factored: the teacher's queries and keys with the mixing, smaller for long samples, "
+            "with the temperature left free. shd plan compares them.",
+            STORING,
+            FORMS,
+        ),
+    ] = "maps"
+    factored_codec: Annotated[
+        str, Shown("Codec of queries and keys: int8 (1 byte a number) or float16 (2).", STORING, FACTORED_CODECS)
+    ] = DEFAULT_FACTORED_CODEC
+    codec: Annotated[
+        str,
+        Shown(
+            "Codec of maps: sqrt8-row, sqrt8-abs (1 byte an entry), u4 (1/2), bf16 (2), float32 (4).",
+            STORING,
+            CODECS,
+        ),
+    ] = "sqrt8-row"
+    compression: Annotated[
+        str,
+        Shown("zstd: smaller, for slow storage; needs the extra 'zstd'.", STORING, COMPRESSIONS),
+    ] = "none"
+    on_error: Annotated[
+        str,
+        Shown("On a sample that gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR),
+    ] = "stop"
+    seed_column: Annotated[
+        str | None,
+        Shown("Column of augmentation seeds, stored beside the maps and replayed in training.", STORING),
+    ] = None
 
     @property
     def is_factored(self) -> bool:
@@ -88,29 +181,52 @@ class PrecomputeOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run it; none of these changes what a cache means.
+    """How to run the teacher; none of these changes what a cache means.
+
+    Every field says in its annotation what it sets. Beyond that:
 
     Attributes:
-        mask: name of the attention-mask input, if it is not one of the usual; of an encoder-decoder the encoder's.
-        decoder_mask: name of the decoder's attention-mask input, if it is not one of the usual.
-        batch_size: samples a teacher call.
-        batch_tokens: in place of ``batch_size``: positions a teacher call, so that short samples fill it too.
-        samples_per_shard: by default shards of about 256 MiB, and at least 16 of them.
-        seed: of the order in which samples are dealt to shards.
-        provider: ``cpu``, ``cuda`` or an onnxruntime name.
-        num_threads: of onnxruntime; its own choice by default.
+        samples_per_shard: None for shards of about 256 MiB, and at least 16 of them.
+        num_threads: None for onnxruntime's own choice.
         shards: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
     """
 
-    mask: str | None = None
-    decoder_mask: str | None = None
-    batch_size: int = 16
-    batch_tokens: int | None = None
-    samples_per_shard: int | None = None
-    seed: int = 0
-    provider: str = "cpu"
-    num_threads: int | None = None
-    shards: tuple[int, int] = (0, 1)
+    mask: Annotated[
+        str | None, Shown("The graph's input of 0 and 1 that masks padding, if not attention_mask.", READING)
+    ] = None
+    decoder_mask: Annotated[
+        str | None, Shown("The same for a decoder with cross attention, if not decoder_attention_mask.", READING)
+    ] = None
+    batch_size: Annotated[int, Shown("Samples per teacher call.", RUNNING, least=1)] = 16
+    batch_tokens: Annotated[
+        int | None,
+        Shown(
+            "Positions per teacher call, in place of --batch-size: more samples where they are short.",
+            RUNNING,
+            least=1,
+        ),
+    ] = None
+    samples_per_shard: Annotated[
+        int | None, Shown("Samples per shard. Default: about 256 MiB, at least 16 shards.", STORING, least=1)
+    ] = None
+    seed: Annotated[
+        int, Shown("Seed of the samples' order in shards, and of the choice of samples.", RUNNING, least=0)
+    ] = 0
+    provider: Annotated[
+        str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING)
+    ] = "cpu"
+    num_threads: Annotated[
+        int | None, Shown("Threads of onnxruntime. Default: its own choice.", RUNNING, least=1)
+    ] = None
+    shards: Annotated[
+        tuple[int, int],
+        Shown(
+            "Write part i of n of the shards only, i from 0 to n-1: n processes fill one folder, or one each for "
+            "shd merge.",
+            RUNNING,
+            metavar="i/n",
+        ),
+    ] = (0, 1)
 
 
 def check_options(options: PrecomputeOptions) -> None:

@@ -17,6 +17,7 @@ from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.graph.independence import SHARED_SCALES
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import frozen_specs
@@ -207,6 +208,16 @@ class TeacherRun:
         if site.layer in self.site_kinds.own_keys:
             keys = None
         return held[0] if rows is None else rows, held[1] if keys is None else keys
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of this teacher's maps, such as that they depend on the batches they ran in."""
+        layers = [site.layer for _, site in self.layers if site.note == SHARED_SCALES]
+        alone = self.run.batch_size == 1 or self.inputs.fixed_batch == 1
+        if not layers or alone:
+            return ()
+        numbers = ", ".join(map(str, sorted(set(layers))))
+        return (f"records depend on the batches that they were made in (attention sites {numbers}): {SHARED_SCALES}",)
 
     @property
     def graph(self) -> SqueezedGraph:

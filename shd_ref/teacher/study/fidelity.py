@@ -5,6 +5,7 @@ It needs no student and no training, so it tells how to merge before anything is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.attention import check_option
+from shd_ref.alpha import ALPHA_PER, check_option
 from shd_ref.cache.documents.members import sample_order
 from shd_ref.errors import ShdError
+from shd_ref.matching import MATCHED_BY
+from shd_ref.mixing import STRATEGIES
 from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.graph.kinds import find_kinds
@@ -28,7 +31,7 @@ from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, make_rule
 from shd_ref.teacher.run.calibration import calibrate_plans
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.options import CALIBRATION_SAMPLES, RunOptions, check_run
+from shd_ref.teacher.run.options import MATCHED, PLANS, RunOptions, check_run
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, Source
@@ -40,21 +43,11 @@ from shd_ref.teacher.study.difference import (
     Targets,
     read_targets,
 )
+from shd_ref.teacher.study.options import FidelityOptions
 
-PLANS: Final = ("adjacent", "balanced", "matched", "similar")
-"""Which heads merge: the source's pairs, contiguous groups, and pairs matched by residual or by similarity."""
+_WEIGHED: Final = ("shd", "hard")
+"""Strategies that compute weights, so that ``alpha_per`` makes a difference."""
 
-ALPHAS: Final[dict[str, tuple[str, str]]] = {
-    "map": ("shd", "map"),
-    "row": ("shd", "row"),
-    "constant": ("constant", "map"),
-    "simplex": ("simplex", "map"),
-    "hard": ("hard", "map"),
-}
-"""Name of a kind of merge weight: its strategy and ``alpha_per``."""
-
-_MATCHED_BY: Final = {"matched": "residual", "similar": "similarity"}
-_KIND_OF: Final = {"adjacent": "progressive", "balanced": "balanced"}
 _HELD_BYTES: Final = 2**29
 """What the teacher's own results may take in memory; beyond it they are computed again for every setting."""
 
@@ -63,38 +56,14 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class FidelityOptions:
-    """What to try, and what to look at.
-
-    Attributes:
-        student_heads: every H_s to try.
-        plans: of ``PLANS``.
-        alphas: of ``ALPHAS``.
-        output: the graph's output that is compared; its first floating-point one by default.
-        targets: name of the array with class labels ``(N,)`` or token ids ``(N, L)``, for the teacher's own loss. An
-            array that is also the model's input is taken as the text itself: position i is judged by token i + 1.
-        samples: how many samples, seeded; all where there are fewer.
-        calibration_samples: for matched plans.
-        sites: which attention sites to squeeze, see ``select_sites``; default: all that can be.
-    """
-
-    student_heads: tuple[int, ...]
-    plans: tuple[str, ...] = ("adjacent", "matched")
-    alphas: tuple[str, ...] = ("map", "row", "constant")
-    output: str | None = None
-    targets: str | None = None
-    samples: int = 128
-    calibration_samples: int = CALIBRATION_SAMPLES
-    sites: str | None = None
-
-
-@dataclass(frozen=True)
 class Setting:
-    """One way to squeeze."""
+    """One way to squeeze, in the words of ``PrecomputeOptions``; ``matched_by`` is None for other plans."""
 
     num_student_heads: int
     plan: str
-    alpha: str
+    matched_by: str | None
+    strategy: str
+    alpha_per: str
 
 
 @dataclass(frozen=True)
@@ -179,17 +148,8 @@ def measure_fidelity(
             squeezed), ``inputs-invalid``, ``provider-unavailable``, ``dependency-missing`` (matched plans),
             ``not-finite``.
     """
-    for plan in options.plans:
-        check_option("plans", plan, PLANS, "PLAN-1")
-    for alpha in options.alphas:
-        check_option("alpha", alpha, tuple(ALPHAS), "MIX-2")
+    settings = _settings(options)
     test = _FidelityTest(Path(teacher), inputs, options, run or RunOptions())
-    settings = [
-        Setting(heads, plan, alpha)
-        for heads in dict.fromkeys(options.student_heads)
-        for plan in dict.fromkeys(options.plans)
-        for alpha in dict.fromkeys(options.alphas)
-    ]
     # Before the first run, so that what cannot be merged is refused at once.
     rules = [test.rules(setting) for setting in settings]
     distinct = dict.fromkeys(rules)
@@ -215,6 +175,30 @@ def measure_fidelity(
     )
 
 
+def _settings(options: FidelityOptions) -> list[Setting]:
+    """Every combination that makes a difference.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    for name, known, sentence in (
+        ("plan", PLANS, "PLAN-1"),
+        ("matched_by", MATCHED_BY, "PLAN-9"),
+        ("strategy", STRATEGIES, "MIX-2"),
+        ("alpha_per", ALPHA_PER, "ALPHA-9"),
+    ):
+        for value in getattr(options, name):
+            check_option(name, value, known, sentence)
+    plans = [(plan, by) for plan in options.plan for by in (options.matched_by if plan == MATCHED else (None,))]
+    weights = [
+        (strategy, alpha_per)
+        for strategy in options.strategy
+        for alpha_per in (options.alpha_per if strategy in _WEIGHED else ("map",))
+    ]
+    combined = itertools.product(options.student_heads, plans, weights)
+    return list(dict.fromkeys(Setting(heads, *plan, *weight) for heads, plan, weight in combined))
+
+
 Results = dict[str, NDArray[Any]]
 
 
@@ -235,7 +219,7 @@ class _FidelityTest:
                 f"teacher graph {teacher} must hold an attention site that can be squeezed; found "
                 f"{'; '.join(self.skipped) or 'none'}: see shd inspect {teacher}",
             )
-        self.output = _choose_output(self.model, options.output)
+        self.output = _choose_output(self.model, options.graph_output)
         source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
         specs = frozen_specs(self.model, [site.probs for site in self.sites])
         kinds = find_kinds(self.model, found, specs, run.decoder_mask)
@@ -266,13 +250,13 @@ class _FidelityTest:
 
     def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
         """The merge of every site."""
-        strategy, alpha_per = ALPHAS[setting.alpha]
+        strategy = setting.strategy
         pairwise = "shd" if strategy == "simplex" else strategy
         options = SqueezeOptions(
-            setting.num_student_heads, "progressive", pairwise, "least_squares", alpha_per, 1.0, "float32"
+            setting.num_student_heads, "progressive", pairwise, "least_squares", setting.alpha_per, 1.0, "float32"
         )
         rules = []
-        for site, rounds in zip(self.sites, self._plans_of(setting, alpha_per), strict=True):
+        for site, rounds in zip(self.sites, self._plans_of(setting), strict=True):
             rule = make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
             # For two heads the simplex is the segment that the clipped alpha minimises over.
             large = any(len(group) > 2 for group in rule.groups)
@@ -294,17 +278,17 @@ class _FidelityTest:
     def _mask_of_rows(self, site: AttentionSite) -> str | None:
         return self.inputs.decoder_mask if self._kinds.has_decoder_rows(site) else self.inputs.mask
 
-    def _plans_of(self, setting: Setting, alpha_per: str) -> tuple[MergePlan, ...]:
-        kind = _KIND_OF.get(setting.plan)
-        if kind is not None:
-            return tuple(merge_plan(site.num_heads or 0, setting.num_student_heads, kind) for site in self.sites)
-        key = (setting.num_student_heads, setting.plan, alpha_per)
+    def _plans_of(self, setting: Setting) -> tuple[MergePlan, ...]:
+        heads, by, alpha_per = setting.num_student_heads, setting.matched_by, setting.alpha_per
+        if by is None:
+            return tuple(merge_plan(site.num_heads or 0, heads, setting.plan) for site in self.sites)
+        key = (heads, by, alpha_per)
         if key not in self._plans:
             self._plans[key] = calibrate_plans(
                 self._reader(),
                 self.inputs,
-                setting.num_student_heads,
-                by=_MATCHED_BY[setting.plan],
+                heads,
+                by=by,
                 alpha_per=alpha_per,
                 num_samples=self.options.calibration_samples,
                 seed=self.run.seed,
@@ -409,7 +393,7 @@ def _choose_output(model: onnx.ModelProto, wanted: str | None) -> str:
     if not names or wanted not in (None, *names):
         raise ShdError(
             "argument-value",
-            f"output must be one of the graph's floating-point outputs {', '.join(names) or '(it has none)'}; "
+            f"graph_output must be one of the graph's floating-point outputs {', '.join(names) or '(it has none)'}; "
             f"got {wanted!r}",
         )
     return wanted or names[0]

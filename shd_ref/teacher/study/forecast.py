@@ -71,13 +71,13 @@ class FactoredForecast:
     """The other form of supervision: the teacher's queries and keys with the mixing matrix, in place of maps.
 
     Attributes:
-        dtype: ``float16``, or ``int8`` with a float32 scale per head and position.
+        codec: ``float16``, or ``int8`` with a float32 scale per head and position.
         bytes_per_sample: of the mean sample, with its alphas and mixing.
         total_bytes: of the whole data set.
         error: of the maps that they make, measured on the sampled rows as that of a codec.
     """
 
-    dtype: str
+    codec: str
     bytes_per_sample: float
     total_bytes: float
     error: CodecError
@@ -98,11 +98,13 @@ class Forecast:
         codecs: by codec.
         factored: empty where the maps are not what queries and keys make; without ``float16`` where numbers are too
             large for it.
-        form: ``"dense"`` or ``"factored"``: which is smaller, ``sqrt8-row`` or int8 factors, whose errors are alike.
+        form: ``"maps"`` or ``"factored"``: which is smaller, ``sqrt8-row`` or int8 factors, whose errors are alike.
             That turns with the length: ``L H_s`` bytes a row (half of it if causal) against about
             ``d_k (H_t + H_kv)``.
         recommended: the codec to take, see ``forecast_cache``.
         pays: whether reading it is faster than running the teacher.
+        remarks: see ``TeacherRun.remarks``.
+        supplied: what is fed beside the data, in a line; empty for nothing.
     """
 
     num_samples: int
@@ -118,6 +120,8 @@ class Forecast:
     form: str
     recommended: str
     pays: bool
+    remarks: tuple[str, ...]
+    supplied: str
 
 
 def forecast_cache(
@@ -185,6 +189,8 @@ def forecast_cache(
         form=_choose_form(codecs, factored),
         recommended=recommended.codec,
         pays=recommended.break_even <= bandwidth,
+        remarks=work.remarks,
+        supplied=work.inputs.supply,
     )
 
 
@@ -294,8 +300,8 @@ def _factored_error(
 
 
 def _choose_form(codecs: Sequence[CodecForecast], factored: Sequence[FactoredForecast]) -> str:
-    (dense,) = [row.bytes_per_sample for row in codecs if row.codec == "sqrt8-row"]
-    return "factored" if any(row.dtype == "int8" and row.bytes_per_sample < dense for row in factored) else "dense"
+    (maps,) = [row.bytes_per_sample for row in codecs if row.codec == "sqrt8-row"]
+    return "factored" if any(row.codec == "int8" and row.bytes_per_sample < maps for row in factored) else "maps"
 
 
 def _zstd_ratio(blobs: Sequence[Any]) -> float | None:

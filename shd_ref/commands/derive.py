@@ -1,0 +1,192 @@
+"""Commands made of plain functions: their options come from annotations, those of dataclasses included.
+
+A parameter or field ``Annotated[T, Shown(...)]`` is an option of the same name, with its default. A parameter whose
+type is a dataclass stands for the options of its fields: all of them, or all but those of ``Without``. What typer
+itself annotates (``typer.Argument``, ``typer.Option``) is left to typer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
+
+import typer
+
+from shd_ref.commands.parse import PARSERS, read_list
+from shd_ref.commands.terminal import reported_errors
+from shd_ref.errors import ShdError
+from shd_ref.teacher.run.options import PANELS, Shown
+
+_PLAIN: Final[dict[Any, str]] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""Types that typer reads, and what stands for a value in ``--help``."""
+
+_ENUM: Final[Any] = StrEnum  # of names that are known when a command is made, which no type checker follows
+
+_LONGEST: Final = 16
+"""Characters that choices may take in ``--help`` before the option's name stands for them."""
+
+
+@dataclass(frozen=True)
+class Without:
+    """Fields of a dataclass that are no options of a command."""
+
+    names: frozenset[str]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", frozenset(names))
+
+
+def add_command(
+    app: typer.Typer, function: Callable[..., None], *, name: str | None = None, panel: str | None = None
+) -> None:
+    """Make a command of a function whose parameters are annotated as this module says.
+
+    Args:
+        app: where the command goes, after those that are there.
+        function: what it does; a ``ShdError`` of it becomes one message and exit code 1.
+        name: of the command, by default the function's.
+        panel: its heading in the application's ``--help``.
+    """
+    app.command(name or function.__name__, rich_help_panel=panel)(expand(function))
+
+
+def expand(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as typer can take it: one parameter an option, in the order of the panels."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: group for name, hint in hints.items() if (group := _Group.of(hint)) is not None}
+    readers: dict[str, Callable[[Any], Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in groups:
+            for field, (hint, default) in groups[name].fields.items():
+                parameters.append(_parameter(field, hint, default, readers))
+        else:
+            parameters.append(_parameter(name, hints[name], parameter.default, readers))
+    options = {parameter.name: option_of(parameter.name) for parameter in parameters}
+
+    def command(**given: Any) -> None:
+        with reported_errors(options):
+            values = {name: readers[name](value) if name in readers else value for name, value in given.items()}
+            built = {name: group.build(values) for name, group in groups.items()}
+            function(**values, **built)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(sorted(parameters, key=_place))  # type: ignore[attr-defined]
+    return command
+
+
+def option_of(field: str) -> str:
+    """``num_student_heads`` -> ``--student-heads``."""
+    return f"--{field.removeprefix('num_').replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A parameter that stands for the fields of a dataclass."""
+
+    cls: type
+    fields: dict[str, tuple[Any, Any]]
+    is_partial: bool
+    is_optional: bool
+
+    @classmethod
+    def of(cls, hint: Any) -> _Group | None:
+        """None for a parameter that stands for itself.
+
+        ``functools.partial[D]`` builds a ``partial`` that the command calls with the fields it lacks; ``D | None`` is
+        None where the first field is not given.
+        """
+        without: frozenset[str] = frozenset()
+        if get_origin(hint) is Annotated:
+            hint, *notes = get_args(hint)
+            without = frozenset().union(*(note.names for note in notes if isinstance(note, Without)))
+        is_partial = get_origin(hint) is functools.partial
+        target, is_optional = (get_args(hint)[0], False) if is_partial else _strip_none(hint)
+        if not is_dataclass(target) or not isinstance(target, type):
+            return None
+        hints = get_type_hints(target, include_extras=True)
+        shown = {
+            field.name: (hints[field.name], inspect.Parameter.empty if field.default is MISSING else field.default)
+            for field in fields(target)
+            if field.name not in without and _shown(hints[field.name]) is not None
+        }
+        if is_optional:
+            first = next(iter(shown))
+            shown[first] = shown[first][0], None
+        return cls(target, shown, is_partial, is_optional)
+
+    def build(self, values: dict[str, Any]) -> Any:
+        """The dataclass, of values that are taken out of all."""
+        own = {name: values.pop(name) for name in self.fields}
+        if self.is_partial:
+            return functools.partial(self.cls, **own)
+        first = next(iter(own))
+        if self.is_optional and own[first] is None:
+            for name, value in own.items():
+                if value is not None:
+                    raise ShdError(
+                        "argument-value",
+                        f"{option_of(name)} must be given with {option_of(first)} alone; got {value} without",
+                    )
+            return None
+        return self.cls(**own)
+
+
+def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[Any], Any]]) -> inspect.Parameter:
+    """A parameter that typer can take; what it cannot read itself is a string, with its reader among ``readers``."""
+    shown = _shown(hint)
+    if shown is None:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    kind, optional = _strip_none(get_args(hint)[0])
+    metavar = shown.metavar or _PLAIN.get(kind)
+    if get_origin(kind) is tuple and name not in PARSERS:
+        readers[name] = functools.partial(
+            read_list, option_of(name), kind=get_args(kind)[0], choices=shown.choices, least=shown.least
+        )
+        metavar = metavar or ("N,..." if get_args(kind)[0] is int else f"{name.upper()},...")
+        default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        kind = str
+    elif shown.choices:
+        metavar = "|".join(shown.choices)
+        metavar = metavar if len(metavar) <= _LONGEST else name.upper()
+        kind = _ENUM(name, {choice: choice for choice in shown.choices})
+        readers[name] = lambda value: value.value
+        default = kind(default)
+    elif kind not in _PLAIN:
+        readers[name] = PARSERS[name]
+        optional, kind = optional or default is not inspect.Parameter.empty, str
+        default = None if optional else default
+    option = typer.Option(
+        option_of(name),
+        help=shown.help,
+        min=shown.least if kind in (int, float) else None,
+        metavar=metavar,
+        rich_help_panel=shown.panel,
+    )
+    annotation: Any = Annotated[kind | None if optional else kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _shown(hint: Any) -> Shown | None:
+    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((note for note in notes if isinstance(note, Shown)), None)
+
+
+def _strip_none(hint: Any) -> tuple[Any, bool]:
+    """The type without ``None``, and whether it had it; a union of several others stays one."""
+    if get_origin(hint) is not types.UnionType:
+        return hint, False
+    others = [one for one in get_args(hint) if one is not types.NoneType]
+    return functools.reduce(lambda a, b: a | b, others), len(others) < len(get_args(hint))
+
+
+def _place(parameter: inspect.Parameter) -> int:
+    """Everyday options first, then panels in their order; all keep the order of the signature."""
+    panel = getattr(get_args(parameter.annotation)[1], "rich_help_panel", None)
+    return 1 + PANELS.index(panel) if panel in PANELS else 0

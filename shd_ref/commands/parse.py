@@ -1,0 +1,103 @@
+"""What options mean that typer does not read itself: lists, pairs and parts, all written with commas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from shd_ref.cache.documents.members import KINDS
+from shd_ref.errors import ShdError
+
+
+def read_list(
+    option: str, text: str, *, kind: type, choices: tuple[str, ...] = (), least: int | None = None
+) -> tuple[Any, ...]:
+    """The values of an option that takes several, such as ``4,6``; spaces around them do not count.
+
+    Args:
+        option: its name, for messages.
+        text: as it was given.
+        kind: ``int`` or ``str``.
+        choices: the words that it takes.
+        least: the smallest number that it takes.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if kind is int:
+        least = 1 if least is None else least
+        if not all(part.isdecimal() and int(part) >= least for part in parts):
+            raise ShdError(
+                "argument-value", f"{option} must be numbers from {least}, separated by commas: 4,6; got {text!r}"
+            )
+        return tuple(int(part) for part in parts)
+    if not set(parts) <= set(choices):
+        raise ShdError(
+            "argument-value",
+            f"{option} must be one or several of {', '.join(choices)}, separated by commas; got {text!r}",
+        )
+    return tuple(parts)
+
+
+def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
+    """``--student-layers``: a number, or one for each kind.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if text is None:
+        return None
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    numbers = {kind.strip(): number.strip() for kind, _, number in parts}
+    if len(parts) == 1 and not parts[0][1]:
+        numbers = {"": parts[0][0]}
+    counts = {kind: int(number) if number.isdecimal() else 0 for kind, number in numbers.items()}
+    known = counts.keys() <= set(KINDS) or counts.keys() == {""}
+    if len(counts) != len(parts) or not known or min(counts.values()) < 1:
+        raise ShdError(
+            "argument-value",
+            f"--student-layers must be a number from 1, or one for each kind ({', '.join(KINDS)}) such as "
+            f"encoder=2,decoder=3,cross=3; got {text!r}",
+            "LAYER-2",
+        )
+    return counts.get("", counts)
+
+
+def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    """``--layer-pairs``.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if text is None:
+        return None
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(student), int(teacher)) for student, teacher in pairs)
+    except ValueError:
+        raise ShdError(
+            "argument-value", f"--layer-pairs must be student:teacher pairs such as 0:3,1:7; got {text!r}", "LAYER-4"
+        ) from None
+
+
+def parse_shards(text: str | None) -> tuple[int, int]:
+    """``--shards``: part and number of parts.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if text is None:
+        return (0, 1)
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise ShdError("argument-value", f"--shards must be i/n with 0 <= i < n, such as 0/4; got {text!r}")
+    return int(part), int(parts)
+
+
+PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "num_student_layers": parse_student_layers,
+    "layer_pairs": parse_layer_pairs,
+    "shards": parse_shards,
+}
+"""By field: how the text of its option is read."""

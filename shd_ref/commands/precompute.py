@@ -1,0 +1,155 @@
+"""``shd precompute``: run the teacher over the data and fill caches."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shd_ref.commands.derive import Without
+from shd_ref.commands.options import InputOptions, StudentHeads, TeacherPath, refuse_nothing
+from shd_ref.commands.terminal import console, print_remarks, show_progress
+from shd_ref.errors import ShdError
+from shd_ref.teacher.run.options import RUNNING, PrecomputeOptions, RunOptions, Shown
+
+if TYPE_CHECKING:
+    from shd_ref.teacher.precompute.summary import PrecomputeSummary
+    from shd_ref.teacher.sources import Source
+
+
+def precompute(
+    teacher: TeacherPath,
+    inputs: InputOptions,
+    student_heads: StudentHeads,
+    options: Annotated[partial[PrecomputeOptions], Without("num_student_heads")],
+    run: RunOptions,
+    out: Annotated[
+        str,
+        typer.Option(
+            help="The cache: a folder or an address (s3://...). Give the same one again to resume.",
+            metavar="CACHE",
+            callback=refuse_nothing,
+        ),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing; measure a few samples and say what it would cost.")
+    ] = False,
+    engine: Annotated[
+        str, Shown("This process, or actors on a Ray cluster (extra 'ray').", RUNNING, ("local", "ray"))
+    ] = "local",
+    workers: Annotated[
+        int | None, Shown("Ray actors, each with a teacher. Default: as many as fit.", RUNNING, least=1)
+    ] = None,
+) -> None:
+    """Run the teacher once over the data and store its squeezed attention.
+
+    shd precompute teacher.onnx --inputs data.npz --student-heads 4 --out cache/
+
+    The merge happens inside the graph. The first batch is compared with the NumPy reference, and a difference above
+    tolerance refuses the run. Stop it at any moment, also with kill -9: the same command goes on where it stopped.
+    """
+    if engine != "ray" and workers is not None:
+        raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
+    from shd_ref.teacher.precompute.engine import students_of
+
+    source = inputs.open()
+    if dry_run:
+        _measure(teacher, source, [options(num_student_heads=heads) for heads in student_heads], run)
+        return
+    with _told() as told:
+        if engine == "ray":
+            told["workers"] = workers
+            summaries = _run_on_ray(teacher, inputs, out, options, student_heads, run, told)
+        else:
+            summaries = _run_here(teacher, source, out, options, student_heads, run, told)
+    print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
+    # As they were said: actors were given whole paths.
+    several = students_of(out, options(num_student_heads=1), student_heads) if len(student_heads) > 1 else []
+    _print_summaries(summaries, teacher, inputs, [str(folder) for folder, _ in several] or [out])
+
+
+def _measure(teacher: Path, source: Source, students: list[PrecomputeOptions], run: RunOptions) -> None:
+    from shd_ref.commands.tables import print_forecast
+    from shd_ref.teacher.study.forecast import forecast_cache
+
+    forecasts = [forecast_cache(teacher, source, options, run) for options in students]
+    for options, forecast in zip(students, forecasts, strict=True):
+        print_forecast(forecast, options.num_student_heads)
+    print_remarks(*(remark for forecast in forecasts for remark in forecast.remarks), source.remark)
+
+
+@contextmanager
+def _told() -> Iterator[dict[str, Any]]:
+    """The callbacks of a run, which move two bars."""
+    with show_progress("samples") as (bar, task):
+        reading = bar.add_task("inputs read", total=None)
+
+        def on_progress(done: int, total: int, _: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        def on_read(done: int, total: int) -> None:
+            bar.update(reading, completed=done, total=total)
+
+        yield {"on_progress": on_progress, "on_read": on_read}
+
+
+def _run_here(
+    teacher: Path,
+    source: Source,
+    out: str,
+    options: partial[PrecomputeOptions],
+    heads: tuple[int, ...],
+    run: RunOptions,
+    told: dict[str, Any],
+) -> list[PrecomputeSummary]:
+    from shd_ref.teacher.precompute.engine import precompute as precompute_cache
+    from shd_ref.teacher.precompute.engine import precompute_shapes
+
+    first = options(num_student_heads=heads[0])
+    if len(heads) == 1:
+        return [precompute_cache(teacher, source, out, first, run, **told)]
+    return precompute_shapes(teacher, source, out, first, heads, run, **told)
+
+
+def _run_on_ray(
+    teacher: Path,
+    inputs: InputOptions,
+    out: str,
+    options: partial[PrecomputeOptions],
+    heads: tuple[int, ...],
+    run: RunOptions,
+    told: dict[str, Any],
+) -> list[PrecomputeSummary]:
+    from shd_ref.cache.storage.places import is_address
+    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray, precompute_shapes_on_ray
+
+    # The actors open the inputs themselves, under these paths.
+    tokenizer = inputs.tokenizer and inputs.tokenizer.absolute()
+    reopen = replace(inputs, inputs=inputs.inputs.absolute(), tokenizer=tokenizer).open
+    places = teacher.absolute(), reopen, out if is_address(out) else Path(out).absolute()
+    first = options(num_student_heads=heads[0])
+    if len(heads) == 1:
+        return [precompute_on_ray(*places, first, run, **told)]
+    return precompute_shapes_on_ray(*places, first, heads, run, **told)
+
+
+def _print_summaries(
+    summaries: list[PrecomputeSummary], teacher: Path, inputs: InputOptions, places: list[str]
+) -> None:
+    """What was made, and the commands that come next."""
+    from shd_ref.commands.tables import summary_table
+
+    for summary in summaries:
+        console.print(summary_table(summary))
+    if any(summary.missing_shards for summary in summaries):
+        console.say("next: the other parts; the last one seals, or shd merge does where each has its folder")
+        return
+    for place in places:
+        words = ["shd", "verify", place, "--teacher", str(teacher), *inputs.words]
+        console.say(f"next: {shlex.join(words)}")

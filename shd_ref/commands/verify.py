@@ -1,0 +1,49 @@
+"""``shd verify``: every byte of a cache, and on request some of its records made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+
+from shd_ref.commands.options import CacheArgument, InputOptions, ProviderOption, check_both
+from shd_ref.commands.terminal import console, marked, messages, print_remarks, show_progress
+from shd_ref.teacher.run.options import Shown
+
+
+def verify(
+    cache: CacheArgument,
+    teacher: Annotated[Path | None, Shown("Also run this teacher again on some records.")] = None,
+    inputs: InputOptions | None = None,
+    records: Annotated[int, Shown("Records to run again.", least=1)] = 8,
+    seed: Annotated[int, Shown("Seed of the choice of records.", least=0)] = 0,
+    provider: ProviderOption = "cpu",
+) -> None:
+    """Check every byte of a cache, and on request run its teacher again on some records.
+
+    shd verify cache/ --teacher teacher.onnx --inputs data.npz
+
+    Exit code 1 names each file and record that is damaged, missing or different.
+    """
+    from shd_ref.cache import verify_cache
+
+    check_both(teacher, inputs)
+    with show_progress("shards") as (bar, task):
+        report = verify_cache(cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if report.problems:
+        messages.say(marked(f"{len(report.problems)} problem(s)", "bold red", f" in {cache}:"))
+        for problem in report.problems:
+            messages.say(f"  {problem}")
+        raise typer.Exit(1)
+    counts = f"{report.records} records in {report.shards} shards, {decimal(report.bytes)}"
+    console.print(marked("intact", "green", f": {counts}, every byte read"))
+    if teacher is not None and inputs is not None:
+        from shd_ref.teacher.study.recheck import recheck_records
+
+        source = inputs.open()
+        again = recheck_records(cache, teacher, source, num_records=records, seed=seed, provider=provider)
+        print_remarks(source.remark)
+        counts = f"{again.records} records ({again.rows} rows) run again"
+        console.print(marked("same", "green", f": {counts}, largest total variation {again.tv_max:.2g}"))
