@@ -12,6 +12,8 @@ import shd_ref
 from shd_ref.conformance import OUTPUTS
 
 HERE = Path(__file__).resolve().parent
+VECTORS_ALONE = [f"{operation}/*" for operation in OUTPUTS]
+"""Items for a test of the judge itself; the laws, which take most of its time, are run by test_implementations."""
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judge.conftest import VECTORS_ALONE
 
 import shd_ref
 from shd_ref.conformance import ConformanceError, Missing, Status, cases, check, judge
@@ -22,7 +23,7 @@ PAGE = (ROOT / "specs" / "conformance.md").read_text(encoding="utf-8")
 
 def test_reference_conforms_at_every_dtype(vectors: Path) -> None:
     for dtype in ("float64", "float32", "float16", "bfloat16"):
-        report = judge(shd_ref, dtype=dtype, vectors=vectors)
+        report = judge(shd_ref, dtype=dtype, vectors=vectors, only=VECTORS_ALONE)
         assert report.passed, report.summary()
         assert not report.empty
 
@@ -45,7 +46,7 @@ def test_five_lines_in_a_test_of_ones_own(tmp_path: Path, vectors: Path) -> None
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "shd.py").write_text("from shd_ref import softmax, solve_alpha\n", encoding="utf-8")
-    text = lines.replace("cases()", f"cases(['law/*', '*/*'], vectors={str(vectors)!r})")
+    text = lines.replace("cases()", f"cases(['law/plan-*', *{VECTORS_ALONE}], vectors={str(vectors)!r})")
     (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -209,8 +210,8 @@ def test_adapter_of_the_documentation(vectors: Path) -> None:
     exec(text.replace("import my_pkg", "import shd_torch as my_pkg"), namespace)
     adapter = namespace["Adapter"]()
     for dtype in ("float64", "float32", "float16", "bfloat16"):
-        report = judge(adapter, dtype=dtype, vectors=vectors, only=["*/*"])
-        assert report.count(Status.PASSED) > 20, report.summary()
+        report = judge(adapter, dtype=dtype, vectors=vectors, only=VECTORS_ALONE)
+        assert report.count(Status.PASSED) > 10, report.summary()
 
 
 def test_judge_needs_numpy_alone(tmp_path: Path, vectors: Path) -> None:
@@ -220,7 +221,7 @@ def test_judge_needs_numpy_alone(tmp_path: Path, vectors: Path) -> None:
         "from shd_ref.conformance.__main__ import main\n"
         # As the child that judges, which is where an implementation lives.
         "import os; os.environ['SHD_CONFORMANCE_CHILD'] = '1'\n"
-        f"sys.exit(main(['--impl', 'shd_ref', '--vectors', {str(vectors)!r}]))"
+        f"sys.exit(main(['--impl', 'shd_ref', '--vectors', {str(vectors)!r}, '--only', 'law/s*', '--only', 's*/*']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from judge.conftest import VECTORS_ALONE
 
 from shd_ref.conformance import Status, judge
 from shd_ref.conformance.__main__ import main
@@ -21,9 +22,10 @@ def command(programs: Path, *how: str) -> list[str]:
 
 
 def test_right_program_conforms(programs: Path, vectors: Path) -> None:
+    only = [*VECTORS_ALONE, "law/squeeze-shd", "law/gradient-formula"]
     for dtype in ("float64", "float32"):
         with Program(command(programs)) as program:
-            report = judge(program, dtype=dtype, vectors=vectors, name=program.name)
+            report = judge(program, dtype=dtype, vectors=vectors, only=only, name=program.name)
         assert report.passed, report.summary()
         assert report.name == "through reference"
         statuses = {result.id: result.status for result in report.results}
@@ -131,6 +133,6 @@ def test_program_of_the_documentation(vectors: Path, tmp_path: Path) -> None:
     path = tmp_path / "tiny.py"
     path.write_text(text, encoding="utf-8")
     with Program([sys.executable, str(path)]) as program:
-        report = judge(program, vectors=vectors)
+        report = judge(program, vectors=vectors, only=[*VECTORS_ALONE, "law/softmax-*"])
     assert report.passed, report.summary()
     assert report.count(Status.PASSED) >= 3

@@ -57,7 +57,7 @@ def test_schema_refuses(vectors: Path) -> None:
 
 
 def test_report_follows_its_schema(vectors: Path, wrong: Any) -> None:
-    report = judge(wrong(solve_alpha=lambda **inputs: 7), vectors=vectors)
+    report = judge(wrong(solve_alpha=lambda **inputs: 7), vectors=vectors, only=["solve_alpha/*", "law/alpha-*"])
     assert report.failures
     assert schema_errors({"runs": [report.to_json()]}, "report.schema.json") == []
 
