@@ -136,7 +136,8 @@ def stochastic_optimum(probs: Array, outputs: Array, groups: Groups, *, row_sums
     best = np.zeros((batch, len(groups), num_rows, num_keys))
     for b, h, i in np.ndindex(batch, len(groups), num_rows):
         keys = np.flatnonzero(allowed[b, i])
-        if not len(keys):
+        # With a sink, a row that gave nothing reads nothing: no rounding of a solver stands over an output of 0.
+        if not len(keys) or (row_sums == "at_most_one" and not targets[b, h, i].any()):
             continue
         points = merged[b, h, keys] - targets[b, h, i]  # (keys, D)
         if row_sums == "at_most_one":  # a sink is one more key, with nothing to read

@@ -256,8 +256,7 @@ def _gram_cancelled(trial: Trial) -> None:
 def _near_ends(trial: Trial) -> dict[str, Array]:
     """Pairs, one a sample, whose alphas are nearer and nearer to 1, to 0 and to 1/2, and on either side of them."""
     u, w = [], []
-    for power in range(4, 15):
-        small = 2.0**-power
+    for small in (part * 2.0**-power for power in range(4, 15) for part in (1.0, 1.625)):
         u += [(1.0, 0.0), (0.0, small), (1.0, 0.0), (1.0 + 1.75 * small * small, small)]
         w += [(0.0, small), (1.0, 0.0), (-small * small, small), (1.0 - 1.75 * small * small, small)]
     outputs = [trial.rounded(np.stack([np.array(x), np.zeros((len(x), 2))], axis=1)) for x in (u, w)]
@@ -280,7 +279,7 @@ def _gram_ends(trial: Trial) -> None:
     gram = np.einsum("bijld,bmnld->bijmn", products, products)
     right = _solved(pair).clipped[:, 0]
     # All samples of one size, and each of another: a threshold that is a number, or that of the batch, shows.
-    spread = 2.0 ** (np.arange(len(gram)) % 9 * 8 - 32)
+    spread = 2.0 ** (np.arange(len(gram)) * 5 % 9 * 8 - 32)
     for factor in (2.0**-40, 1.0, 2.0**40, spread[:, None, None, None, None]):
         alpha = trial.numbers_of("solve_alpha_from_gram", gram=trial.rounded(gram * factor), p=0, q=1)
         size = f"{np.min(factor):g} to {np.max(factor):g}"

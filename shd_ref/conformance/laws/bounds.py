@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -15,7 +15,7 @@ from shd_ref.conformance.laws.law import Array, Trial, as_array, exactly
 from shd_ref.tolerances import degenerate_threshold
 
 _ALL = ("shd", "constant", "hard", "mean", "simplex")
-_FACES = 7  # keys of which all faces are tried at once; of more, row by row
+_FACES = 6  # keys, and a sink, of which all faces are tried at once
 
 
 def check_diagnosis(trial: Trial, inputs: Mapping[str, Any], say: str) -> None:
@@ -99,38 +99,43 @@ def _to_hull(points: Array, target: Array, allowed: Any, *, sink: bool) -> Array
             [allowed, np.ones((*allowed.shape[:-1], 1), dtype=bool) & allowed.any(-1)[..., None]], -1
         )
     gram = moved @ np.swapaxes(moved, -1, -2)
-    keys = gram.shape[-1]
-    best: Array = (target**2).sum(-1)  # where no key is allowed, the row stays zero
-    if keys > _FACES:
-        for row in np.argwhere(allowed.any(-1)):
-            place = tuple(row)
-            kept = np.flatnonzero(allowed[place])
-            inner = gram[place][np.ix_(kept, kept)]
-            weights = best_simplex(inner)
-            best[place] = ((weights @ moved[place][kept]) ** 2).sum()
-        return best
-    best = np.where(allowed.any(-1), np.inf, best)
-    for count in range(1, keys + 1):
-        for face in combinations(range(keys), count):
-            best = np.minimum(best, _on_face(gram, moved, allowed, face))
+    weights = _try_faces(gram, allowed) if gram.shape[-1] <= _FACES else np.zeros(allowed.shape)
+    slopes = (gram @ weights[..., None])[..., 0]
+    gap = (weights * slopes).sum(-1) - np.where(allowed, slopes, np.inf).min(-1)
+    size = np.trace(gram, axis1=-2, axis2=-1)
+    unproven = (gap > 1e-14 * size) | (weights.sum(-1) == 0)
+    for row in np.argwhere(unproven & allowed.any(-1)):
+        place = tuple(row)
+        kept = np.flatnonzero(allowed[place])
+        weights[place][kept] = best_simplex(gram[place][np.ix_(kept, kept)])
+    reached = ((weights[..., None] * moved).sum(-2) ** 2).sum(-1)
+    best: Array = np.where(allowed.any(-1), reached, (target**2).sum(-1))  # a row without a key stays zero
     return best
 
 
-def _on_face(gram: Array, points: Array, allowed: Any, face: Sequence[int]) -> Array:
-    """The squared distance of the minimum on a face where it lies inside of it; infinite elsewhere."""
-    # On a face the minimum has equal slopes: gram c = t 1 with sum(c) = 1, so c goes with gram^-1 1.
-    count = len(face)
-    inner = gram[..., face, :][..., face]
-    scale = np.maximum(np.trace(inner, axis1=-2, axis2=-1), 1e-300)[..., None, None]
-    system = np.zeros((*inner.shape[:-2], count + 1, count + 1))
-    system[..., :count, :count] = inner / scale
-    system[..., :count, count], system[..., count, :count] = -1.0, 1.0
-    right = np.zeros((*inner.shape[:-2], count + 1, 1))
-    right[..., count, 0] = 1.0
-    try:
-        weights = np.linalg.solve(system, right)[..., :count, 0]
-    except np.linalg.LinAlgError:
-        return np.full(gram.shape[:-2], np.inf)  # dependent points: a smaller face has the minimum
-    usable = (weights >= 0).all(-1) & allowed[..., face].all(-1)
-    reached = ((weights[..., None] * points[..., face, :]).sum(-2) ** 2).sum(-1)
-    return np.where(usable, reached, np.inf)
+def _try_faces(gram: Array, allowed: Array) -> Array:
+    """For all rows at once the best of the minima of all faces that lie inside of them; what has none is zero."""
+    keys = gram.shape[-1]
+    best: Array = np.zeros(allowed.shape)
+    least = np.full(allowed.shape[:-1], np.inf)
+    for count in range(1, keys + 1):
+        for face in combinations(range(keys), count):
+            # On a face the minimum has equal slopes: gram c = t 1 with sum(c) = 1, so c goes with gram^-1 1.
+            inner = gram[..., face, :][..., face]
+            scale = np.maximum(np.trace(inner, axis1=-2, axis2=-1), 1e-300)[..., None, None]
+            system = np.ones((*inner.shape[:-2], count + 1, count + 1))
+            system[..., :count, :count] = inner / scale
+            system[..., count, count] = 0.0
+            right = np.zeros((*inner.shape[:-2], count + 1, 1))
+            right[..., count, 0] = 1.0
+            try:
+                found = np.linalg.solve(system, right)[..., :count, 0]
+            except np.linalg.LinAlgError:
+                continue  # dependent points somewhere: smaller faces, or a proof by slopes, have the minimum
+            found = found / found.sum(-1, keepdims=True)  # of points that nearly depend only the directions are right
+            value = (found * (inner @ found[..., None])[..., 0]).sum(-1)
+            better = (found >= 0).all(-1) & allowed[..., face].all(-1) & (value < least)
+            spread = np.zeros(allowed.shape)
+            spread[..., face] = found
+            best, least = np.where(better[..., None], spread, best), np.where(better, value, least)
+    return best

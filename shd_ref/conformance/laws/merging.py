@@ -10,6 +10,7 @@ import numpy as np
 
 from shd_ref.conformance.chain import check_chain, soften_maps
 from shd_ref.conformance.compare import Difference, as_plain
+from shd_ref.conformance.laws.bounds import check_diagnosis
 from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, as_array, exactly
 from shd_ref.conformance.variants import compute
 
@@ -224,6 +225,51 @@ def _oracles(trial: Trial) -> None:
         trial.agree(ratio * stochastic, head, "residual", f"over_stochastic of {name} times the optimum")
 
 
+def _odd_outputs(trial: Trial) -> None:
+    # Of two heads of two keys: outputs that vanish, outputs that every map exceeds, and keys that read one direction.
+    maps = np.array([[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], [[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]])
+    first = [
+        [[0.0, 0.0], [1.0, 0.5], [-1.0, -0.5]],
+        [[1.0, 0.0], [8.0, 2.0], [8.0, -2.0]],
+        [[1.0, 2.0], [0.5, -1.0], [-2.0, 1.0]],
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
+    ]
+    second = [
+        [[1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]],
+        [[8.0, 2.0], [1.0, 0.0], [8.0, -2.0]],
+        [[0.0, -1.0], [0.0, 1.5], [3.0, -0.5]],
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
+    ]
+    outputs = trial.rounded(np.stack([first, second], axis=1))  # (B, 2, S, D)
+    whole = {
+        "teacher_probs": trial.rounded(np.broadcast_to(maps, (4, 2, 2, 3))),
+        "value_outputs": outputs,
+        "query_mask": np.array([[True, False], [True, True], [True, True], [True, True]]),
+    }
+    more = {  # the same beside a pair that is as others are
+        **whole,
+        "teacher_probs": np.concatenate([whole["teacher_probs"], trial.probs(257, 4, 2, 2, 3)], axis=1),
+        "value_outputs": np.concatenate([outputs, trial.numbers(258, 4, 2, 3, 2)], axis=1),
+    }
+    for inputs, students in ((whole, 1), (more, 2)):
+        for options in ({}, {"row_sums": "at_most_one"}):
+            call = {**inputs, "num_student_heads": students, "strategies": ["shd", "constant", "mean"], **options}
+            check_diagnosis(trial, call, f"of odd outputs, to {students} heads")
+
+
+def _deep(trial: Trial) -> None:
+    # Every round halves, or takes a 32nd of, what the rounds before left of a head.
+    for share in (0.5, 2.0**-5, 1.0 - 2.0**-5):
+        plan = [[[1, 0]], *([[0, head]] for head in (6, 5, 4, 3, 2, 1))]
+        alphas = [trial.rounded(np.full((2, 1), share)) for _ in plan]
+        got = trial.numbers_of("compose_mixing", alphas=alphas, plan=plan, num_teacher_heads=8)
+        left = np.array([1 - share, share, *(0.0 for _ in range(6))])
+        for head in (7, 6, 5, 4, 3, 2):
+            left = share * left
+            left[head] += 1 - share
+        trial.agree(got, np.broadcast_to(left, (2, 1, 8)), "alpha", f"compose_mixing of seven rounds, each {share:g}")
+
+
 def _softened_first(trial: Trial) -> None:
     maps, outputs = trial.probs(255, 1, 4, 3, 6), trial.numbers(256, 1, 4, 6, 4)
     warm = trial.call(
@@ -393,6 +439,13 @@ LAWS = (
         "The mixing matrix is the composition of the alphas.",
         _composition,
     ),
+    Law(
+        "law/compose-deep",
+        ("compose_mixing",),
+        ("MIX-13", "PLAN-4"),
+        "The weights of seven rounds multiply, however small they become.",
+        _deep,
+    ),
     Law("law/mix-heads", ("mix_heads",), ("MIX-3",), "Merged maps are the weighted sums of the maps.", _mixes),
     Law(
         "law/softened-before-mixing",
@@ -407,5 +460,13 @@ LAWS = (
         ("ORACLE-1", "ORACLE-2", "ORACLE-3", "ORACLE-4", "ORACLE-5"),
         "No strategy beats the row-stochastic optimum, and that not the unconstrained one.",
         _oracles,
+    ),
+    Law(
+        "law/oracles-of-odd-outputs",
+        ("diagnose", "squeeze_heads"),
+        ("ORACLE-1", "ORACLE-2", "ORACLE-3", "ORACLE-6", "MIX-8"),
+        "Outputs that vanish, that no map comes near, or that lie in fewer directions than there are features.",
+        _odd_outputs,
+        dtypes=("float64", "float32"),
     ),
 )

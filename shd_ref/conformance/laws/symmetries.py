@@ -6,7 +6,7 @@ around along a letter, so must be the answer; what is right by itself is the mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shd_ref.conformance.compare import as_numbers, as_plain
-from shd_ref.conformance.laws.law import Array, Law, Trial, broken, exactly
+from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, broken, exactly, require
 
 _WIDE = ("float64", "float32")
 _Inputs = dict[str, Any]
@@ -216,6 +216,102 @@ def _statement(trial: Trial, chosen: Sequence[Turned]) -> None:
             _check(trial, one, sizes)
 
 
+# --- heads under other numbers ----------------------------------------------------------------------------------
+
+_ORDER = [3, 0, 4, 2, 1]  # the head that takes each place
+_PLAN = [[[3, 0], [1, 4]], [[2, 0]]]
+
+
+def _renamed(plan: Sequence[Sequence[Sequence[int]]]) -> tuple[list[list[list[int]]], list[int]]:
+    """The same merges where heads stand in ``_ORDER``, and the student head that takes each place (PLAN-4)."""
+    old: list[Any] = [(head,) for head in range(len(_ORDER))]
+    new, rounds = [(head,) for head in _ORDER], []
+    for one_round in plan:
+        pairs = [(old[p], old[q]) for p, q in one_round]
+        rounds.append([[new.index(p), new.index(q)] for p, q in pairs])
+        used = {head for pair in pairs for head in pair}
+        old, new = ([p + q for p, q in pairs] + [head for head in pool if head not in used] for pool in (old, new))
+    return rounds, [old.index(group) for group in new]
+
+
+def _squeezed_renamed(trial: Trial) -> None:
+    plan, students = _renamed(_PLAN)
+    for options in ({"strategy": "shd"}, {"strategy": "hard", "alpha_per": "row"}, {"strategy": "simplex"}):
+        given = {**_teacher(trial, (3, 4, 5, 4), heads=5), **options}
+        before = trial.call("squeeze_heads", **given, plan=_PLAN)
+        renamed = {**given, **{name: given[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
+        after = trial.call("squeeze_heads", **renamed, plan=plan)
+        say = f"of {options['strategy']} with heads and plan renumbered,"
+        wanted = {name: as_array(before[name], name) for name in ("probs", "mixing", "residual")}
+        trial.agree(after["probs"], wanted["probs"][:, students], "probs", f"the maps {say}", times=2)
+        mixing = wanted["mixing"][:, students][:, :, _ORDER]
+        trial.agree(after["mixing"], mixing, "alpha", f"the mixing {say}", times=2)
+        trial.agree(after["residual"], wanted["residual"], "residual", f"the residual {say}", times=2)
+        for one, other in zip(before["alphas"], after["alphas"], strict=True):
+            trial.agree(other, as_array(one, "alphas"), "alpha", f"the alphas {say}", times=2)
+        for name in ("num_clipped", "num_degenerate"):
+            exactly(after[name], as_plain(before[name]), f"{name} {say}")
+
+
+def _diagnosed_renamed(trial: Trial) -> None:
+    given = {**_teacher(trial, (2, 3, 4, 5), heads=5), "strategies": ["shd", "mean"]}
+    before = trial.call("diagnose", **given, plan=_PLAN)
+    renamed = {**given, **{name: given[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
+    after = trial.call("diagnose", **renamed, plan=_renamed(_PLAN)[0])
+    for name in ("unconstrained", "stochastic"):
+        what = f"the {name} optimum with heads and plan renumbered"
+        trial.agree(after[name], as_array(before[name], name), "residual", what, times=2)
+
+
+def _matched_renamed(trial: Trial) -> None:
+    for by in ("residual", "similarity"):
+        given = _teacher(trial, (2, 4, 5, 3), heads=5)
+        item = given["teacher_probs"], given["value_outputs"], given["query_mask"]
+        moved = *(array[:, _ORDER].copy() for array in item[:2]), item[2]
+        before, after = (
+            as_plain(trial.call("matched_plan", calibration=[one], num_student_heads=2, by=by)["plan"])
+            for one in (item, moved)
+        )
+        wanted, found = _merged(before, range(5)), _merged(after, _ORDER)
+        require(wanted == found, f"the plan matched by {by} with heads renumbered", str(wanted), str(found))
+
+
+def _merged(plan: Sequence[Sequence[Sequence[int]]], heads: Iterable[int]) -> list[set[frozenset[int]]]:
+    """For each round the groups of heads that it makes."""
+    pool, rounds = [frozenset({head}) for head in heads], []
+    for one_round in plan:
+        made = [pool[p] | pool[q] for p, q in one_round]
+        pool = made + [head for head in pool if not any(head <= group for group in made)]
+        rounds.append(set(made))
+    return rounds
+
+
+def _gram_renamed(trial: Trial) -> None:
+    maps, values = trial.shares(13_081, 2, 5, 3, 4), trial.quotients(13_082, 2, 5, 4, 2)
+    projection = trial.quotients(13_083, 10, 3)
+    blocks = projection.reshape(5, 2, 3)[_ORDER].reshape(10, 3).copy()
+    moved = {"values": values[:, _ORDER].copy(), "output_projection": blocks}
+    given = {"values": values, "output_projection": projection}
+    outputs, other = (trial.numbers_of("value_outputs", **inputs) for inputs in (given, moved))
+    trial.agree(other, outputs[:, _ORDER], "probs", "value outputs of renumbered heads", times=2)
+    gram = trial.numbers_of("gram_tensor", teacher_probs=maps, **given)
+    renamed = trial.numbers_of("gram_tensor", teacher_probs=maps[:, _ORDER].copy(), **moved)
+    wanted = gram[np.ix_(range(2), _ORDER, _ORDER, _ORDER, _ORDER)]
+    size = float(np.abs(gram).max())
+    trial.agree(renamed / size, wanted / size, "probs", "the gram tensor of renumbered heads", times=2)
+
+
+def _renamed_laws() -> Iterator[Law]:
+    comment = "Heads under other numbers, with a plan to match, are merged as before."
+    for name, operations, spec, statement in (
+        ("squeeze", ("squeeze_heads",), ("PLAN-4", "MIX-4", "MIX-7"), _squeezed_renamed),
+        ("diagnose", ("diagnose",), ("PLAN-4", "ORACLE-1"), _diagnosed_renamed),
+        ("matched", ("matched_plan",), ("PLAN-9", "PLAN-12"), _matched_renamed),
+        ("gram", ("gram_tensor", "value_outputs"), ("GRAM-1", "MAP-6"), _gram_renamed),
+    ):
+        yield Law(f"law/renumbered-{name}", operations, spec, comment, statement, _WIDE)
+
+
 def _laws() -> Iterator[Law]:
     for operation in dict.fromkeys(one.operation for one in _TURNED):
         chosen = [one for one in _TURNED if one.operation == operation]
@@ -230,4 +326,4 @@ def _laws() -> Iterator[Law]:
         )
 
 
-LAWS = tuple(_laws())
+LAWS = (*_laws(), *_renamed_laws())
