@@ -90,12 +90,12 @@ def _claim_folder(folder: Path, manifest: Manifest) -> None:
             raise ShdError(
                 "cache-mismatch",
                 f"{folder} holds the export of another cache (export -> cache): "
-                f"{'; '.join(found.differences(manifest))}: choose another folder",
+                f"{'; '.join(found.differences(manifest))}: choose another folder (--out)",
                 "CACHE-23",
             )
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        message = f"{folder} must be empty or an export begun; it holds something else: choose another folder"
+        message = f"{folder} must be empty or an export begun; it holds something else: choose another folder (--out)"
         raise ShdError("cache-exists", message, "CACHE-70")
     with write_errors(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def check_free(storage: Storage) -> None:
     # The manifest is looked for again after the listing: a racing writer creates it before anything else.
     if foreign and not storage.exists(MANIFEST_NAME):
         message = f"{storage.root} must be empty or a cache; it holds {foreign[0]!r} and no manifest"
-        raise ShdError("cache-exists", message + ": choose another folder", "CACHE-70")
+        raise ShdError("cache-exists", message + ": choose another folder (--out)", "CACHE-70")
 
 
 def other_job(folder: object, differences: Sequence[str]) -> ShdError:
@@ -45,7 +45,7 @@ def other_job(folder: object, differences: Sequence[str]) -> ShdError:
     return ShdError(
         "cache-mismatch",
         f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}; "
-        "choose another folder, or repeat the job as it was",
+        "choose another folder (--out), or repeat the job as it was",
         "CACHE-23",
     )
 

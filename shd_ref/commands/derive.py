@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
 from shd_ref.commands.parse import PARSERS, read_list
 from shd_ref.commands.terminal import reported_errors
@@ -68,7 +69,11 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
                 parameters.append(_parameter(field, hint, default, readers))
         else:
             parameters.append(_parameter(name, hints[name], parameter.default, readers))
-    options = {parameter.name: option_of(parameter.name) for parameter in parameters}
+    arguments = {one.name for one in parameters if isinstance(get_args(one.annotation)[1], ArgumentInfo)}
+    options = {one.name: option_of(one.name) for one in parameters if one.name not in arguments}
+    # Fields that the command fills in itself, as it makes a number of each of several.
+    for group in groups.values():
+        options |= {name: option_of(name) for name in group.names if option_of(name) in options.values()}
 
     def command(**given: Any) -> None:
         with reported_errors(options):
@@ -91,6 +96,7 @@ class _Group:
     """A parameter that stands for the fields of a dataclass."""
 
     cls: type
+    names: tuple[str, ...]
     fields: dict[str, tuple[Any, Any]]
     is_partial: bool
     is_optional: bool
@@ -119,7 +125,7 @@ class _Group:
         if is_optional:
             first = next(iter(shown))
             shown[first] = shown[first][0], None
-        return cls(target, shown, is_partial, is_optional)
+        return cls(target, tuple(field.name for field in fields(target)), shown, is_partial, is_optional)
 
     def build(self, values: dict[str, Any]) -> Any:
         """The dataclass, of values that are taken out of all."""

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shd_ref.commands.derive import Without
 from shd_ref.commands.options import AsJson, InputOptions, TeacherPath
-from shd_ref.commands.terminal import console, messages, print_remarks, show_progress
+from shd_ref.commands.terminal import console, messages, narrow_table, print_remarks, show_progress
 from shd_ref.teacher.run.options import RunOptions
 from shd_ref.teacher.study.options import FidelityOptions
 
@@ -63,8 +63,6 @@ def fidelity(
 
 
 def _table(teacher: Path, report: FidelityReport) -> Table:
-    from shd_ref.commands.tables import narrow_table  # loads onnx
-
     own = "" if report.loss is None else f", loss {report.loss:.4f} unsqueezed"
     count = len(report.sites)
     table = narrow_table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,14 +11,16 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from shd_ref.cache.listing import spans
 from shd_ref.commands.options import AsJson, TeacherPath
-from shd_ref.commands.terminal import console, marked, messages
+from shd_ref.commands.terminal import console, marked, messages, narrow_table
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 
 if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import SiteFactors
     from shd_ref.teacher.graph.find import AttentionSite
+    from shd_ref.teacher.graph.inputs import InputSpec
     from shd_ref.teacher.packages import onnx
 
 REPORT_VERSION: Final = 1
@@ -54,7 +56,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List every attention site of a teacher graph, and what can be squeezed.
+    """List every attention site of a teacher graph, what can be squeezed, and which inputs it needs.
 
     shd inspect teacher.onnx
 
@@ -62,16 +64,24 @@ def inspect(
     can be squeezed.
     """
     from shd_ref.teacher.graph.find import find_sites
+    from shd_ref.teacher.graph.inputs import input_specs
+    from shd_ref.teacher.graph.kinds import find_kinds
     from shd_ref.teacher.graph.selection import select_sites
     from shd_ref.teacher.opening.load import load_teacher
 
     model = load_teacher(teacher)
-    found = select_sites(find_sites(model), sites)
+    everything, specs = find_sites(model), input_specs(model)
+    found = select_sites(everything, sites)
+    decoder = find_kinds(model, everything, specs).decoder_inputs
     factors = _find_factors(model, found) if factored else ()
     if as_json:
-        print(json.dumps(report_sites(teacher, found, factors)))
+        print(json.dumps(report_sites(teacher, found, factors, specs, decoder)))
     else:
         console.print(_table(teacher, found, factors))
+        for reason in _reasons(found, factors):
+            console.print(reason, highlight=False)
+        console.print()
+        console.print(_inputs_table(specs, decoder))
     if not any(site.supported for site in found):
         if not found:
             messages.print("no attention found: export the model with eager attention (shd-torch export does)")
@@ -79,7 +89,11 @@ def inspect(
 
 
 def report_sites(
-    teacher: Path, sites: Sequence[AttentionSite], factors: Sequence[SiteFactors] = ()
+    teacher: Path,
+    sites: Sequence[AttentionSite],
+    factors: Sequence[SiteFactors] = (),
+    specs: Sequence[InputSpec] = (),
+    decoder: Collection[str] = (),
 ) -> dict[str, Any]:
     """What ``shd inspect --json`` prints.
 
@@ -87,7 +101,11 @@ def report_sites(
         teacher: the graph's file.
         sites: from ``find_sites``.
         factors: of these sites, from ``find_factors``; none where they were not asked for.
+        specs: the graph's inputs, from ``input_specs``.
+        decoder: which of them belong to the decoder's sequence.
     """
+    from shd_ref.teacher.run.supply import SUPPLIED
+
     entries = []
     for number, site in enumerate(sites):
         entry = {field: getattr(site, field) for field in _FIELDS}
@@ -100,7 +118,18 @@ def report_sites(
             "scale": one.scale if one.supported else None,
         }
         entries.append(entry)
-    return {"report_version": REPORT_VERSION, "teacher": str(teacher), "sites": entries}
+    inputs = [
+        {
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "part": spec.part,
+            "decoder": spec.name in decoder,
+            "supplied": spec.part in SUPPLIED,
+        }
+        for spec in specs
+    ]
+    return {"report_version": REPORT_VERSION, "teacher": str(teacher), "sites": entries, "inputs": inputs}
 
 
 def _find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:
@@ -113,24 +142,63 @@ def _find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tup
 
 
 def _table(teacher: Path, sites: Sequence[AttentionSite], factors: Sequence[SiteFactors]) -> Table:
-    table = Table(title=f"{teacher.name}: {len(sites)} attention site{'s' * (len(sites) != 1)}", title_justify="left")
-    table.add_column("layer", justify="right")
-    table.add_column("name", overflow="fold")
-    table.add_column("kind")
-    for title in ("heads", "kv heads", "d_k", "d_v", "D"):
-        table.add_column(title, justify="right")
-    table.add_column("squeeze", overflow="fold")
+    table = narrow_table(f"{teacher.name}: {len(sites)} attention site{'s' * (len(sites) != 1)}")
+    for title in ("layer", "kind", "heads", "kv\nheads", "d_k", "d_v", "D", "squeeze"):
+        table.add_column(title, justify="left" if title in ("kind", "squeeze") else "right")
     if factors:
-        table.add_column("queries and keys", overflow="fold")
+        table.add_column("queries\nand keys")
+    table.add_column("name", overflow="fold")
     for number, site in enumerate(sites):
         kind = {True: "cross", False: "self", None: "?"}[site.cross]
         sizes = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model)
-        verdicts = [_verdict(site.supported, site.reason or site.note)]
-        verdicts += [_verdict(one.supported, one.reason) for one in factors[number : number + 1]]
-        table.add_row(str(site.layer), site.name, kind, *("?" if n is None else str(n) for n in sizes), *verdicts)
+        verdicts = [_verdict(site.supported), *(_verdict(one.supported) for one in factors[number : number + 1])]
+        table.add_row(
+            str(site.layer), kind, *("?" if size is None else str(size) for size in sizes), *verdicts, site.name
+        )
     return table
 
 
-def _verdict(supported: bool, reason: str | None = None) -> Text:
-    rest = "" if reason is None else f": {reason}"
-    return marked("yes", "green", rest) if supported else marked("no", "red", rest)
+def _reasons(sites: Sequence[AttentionSite], factors: Sequence[SiteFactors]) -> list[str]:
+    """Why sites cannot be squeezed, what is to be known of the others, and why queries and keys cannot be stored."""
+    layers: dict[str, list[int]] = {}
+    for site in sites:
+        if reason := site.reason or site.note:
+            layers.setdefault(reason, []).append(site.layer)
+    for one in factors:
+        if one.reason and one.reason != one.site.reason:
+            layers.setdefault(f"queries and keys: {one.reason}", []).append(one.site.layer)
+    runs = {reason: ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans(of)) for reason, of in layers.items()}
+    return [f"layer{'s' * (len(layers[reason]) > 1)} {numbers}: {reason}" for reason, numbers in runs.items()]
+
+
+def _inputs_table(specs: Sequence[InputSpec], decoder: Collection[str]) -> Table:
+    """What a run must be fed; the keys and values of the past, of which there may be a hundred, in one row."""
+    table = narrow_table("inputs")
+    table.add_column("name", overflow="fold")
+    for title in ("dtype", "shape", "comes from"):
+        table.add_column(title)
+    past = [spec for spec in specs if spec.part == "past"]
+    for spec in specs:
+        if spec.part == "past" and spec is not past[0]:
+            continue
+        more = f" and {len(past) - 1} more" if spec.part == "past" and len(past) > 1 else ""
+        shape = ", ".join("?" if axis is None else str(axis) for axis in spec.shape)
+        table.add_row(spec.name + more, spec.dtype, f"({shape})", _origin(spec, spec.name in decoder))
+    return table
+
+
+def _origin(spec: InputSpec, is_decoder: bool) -> str:
+    """Where an input comes from, in words."""
+    from shd_ref.teacher.graph.inputs import past_problem
+
+    if spec.part == "past":
+        return past_problem([spec]) or "shd: an empty past, unless the data hold it"
+    if spec.part == "positions":
+        return "shd: counted from the mask, unless the data hold it"
+    if spec.part == "branch":
+        return "shd: false, unless the data hold it"
+    return "the data" + ", for the decoder" * is_decoder + " (mask of padding)" * (spec.part == "mask")
+
+
+def _verdict(supported: bool) -> Text:
+    return marked("yes", "green") if supported else marked("no", "red")

@@ -10,6 +10,7 @@ from typing import Annotated
 from shd_ref.commands.derive import Without
 from shd_ref.commands.options import AsJson, InputOptions, StudentHeads, TeacherPath
 from shd_ref.commands.terminal import print_remarks
+from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions, Shown
 
 
@@ -37,6 +38,8 @@ def plan(
     from shd_ref.commands.tables import print_forecast
     from shd_ref.teacher.study.forecast import forecast_cache
 
+    if not read_bandwidth > 0:
+        raise ShdError("argument-value", f"--read-bandwidth must be above 0 MB a second; got {read_bandwidth}")
     source = inputs.open()
     for heads in student_heads:
         forecast = forecast_cache(

@@ -35,7 +35,7 @@ def report(
     from shd_ref.report.page import render_page
 
     check_both(teacher, inputs)
-    page_file = output_file(out, cache=cache)
+    page_file = output_file(out, cache=cache, argument="--out")
     reader = CacheReader(cache, allow_partial=True)
     content = read_content(reader, max_records=records)
     evidence = None

@@ -5,27 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 
 import numpy as np
-from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.commands.terminal import console, marked
+from shd_ref.commands.terminal import console, marked, narrow_table
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
 from shd_ref.teacher.study.forecast import CodecForecast, FactoredForecast, Forecast
-
-
-def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
-    """A table of many columns that fits a terminal of 80."""
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-    )
 
 
 def summary_table(summary: PrecomputeSummary) -> Table:

@@ -8,7 +8,9 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from shd_ref.errors import ShdError
@@ -48,17 +50,31 @@ def marked(word: str, style: str, rest: str = "") -> Text:
     return Text.assemble((printable(word), style), printable(rest))
 
 
+def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
+    """A table of many columns that fits a terminal of 80."""
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+    )
+
+
 @contextmanager
 def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """A ``ShdError`` becomes one message and exit code 1; anything else is a bug and keeps its traceback.
 
     Args:
-        options: the option behind each argument, which a message that begins with the argument names instead.
+        options: the option behind each argument, which a message names where it says what that argument must be.
     """
     try:
         yield
     except ShdError as error:
-        text = re.sub(r"^\w+", lambda found: (options or {}).get(found[0], found[0]), str(error))
+        text = re.sub(r"^\w+(?= must )", lambda found: (options or {}).get(found[0], found[0]), str(error))
         messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
         raise typer.Exit(1) from None
 

@@ -32,8 +32,8 @@ def verify(
     check_both(teacher, inputs)
     with show_progress("shards") as (bar, task):
         report = verify_cache(cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total))
-    if report.problems:
-        messages.say(marked(f"{len(report.problems)} problem(s)", "bold red", f" in {cache}:"))
+    if count := len(report.problems):
+        messages.say(marked(f"{count} problem{'s' * (count > 1)}", "bold red", f" in {cache}:"))
         for problem in report.problems:
             messages.say(f"  {problem}")
         raise typer.Exit(1)

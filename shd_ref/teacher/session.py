@@ -163,6 +163,6 @@ def _remedy(name: str, got: list[str]) -> str:
     if name == PROVIDERS["cuda"]:
         return (
             f"{message}: install onnxruntime-gpu with the CUDA and cuDNN it was built for "
-            "(pip install 'onnxruntime-gpu[cuda,cudnn]'), or ask for provider 'cpu'"
+            "(pip install 'onnxruntime-gpu[cuda,cudnn]'), or take --provider cpu"
         )
-    return f"{message}: install an onnxruntime built with it, or ask for provider 'cpu'"
+    return f"{message}: install an onnxruntime built with it, or take --provider cpu"

@@ -434,7 +434,7 @@ def check_cache(
         raise ShdError(
             "cache-mismatch",
             f"num_student_layers must be {rule}; got {num_student_layers}: precompute with --student-layers "
-            f"{num_student_layers}, or with explicit --layers where some of them are not to be taught",
+            f"{num_student_layers}, or with --layer-pairs where some of them are not to be taught",
             "CACHE-114",
         )
 

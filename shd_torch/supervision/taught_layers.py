@@ -87,7 +87,7 @@ class TaughtLayers(tuple[int, ...]):
                 "cache-mismatch",
                 f"a forward pass of {name} must make {meant} attention calls, as its teaching was made for {meant} "
                 f"student layers; got {num_calls}: precompute with --student-layers {num_calls} (a live "
-                f"teacher: layer_map={num_calls}), or with explicit pairs (--layers) where some are not to be taught",
+                f"teacher: layer_map={num_calls}), or with --layer-pairs where some are not to be taught",
                 "CACHE-114",
             )
 

@@ -67,6 +67,27 @@ def test_json_follows_its_schema(model: onnx.ModelProto, factored: bool, tmp_pat
     assert schema_errors(document) != []
 
 
+def test_inputs_are_listed_with_where_they_come_from(tmp_path: Path) -> None:
+    model = token_teacher()
+    shape = ["batch_size", 4, "past_sequence_length", 8]
+    past = [
+        onnx.helper.make_tensor_value_info(f"past_key_values.{n}.key", onnx.TensorProto.FLOAT, shape) for n in "01"
+    ]
+    positions = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, ["batch_size", "length"])
+    model.graph.input.extend([*past, positions])
+    teacher = saved(model, tmp_path)
+    document = json.loads(run("inspect", teacher, "--json"))
+    assert schema_errors(document) == []
+    found = {entry["name"]: (entry["part"], entry["supplied"]) for entry in document["inputs"]}
+    assert found["input_ids"] == ("data", False)
+    assert found["attention_mask"] == ("mask", False)
+    assert found["past_key_values.1.key"] == ("past", True)
+    assert found["position_ids"] == ("positions", True)
+    table = run("inspect", teacher)
+    assert "past_key_values.0.key and 1 more" in table
+    assert "shd: an empty past" in table
+
+
 def test_queries_and_keys_are_listed_on_request(tmp_path: Path) -> None:
     teacher = saved(encoder_layer(num_kv_heads=2), tmp_path)
     (site,) = json.loads(run("inspect", teacher, "--json", "--factored"))["sites"]

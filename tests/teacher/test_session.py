@@ -27,7 +27,7 @@ def test_the_provider_is_the_one_asked_for(session: Any) -> None:
 
 @pytest.mark.parametrize("provider", ["NoSuchExecutionProvider", "tpu"])
 def test_an_unknown_provider_is_an_error_with_the_remedy(provider: str) -> None:
-    with pytest.raises(ShdError, match=f"{provider}.*ask for provider 'cpu'") as caught:
+    with pytest.raises(ShdError, match=f"{provider}.*take --provider cpu") as caught:
         open_session(bare_attention(2).SerializeToString(), provider=provider)
     assert caught.value.code == "provider-unavailable"
 

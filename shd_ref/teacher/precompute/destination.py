@@ -95,4 +95,4 @@ def _check_folder(root: Path) -> None:
         raise ShdError("cache-exists", f"{root} must be a folder; it is a file", "CACHE-70")
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "may not be written" if there.is_dir() else "is a file"
-        raise ShdError("write-failed", f"{root} could not be written: {there} {reason}: choose another folder")
+        raise ShdError("write-failed", f"{root} could not be written: {there} {reason}: name another --out")

@@ -237,12 +237,12 @@ class ModelInputs:
         if missing:
             raise self._source.refuse(
                 f"must hold {', '.join(self.names)}; missing {', '.join(missing)}, "
-                f"found {', '.join(sorted(self._source.columns)) or 'nothing'}{self._text_remedy(missing)}"
+                f"found {', '.join(sorted(self._source.columns)) or 'nothing'}{self._remedy(missing)}"
             )
         return [name for name in self.names if name in self._source.columns]
 
-    def _text_remedy(self, missing: Iterable[str]) -> str:
-        """Where the data hold text in place of tokens, and what makes tokens of it."""
+    def _remedy(self, missing: Sequence[str]) -> str:
+        """What to do about missing columns: a tokenizer where the data hold text, or another name, or a mask of 1."""
         specs = [self._specs[name] for name in missing if len(self._specs[name].shape) == 2]
         tokens = any(np.dtype(spec.dtype).kind == "i" for spec in specs)
         for column in self._source.columns if tokens else ():
@@ -253,7 +253,9 @@ class ModelInputs:
             if isinstance(value, str):
                 named = "" if column == "text" else f" with --text-column {column}"
                 return f". Column {column} holds text: give the teacher's tokenizer (--tokenizer FOLDER){named}"
-        return ""
+        if missing == [self.mask]:
+            return f": add {self.mask}, 1 for tokens and 0 for padding"
+        return ": name the columns as the graph names its inputs (shd inspect)"
 
     def _trim(self, row: Row, index: int) -> Sample:
         sample = {name: self._check_input(row[name], name, index) for name in self._columns}

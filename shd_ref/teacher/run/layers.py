@@ -57,6 +57,13 @@ def choose_layers(
                 "CACHE-115",
             )
         meant = len(selected) if meant is None else meant
+        if meant > len(selected):
+            raise ShdError(
+                "layers-invalid",
+                f"num_student_layers must be at most {len(selected)}, the number of attention sites; got {meant}: "
+                "leave layers out with --layer-pairs",
+                "LAYER-2",
+            )
         chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
     _check_supported(chosen)
     return chosen, meant, counts
