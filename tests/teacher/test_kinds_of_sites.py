@@ -13,6 +13,7 @@ from support.attention_graphs import GraphBuilder, random_projection
 pytest.importorskip("onnxruntime")
 
 from shd_ref.cache import CacheReader
+from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
@@ -20,7 +21,7 @@ from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 
-def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, masked: bool = False) -> str:
+def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, mask: str | None = None) -> str:
     """One head of width 6, with its projection."""
 
     def times(value: str, number: int) -> str:
@@ -28,8 +29,8 @@ def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, masked: bool
 
     query, key, value = times(rows, 1), times(keys, 2), times(keys, 3)
     logits = build.op("MatMul", query, build.op("Transpose", key, perm=[0, 2, 1]))
-    if masked:
-        column = build.op("Cast", build.op("Unsqueeze", "attention_mask", build.const(np.array([1]))), to=9)
+    if mask is not None:
+        column = build.op("Cast", build.op("Unsqueeze", mask, build.const(np.array([1]))), to=9)
         logits = build.op("Where", column, logits, build.const(np.float32(-1e9)))
     return times(build.op("MatMul", build.op("Softmax", logits, axis=-1), value), 4)
 
@@ -40,8 +41,8 @@ def beside(*, learned: bool) -> onnx.ModelProto:
     batch = build.op("Slice", build.op("Shape", "x"), build.const(np.array([0])), build.const(np.array([1])))
     shape = build.op("Concat", batch, build.const(np.array([2, 6])), axis=0)
     queries = build.op("Expand", build.const(random_projection(2, 6, 90)[None]), shape)
-    own = attend(build, queries, queries, 1) if learned else attend(build, "x", "x", 1, masked=True)
-    read = attend(build, own if learned else queries, "x", 2, masked=True)
+    own = attend(build, queries, queries, 1) if learned else attend(build, "x", "x", 1, mask="attention_mask")
+    read = attend(build, own if learned else queries, "x", 2, mask="attention_mask")
     inputs = {
         "x": (TensorProto.FLOAT, ["batch", "length", 6]),
         "attention_mask": (TensorProto.INT64, ["batch", "length"]),
@@ -73,3 +74,64 @@ def test_its_records_do_not_depend_on_the_padding_of_a_batch(tmp_path: Path) -> 
         reader = CacheReader(folder)
         shapes.append(sorted(reader.decode(reader.read(key), 0).shape for key in reader))
     assert shapes[0] == shapes[1] == [(1, n, n) for n in sorted(lengths)]
+
+
+def joined(*, keys_alone: bool, masked: bool = True) -> onnx.ModelProto:
+    """Attention with one token more than ``x`` has, joined inside the graph, in the rows and keys or in the keys."""
+    build = GraphBuilder()
+    batch = build.op("Slice", build.op("Shape", "x"), build.const([0]), build.const([1]))
+    shape = build.op("Concat", batch, build.const([1, 6]), axis=0)
+    tokens = build.op(
+        "Concat", build.op("Expand", build.const(random_projection(1, 6, 90)[None]), shape), "x", axis=1
+    )
+    mask = None
+    inputs: dict[str, tuple[int, list[str | int]]] = {"x": (TensorProto.FLOAT, ["batch", "length", 6])}
+    if masked:
+        inputs["attention_mask"] = (TensorProto.INT64, ["batch", "length"])
+        one = build.op("Expand", build.const([[1]]), build.op("Concat", batch, build.const([1]), axis=0))
+        mask = build.op("Concat", one, "attention_mask", axis=1)
+    output = attend(build, "x" if keys_alone else tokens, tokens, 1, mask=mask)
+    return build.model(inputs, [output])
+
+
+@pytest.mark.parametrize("keys_alone", [False, True])
+def test_tokens_that_are_joined_in_the_graph_are_no_part_of_the_mask(keys_alone: bool, tmp_path: Path) -> None:
+    data = {
+        "x": np.random.default_rng(0).normal(size=(3, 5, 6)).astype(np.float32),
+        "attention_mask": (np.arange(5) < np.array([[5], [3], [4]])).astype(np.int64),
+    }
+    for masked in (True, False):
+        onnx.save(joined(keys_alone=keys_alone, masked=masked), tmp_path / "teacher.onnx")
+        arguments = (tmp_path / "teacher.onnx", data, tmp_path / "cache", PrecomputeOptions(1, codec="float32"))
+        if masked:
+            wanted = f"as many {'keys' if keys_alone else 'rows'} as attention_mask has positions"
+            with pytest.raises(ShdError, match=wanted) as caught:
+                precompute(*arguments)
+            assert caught.value.code == "graph-unsupported"
+            continue
+        precompute(*arguments)
+        reader = CacheReader(tmp_path / "cache")
+        assert {reader.decode(reader.read(key), 0).shape for key in reader} == {(1, 5 if keys_alone else 6, 6)}
+
+
+def test_keys_that_are_another_input_as_it_is_are_cross_attention(tmp_path: Path) -> None:
+    """Without a projection that tells, the inputs do: the mask is that of the keys and says nothing of rows."""
+    build = GraphBuilder()
+    query = build.op("MatMul", "x", build.const(random_projection(6, 6, 1)))
+    logits = build.op("MatMul", query, build.op("Transpose", "memory", perm=[0, 2, 1]))
+    column = build.op("Cast", build.op("Unsqueeze", "attention_mask", build.const([1])), to=TensorProto.BOOL)
+    probs = build.op("Softmax", build.op("Where", column, logits, build.const(np.float32(-1e9))), axis=-1)
+    output = build.op("MatMul", build.op("MatMul", probs, "memory"), build.const(random_projection(6, 6, 2)))
+    inputs = {
+        "x": (TensorProto.FLOAT, ["batch", "rows", 6]),
+        "memory": (TensorProto.FLOAT, ["batch", "keys", 6]),
+        "attention_mask": (TensorProto.INT64, ["batch", "keys"]),
+    }
+    onnx.save(build.model(inputs, [output]), tmp_path / "teacher.onnx")
+    rng, lengths = np.random.default_rng(0), np.array([7, 3, 4])
+    data = {name: rng.normal(size=(3, size, 6)).astype(np.float32) for name, size in (("x", 5), ("memory", 7))}
+    data["attention_mask"] = (np.arange(7) < lengths[:, None]).astype(np.int64)
+    options = PrecomputeOptions(1, codec="float32")
+    precompute(tmp_path / "teacher.onnx", data, tmp_path / "cache", options, RunOptions(batch_size=3))
+    reader = CacheReader(tmp_path / "cache")
+    assert sorted(reader.decode(reader.read(key), 0).shape for key in reader) == [(1, 5, n) for n in sorted(lengths)]

@@ -55,6 +55,9 @@ class AttentionSite:
         supported: whether ``squeeze_graph`` can squeeze this site.
         reason: why not, and what to do about it.
         note: of a supported site, what a probe run could not show: that its maps are those of single samples.
+        row_inputs: of a supported site, the graph's inputs with a position for every row of the map; None where no
+            probe run told.
+        key_inputs: likewise for every column.
     """
 
     layer: int
@@ -78,6 +81,8 @@ class AttentionSite:
     supported: bool = False
     reason: str | None = None
     note: str | None = None
+    row_inputs: tuple[str, ...] | None = None
+    key_inputs: tuple[str, ...] | None = None
 
     @property
     def folded(self) -> bool:
@@ -148,7 +153,16 @@ def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tu
     for site in sites:
         finding = found.get(site.probs, Finding()) if site.supported else Finding()
         reason = site.reason or finding.reason
-        judged.append(replace(site, supported=reason is None, reason=reason, note=finding.note))
+        judged.append(
+            replace(
+                site,
+                supported=reason is None,
+                reason=reason,
+                note=finding.note,
+                row_inputs=finding.row_inputs,
+                key_inputs=finding.key_inputs,
+            )
+        )
     return tuple(judged)
 
 

@@ -8,7 +8,7 @@ every copy. That fails where the first axis of the graph's inputs is the sequenc
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -72,10 +72,14 @@ class Finding:
     Attributes:
         reason: why its maps are not those of single samples, and what to do about it.
         note: what could not be shown, or holds with a restriction; None with a reason.
+        row_inputs: names of the inputs with as many positions as the map has rows; None where it was not run.
+        key_inputs: likewise of its columns.
     """
 
     reason: str | None = None
     note: str | None = None
+    row_inputs: tuple[str, ...] | None = None
+    key_inputs: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,12 @@ class Trial:
                 return Finding(note=NOT_TOLD)
             return Finding(note=SHARED_SCALES if self._allowed.same_samples else None)
         return Finding(self._why_different(first, maps_of))
+
+    def inputs_as_long(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """The inputs with as many positions as a map has rows, and those with as many as it has keys."""
+        lengths = {name: array.shape[1] for name, array in self._feeds.items() if array.ndim > 1}
+        sizes = self._first[name].shape[-2:]
+        return tuple(tuple(sorted(each for each, length in lengths.items() if length == size)) for size in sizes)
 
     def why_no_distribution(self, name: str, row_sums: str) -> str | None:
         """Why rows of a map are not what ``row_sums`` says; None where they are."""
@@ -254,6 +264,10 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
         if probe.is_frozen_inside():
             frozen = Finding(note=_FROZEN.format(length=probe.frozen_length))
             found = {name: frozen if finding == Finding() else finding for name, finding in found.items()}
+        for name, finding in found.items():
+            if finding.reason is None:
+                rows, keys = trial.inputs_as_long(name)
+                found[name] = replace(finding, row_inputs=rows, key_inputs=keys)
         return found
     except ShdError as error:
         problem = str(error)

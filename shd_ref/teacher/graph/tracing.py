@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.inputs import InputSpec
 from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_constant
 from shd_ref.teacher.opening.operators import (
     ADDING_OPS,
@@ -87,12 +88,32 @@ def _is_weight_product(node: ir.Node) -> bool:
 
 
 def is_cross(scores: ir.Node) -> bool | None:
-    """Whether Q and K are made of different tensors; None where their projections are not found."""
+    """Whether Q and K are made of different tensors, or of different inputs; None where neither can be told."""
     # Everything a projection may pass through on its way to Q K^T: biases, scales, head splits, rotary embedding.
     between = LAYOUT_OPS | LOGIT_OPS | REPEAT_OPS | {"Neg", "Slice", "Split"}
     projections = [trace_back(value, between, _is_weight_product) for value in operands(scores)]
     sources = [_projected_tensors(node) for node in projections if node is not None]
-    return None if len(sources) < 2 else sources[0].isdisjoint(sources[1])
+    if len(sources) == 2:
+        return sources[0].isdisjoint(sources[1])
+    queries, keys = (_data_inputs(value) for value in operands(scores))
+    return True if queries != keys else None
+
+
+def _data_inputs(value: ir.Value) -> set[str]:
+    """The inputs with data of a sequence that a tensor is made from; what only gives it a size is left out."""
+    found, seen, waiting = set(), {value}, [value]
+    while waiting:
+        current = waiting.pop()
+        node = current.producer()
+        if current.is_graph_input() and current.name and not is_constant(current):
+            shape = (None,) * (0 if current.shape is None else len(current.shape))
+            spec = InputSpec(current.name, "float32" if current.dtype in _FLOATS else "int64", shape)
+            found |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
+        for source in () if node is None or node.op_type in ("Shape", "Size") else node.inputs:
+            if source is not None and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return found
 
 
 def _projected_tensors(projection: ir.Node) -> set[ir.Value]:

@@ -101,6 +101,7 @@ class TeacherRun:
             decoder=self.site_kinds.decoder_inputs,
             decoder_mask=self.site_kinds.decoder_mask,
         )
+        self._check_lengths()
         self.plans = self.plans or self._match_plans()
         self._shared = _Shared([self])
 
@@ -183,6 +184,12 @@ class TeacherRun:
         """Name of the input that says which rows of a site's maps count; None where every row does."""
         return self.inputs.decoder_mask if self.site_kinds.has_decoder_rows(site) else self.inputs.mask
 
+    def mask_of_keys(self, site: AttentionSite) -> str | None:
+        """Name of the input that says which of a site's keys count; None where every key does."""
+        if site.layer in self.site_kinds.own_keys:
+            return None
+        return self.inputs.decoder_mask if self.site_kinds.has_decoder_keys(site) else self.inputs.mask
+
     def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
         """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
         name = self.mask_of_rows(site)
@@ -264,6 +271,21 @@ class TeacherRun:
             on_error=self.options.on_error,
             mask_of_rows=self.mask_of_rows,
         )
+
+    def _check_lengths(self) -> None:
+        """Refuse maps that have other rows or keys than the mask that says which of them count."""
+        for _, site in self.layers:
+            masks = (("rows", site.row_inputs, self.mask_of_rows), ("keys", site.key_inputs, self.mask_of_keys))
+            for axis, inputs, mask_of in masks:
+                mask = mask_of(site)
+                if mask is not None and inputs is not None and mask not in inputs:
+                    raise ShdError(
+                        "graph-unsupported",
+                        f"attention site {site.layer} ({site.name}) must have as many {axis} as {mask} has "
+                        "positions, but tokens are joined to the sequence inside the graph (a class token, "
+                        "registers), or it is made shorter: export a wrapper whose inputs and mask have a position "
+                        "for each of them, such as a placeholder in front, or select other sites (--sites)",
+                    )
 
     def _check_one_sequence(self) -> None:
         for _, site in self.layers:
