@@ -40,7 +40,8 @@ import torch
 from torch import Tensor
 
 import shd_ref
-from shd_torch import Factored, attention_kl
+from shd_torch import attention_kl
+from shd_torch.supervision import Factored
 
 RESULT = Path(__file__).with_suffix(".json")
 DIVERGENCES = (3.0, 0.03, 0.001)  # nats a row

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shd_ref.cache import encode, pack
-from shd_torch import Coded, Factored, Supervision, attention_kl, capture_attention
+from shd_torch import attention_kl, capture_attention
+from shd_torch.supervision import Coded, Factored, Supervision
 
 RESULT = Path(__file__).with_suffix(".json")
 LAYERS, HEADS, WIDTH, VOCABULARY = 4, 6, 64, 1000

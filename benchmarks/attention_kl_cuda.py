@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from shd_ref.cache import packed_size
-from shd_torch import Factored, ShdError, attention_kl
+from shd_torch import ShdError, attention_kl
 from shd_torch.kl.backends import BACKENDS
+from shd_torch.supervision import Factored
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.supervision import Supervision
 

@@ -1,117 +1,62 @@
-"""Squeezing-Heads Distillation in PyTorch: the mathematics on any device, capture and export.
+"""Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
-The functions have the names, arguments and errors of ``shd_ref`` and are written independently of it: that
-they agree is what the tests judge.
+The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
+``supervision``, ``kl``, ``kd``, ``teacher``, ``data``, ``training`` and ``export``. The mathematics on maps is
+``shd_torch.maps``, under the names, arguments and errors of ``shd_ref`` and written independently of it.
 """
 
-try:
-    import torch as _torch  # noqa: F401  (a missing PyTorch is said once, here, with the remedy)
-except ImportError as error:
-    raise ImportError("shd_torch needs PyTorch: pip install 'squeezing-heads[torch]'") from error
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from shd_ref.errors import ERROR_CODES, ShdError
-from shd_ref.layers import layer_map
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
-from shd_torch.capture.call import AttentionCall
-from shd_torch.capture.capture import (
-    AttentionCapture,
-    Captured,
-    capture_attention,
-    record_attention,
-    record_query_key,
-)
-from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
-from shd_torch.data.stream import SupervisedStream
-from shd_torch.export import ExportReport, export_teacher, load_hf_model
-from shd_torch.kd import (
-    SampledTargets,
-    TopkTargets,
-    hidden_loss,
-    kd_loss,
-    kd_targets_sampled,
-    kd_targets_topk,
-    linear_kd_loss,
-    mean_logits,
-)
-from shd_torch.kl.loss import attention_kl, explain_backend
-from shd_torch.maps.alpha import solve_alpha
-from shd_torch.maps.attention import soften, softmax, value_outputs
-from shd_torch.maps.gradients import shd_loss_gradient, shd_loss_gradient_qk
-from shd_torch.maps.gram import gram_tensor, merge_gram, solve_alpha_from_gram
-from shd_torch.maps.loss import shd_loss
-from shd_torch.maps.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
-from shd_torch.maps.support import IntersectedMaps, intersect_support
-from shd_torch.maps.tokens import AlignedMaps, align_tokens
-from shd_torch.supervision.coded import Coded
-from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.factored_codes import FactoredCodes
-from shd_torch.supervision.supervision import Dense, Supervision
-from shd_torch.teacher.gram import gram_tensor_from_qk
-from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
-from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
-from shd_torch.training.schedules import BetaSchedule, LossBalancer
-from shd_torch.training.shares import batch_share
+if TYPE_CHECKING:
+    from shd_ref.errors import ShdError as ShdError
+    from shd_torch.capture import capture_attention as capture_attention
+    from shd_torch.capture import record_attention as record_attention
+    from shd_torch.capture import record_query_key as record_query_key
+    from shd_torch.data import SupervisedDataset as SupervisedDataset
+    from shd_torch.data import SupervisedStream as SupervisedStream
+    from shd_torch.export import export_teacher as export_teacher
+    from shd_torch.kd import hidden_loss as hidden_loss
+    from shd_torch.kd import kd_loss as kd_loss
+    from shd_torch.kd import linear_kd_loss as linear_kd_loss
+    from shd_torch.kl import attention_kl as attention_kl
+    from shd_torch.kl import explain_backend as explain_backend
+    from shd_torch.teacher import OnlineTeacher as OnlineTeacher
+    from shd_torch.teacher import layer_kls as layer_kls
+    from shd_torch.training import BetaSchedule as BetaSchedule
+    from shd_torch.training import LossBalancer as LossBalancer
+    from shd_torch.training import batch_share as batch_share
+    from shd_torch.training.trainer import SHDTrainer as SHDTrainer
 
-__all__ = [
-    "ERROR_CODES",
-    "AlignedMaps",
-    "AttentionCall",
-    "AttentionCapture",
-    "BetaSchedule",
-    "Captured",
-    "Coded",
-    "CodedSupervision",
-    "Dense",
-    "ExportReport",
-    "Factored",
-    "FactoredCodes",
-    "FactoredSqueeze",
-    "IntersectedMaps",
-    "LossBalancer",
-    "MergePlan",
-    "OnlineSupervision",
-    "OnlineTeacher",
-    "SampledTargets",
-    "ShdError",
-    "SqueezeResult",
-    "SupervisedDataset",
-    "SupervisedStream",
-    "Supervision",
-    "TopkTargets",
-    "align_tokens",
-    "attention_kl",
-    "batch_share",
-    "capture_attention",
-    "check_cache",
-    "compose_mixing",
-    "explain_backend",
-    "export_teacher",
-    "gram_tensor",
-    "gram_tensor_from_qk",
-    "hidden_loss",
-    "intersect_support",
-    "kd_loss",
-    "kd_targets_sampled",
-    "kd_targets_topk",
-    "layer_kls",
-    "layer_map",
-    "linear_kd_loss",
-    "load_hf_model",
-    "mean_logits",
-    "merge_gram",
-    "merge_plan",
-    "mix_heads",
-    "plan_groups",
-    "record_attention",
-    "record_query_key",
-    "shd_loss",
-    "shd_loss_gradient",
-    "shd_loss_gradient_qk",
-    "soften",
-    "softmax",
-    "solve_alpha",
-    "solve_alpha_from_gram",
-    "squeeze_factored",
-    "squeeze_heads",
-    "value_outputs",
-]
+if find_spec("torch") is None:
+    raise ImportError("shd_torch needs PyTorch: pip install 'squeezing-heads[torch]'")
+
+_ROOMS = {
+    "shd_ref.errors": ("ShdError",),
+    "shd_torch.capture": ("capture_attention", "record_attention", "record_query_key"),
+    "shd_torch.data": ("SupervisedDataset", "SupervisedStream"),
+    "shd_torch.export": ("export_teacher",),
+    "shd_torch.kd": ("hidden_loss", "kd_loss", "linear_kd_loss"),
+    "shd_torch.kl": ("attention_kl", "explain_backend"),
+    "shd_torch.teacher": ("OnlineTeacher", "layer_kls"),
+    "shd_torch.training": ("BetaSchedule", "LossBalancer", "batch_share"),
+    "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+__all__ = sorted(_ROOM_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its room when it is first used; a name of the mathematics from ``shd_torch.maps``."""
+    room = _ROOM_OF.get(name)
+    if room is None and not name.startswith("_") and name in import_module("shd_torch.maps").__all__:
+        room = "shd_torch.maps"
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(room), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -75,7 +75,7 @@ def _program(*command: str) -> AbstractContextManager[Any]:
 
 
 def _torch(device: str) -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.adapters.maps").Adapter(device))
+    return nullcontext(importlib.import_module("shd_torch.maps.judged").Adapter(device))
 
 
 def _kl(backend: str, device: str = "cpu") -> AbstractContextManager[Any]:

@@ -1,1 +1,1 @@
-"""The binding as the judge calls it: maps, ``attention_kl`` by backend, and the kernels by themselves."""
+"""``attention_kl`` as the judge calls it, one backend at a time; the maps' own adapter is ``maps/judged.py``."""

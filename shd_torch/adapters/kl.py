@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.adapters.maps import Adapter
 from shd_torch.checks import check_attn_mask, check_finite, check_option, check_probs, check_real, compute_dtype
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.maps.divergences import DIVERGENCES
+from shd_torch.maps.judged import Adapter
 from shd_torch.maps.loss import Layers, match_layers
 from shd_torch.supervision.supervision import Dense
 

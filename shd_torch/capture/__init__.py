@@ -3,3 +3,21 @@
 ``taps.py`` watches where attention passes, ``hugging_face.py`` reads what transformers passes, ``capture.py`` is the
 way in. Imports ``supervision.mask`` and ``maps``.
 """
+
+from shd_torch.capture.call import AttentionCall
+from shd_torch.capture.capture import (
+    AttentionCapture,
+    Captured,
+    capture_attention,
+    record_attention,
+    record_query_key,
+)
+
+__all__ = [
+    "AttentionCall",
+    "AttentionCapture",
+    "Captured",
+    "capture_attention",
+    "record_attention",
+    "record_query_key",
+]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_ref.plans import as_index
 from shd_torch.capture.call import AttentionCall, LogitsCall
+from shd_torch.capture.compiling import never_compiled
 from shd_torch.capture.coverage import find_unseen
 from shd_torch.capture.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.hugging_face import read_hf_call
@@ -139,6 +140,7 @@ class Captured:
         self._kept.clear()
         self.num_calls = 0
 
+    @never_compiled
     def take(self, raws: Sequence[RawCall], grad_enabled: bool) -> None:
         """Keep the calls of the layers that were asked for."""
         self.num_calls = len(raws)
@@ -241,10 +243,10 @@ class AttentionCapture:
         self.captured.clear()
         grad_enabled = torch.is_grad_enabled()
         with ExitStack() as hooks:
-            torch.compiler.disable(keep_padded_zeros)(self._student, hooks)  # type: ignore[no-untyped-call]
+            keep_padded_zeros(self._student, hooks)
             with record(values=self._keep_values) as recording:
                 result = original(*args, **kwargs)
-        result = torch.compiler.disable(fill_own_padding)(self._student, args, kwargs, result)  # type: ignore[no-untyped-call]
+        result = fill_own_padding(self._student, args, kwargs, result)
         name, calls = type(self._student).__name__, recording.calls
         if self._taught is not None and calls:
             self._taught.check_calls(len(calls), name)
@@ -256,10 +258,10 @@ class AttentionCapture:
             check_same_count(num_calls, self._first_count, name)
         if not self._is_count_given and num_calls != self._checked_count:
             encoder_ran = kwargs.get("encoder_outputs") is None
-            torch.compiler.disable(check_every_layer)(self._student, recording.calls, encoder_ran)  # type: ignore[no-untyped-call]
+            check_every_layer(self._student, recording.calls, encoder_ran)
             self._checked_count = num_calls
         try:
-            torch.compiler.disable(self.captured.take)(calls, grad_enabled)  # type: ignore[no-untyped-call]
+            self.captured.take(calls, grad_enabled)
         except BaseException:
             self.captured.clear()  # half a pass is no pass
             raise
@@ -281,7 +283,7 @@ class _WatchedForward:
         self.run: Callable[..., Any] | None = run
 
     # This frame is never compiled, those below it are: a student captured inside a compiled module works too.
-    @functools.partial(torch.compiler.disable, recursive=False)
+    @functools.partial(never_compiled, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.run is None else self.run(self.original, args, kwargs)
 
@@ -490,6 +492,7 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
     return (numbers[0], None) if isinstance(layers, int) else (None, numbers)
 
 
+@never_compiled
 def check_every_layer(student: nn.Module, calls: Sequence[RawCall], encoder_ran: bool) -> None:
     """Layers that attend by code which is not watched make no call, and shift the numbers of those that do."""
     unseen = find_unseen(student, calls, encoder_ran=encoder_ran)

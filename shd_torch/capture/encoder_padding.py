@@ -8,7 +8,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from shd_torch.capture.compiling import never_compiled
 
+
+@never_compiled
 def keep_padded_zeros(student: nn.Module, stack: ExitStack) -> None:
     """Give padded rows of the encoders inside a student what the fast path would, while it is off.
 
@@ -23,8 +26,9 @@ def keep_padded_zeros(student: nn.Module, stack: ExitStack) -> None:
             stack.callback(module.register_forward_hook(_fill_padding, with_kwargs=True).remove)
 
 
+@never_compiled
 def fill_own_padding(student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """The same for the output of a student that is such an encoder itself."""
+    """Like ``keep_padded_zeros``, for the output of a student that is such an encoder itself."""
     filled = _fill_padding(student, args, kwargs, output) if _packs(student) else None
     return output if filled is None else filled
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_torch.capture.compiling import never_compiled
 
 
 class RawCall:
@@ -181,7 +182,7 @@ def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable
     return attend
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch has it
+@never_compiled
 def _install(stack: ExitStack) -> None:
     # What stands there may be somebody else's (another kernel, context parallelism), and it is what must run.
     _replace(stack, F, "scaled_dot_product_attention", _tap_sdpa(F.scaled_dot_product_attention))

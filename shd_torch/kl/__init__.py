@@ -3,3 +3,12 @@
 ``loss.py`` holds ``attention_kl``; ``request.py`` is what every backend reads; ``dense.py`` is the plain one beside
 ``sdpa.py`` and ``triton.py``. Meaning: ``shd_torch.maps.loss``. Kernels: ``shd_torch.kernels``.
 """
+
+from shd_torch.kl.backends import BackendChoice
+from shd_torch.kl.loss import attention_kl, explain_backend
+
+__all__ = [
+    "BackendChoice",
+    "attention_kl",
+    "explain_backend",
+]

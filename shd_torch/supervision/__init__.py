@@ -3,3 +3,18 @@
 ``supervision.py`` is the interface; bytes become maps in ``coded.py`` and ``factored_codes.py``; ``mask.py`` says who
 may attend. Imports ``maps``.
 """
+
+from shd_torch.supervision.coded import Coded
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.factored_codes import FactoredCodes
+from shd_torch.supervision.mask import AttentionRule
+from shd_torch.supervision.supervision import Dense, Supervision
+
+__all__ = [
+    "AttentionRule",
+    "Coded",
+    "Dense",
+    "Factored",
+    "FactoredCodes",
+    "Supervision",
+]

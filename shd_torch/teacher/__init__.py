@@ -2,3 +2,16 @@
 
 Imports ``capture``, ``supervision``, ``maps`` and ``kl``.
 """
+
+from shd_torch.teacher.gram import gram_tensor_from_qk
+from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
+from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
+
+__all__ = [
+    "FactoredSqueeze",
+    "OnlineSupervision",
+    "OnlineTeacher",
+    "gram_tensor_from_qk",
+    "layer_kls",
+    "squeeze_factored",
+]

@@ -19,6 +19,7 @@ from shd_ref.layers import layer_map as pair_layers
 from shd_ref.plans import check_count
 from shd_torch.capture.call import AttentionCall
 from shd_torch.capture.capture import Captured, check_calls, check_same_count
+from shd_torch.capture.compiling import never_compiled, run_eagerly
 from shd_torch.capture.projections import Projection, ProjectionWatch
 from shd_torch.capture.taps import RawCall, record
 from shd_torch.checks import check_option
@@ -92,7 +93,7 @@ class OnlineTeacher:
             the modes they were in, so that it may be the student itself (self-distillation): call the teacher before
             the student where a started capture watches that one, as the last pass wins.
         num_student_heads: H_s, from 1 to H_t.
-        layer_map: the number of student layers, paired as ``shd_torch.layer_map`` does, or explicit pairs
+        layer_map: the number of student layers, paired as ``shd_torch.maps.layer_map`` does, or explicit pairs
             ``(student layer, teacher layer)``, zero-based; teacher layers are its attention calls in their order.
         plan: as in ``squeeze_heads``.
         strategy: as in ``squeeze_heads``.
@@ -146,7 +147,7 @@ class OnlineTeacher:
             return TaughtLayers(range(self._layer_map), self._layer_map)
         return TaughtLayers(sorted(student for student, _ in self._layer_map))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch has it
+    @never_compiled
     @torch.no_grad()
     def __call__(
         self, *args: Any, query_mask: Tensor | None = None, check: bool | None = None, **kwargs: Any
@@ -186,7 +187,7 @@ class OnlineTeacher:
         """The first batch: pair the layers and find the output projections."""
         watch = ProjectionWatch(self.model)
         # Compiled code would show the watch nothing.
-        with torch.compiler.set_stance("force_eager"), record(values=True) as recording, watch:
+        with run_eagerly(), record(values=True) as recording, watch:
             output = self.model(*args, **kwargs)
         name, num_calls = type(self.model).__name__, len(recording.calls)
         check_calls(num_calls, None, None, name)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 
 from shd_ref.conformance import OUTPUTS, Missing, cases, check  # noqa: E402
-from shd_torch.adapters.maps import Adapter  # noqa: E402
+from shd_torch.maps.judged import Adapter  # noqa: E402
 
 NOT_OFFERED = {"diagnose", "matched_plan"}
 

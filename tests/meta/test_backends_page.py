@@ -16,10 +16,11 @@ PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     import shd_torch
+    from shd_torch.supervision import Factored
 
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     q = torch.randn(1, 2, 9, 8)
-    supervision = shd_torch.Factored(q, q, torch.eye(2)[None], is_causal=True)
+    supervision = Factored(q, q, torch.eye(2)[None], is_causal=True)
     names = {"shd_torch": shd_torch, "student_q": q, "student_k": q, "supervision": supervision}
     exec(compile(block, "backends.md", "exec"), names)
     assert capsys.readouterr().out.startswith("dense on a processor")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.binding.architectures import ARCHITECTURES, ENCODERS_INSIDE, GROUPED, HEADS, make_inputs, make_model
 
-from shd_torch import export_teacher, load_hf_model
+from shd_torch import export_teacher
+from shd_torch.export import load_hf_model
 
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 pytest.importorskip("transformers", reason="these teachers come from transformers")

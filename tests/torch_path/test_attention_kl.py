@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import shd_torch
 from shd_ref import ShdError
 from shd_ref.tolerances import load_tolerances
-from shd_torch import Coded, Dense, Factored, Supervision, attention_kl, explain_backend
+from shd_torch import attention_kl, explain_backend
+from shd_torch.supervision import Coded, Dense, Factored, Supervision
 
 BACKENDS = ("dense", "sdpa")
 LossOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -14,7 +14,8 @@ from support.binding.models import PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shd_torch import Captured, ShdError, attention_kl, capture_attention, record_attention, record_query_key
+from shd_torch import ShdError, attention_kl, capture_attention, record_attention, record_query_key
+from shd_torch.capture import Captured
 
 
 def kl_of(captured: Captured) -> Tensor:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shd_ref.cache import CODECS, decode, encode, pack, packed_size
-from shd_torch import Coded, CodedSupervision, Dense, ShdError, attention_kl
+from shd_torch import ShdError, attention_kl
+from shd_torch.data import CodedSupervision
+from shd_torch.supervision import Coded, Dense
 
 HEADS, LENGTHS = 3, (7, 7, 5, 7, 1)
 LONGEST = 8

@@ -22,9 +22,10 @@ from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
-from shd_torch import SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls, squeeze_heads
+from shd_torch import SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
 from shd_torch.commands import app
 from shd_torch.export import example_inputs
+from shd_torch.maps import squeeze_heads
 from shd_torch.maps.attention import value_outputs
 from shd_torch.training.trainer import SHDTrainer
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import shd_torch.export
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
-from shd_torch import ShdError, export_teacher, load_hf_model
+from shd_torch import ShdError, export_teacher
+from shd_torch.export import load_hf_model
 
 onnx = pytest.importorskip("onnx", reason="export needs onnx")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")

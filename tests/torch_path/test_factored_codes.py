@@ -16,15 +16,10 @@ from torch import Tensor
 
 from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, codec_error
 from shd_ref.tolerances import load_tolerances
-from shd_torch import (
-    FactoredCodes,
-    ShdError,
-    SupervisedDataset,
-    attention_kl,
-    capture_attention,
-    check_cache,
-    shd_loss,
-)
+from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention
+from shd_torch.data import check_cache
+from shd_torch.maps import shd_loss
+from shd_torch.supervision import FactoredCodes
 from shd_torch.supervision.factored_codes import pack_factored
 
 INDICES = (3, 0, 7, 3)

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 import shd_ref
 from shd_ref import ShdError
-from shd_torch import Factored, attention_kl, gram_tensor_from_qk, squeeze_factored
+from shd_torch import attention_kl
+from shd_torch.supervision import Factored
+from shd_torch.teacher import gram_tensor_from_qk, squeeze_factored
 
 STRATEGIES = ["shd", "constant", "hard", "mean", "simplex"]
 

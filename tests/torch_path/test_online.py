@@ -14,7 +14,8 @@ from support.binding.twins import assert_agrees, to_float64
 from torch import Tensor, nn
 
 import shd_ref
-from shd_torch import OnlineTeacher, ShdError, capture_attention, layer_kls, shd_loss
+from shd_torch import OnlineTeacher, ShdError, capture_attention, layer_kls
+from shd_torch.maps import shd_loss
 
 # Of the output projection's parameter, in every attention that runs.
 PROJECTIONS = {

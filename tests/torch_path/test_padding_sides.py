@@ -25,7 +25,8 @@ from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
-from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention, shd_loss
+from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention
+from shd_torch.maps import shd_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 LENGTH = 10

@@ -19,8 +19,10 @@ from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions
-from shd_torch import SupervisedDataset, capture_attention, check_cache, export_teacher, shd_loss
+from shd_torch import SupervisedDataset, capture_attention, export_teacher
+from shd_torch.data import check_cache
 from shd_torch.demo.train import ArrayDataset
+from shd_torch.maps import shd_loss
 
 LENGTH = 64
 NUM_SAMPLES = 48

@@ -17,10 +17,11 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 from shd_ref.cache import CacheReader
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions
-from shd_torch import ShdError, capture_attention, export_teacher, shd_loss
+from shd_torch import ShdError, capture_attention, export_teacher
 from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.demo.train import ArrayDataset, TrainOptions, kd_loss, measure_accuracy, train_student
 from shd_torch.demo.vit import VisionTransformer
+from shd_torch.maps import shd_loss
 
 NUM_IMAGES = 24
 
@@ -92,7 +93,7 @@ def test_without_beta_the_cache_plays_no_part(path: Path) -> None:
 
 def test_first_step_loss_is_the_formula_on_the_teachers_own_maps(path: Path) -> None:
     """From the teacher's live maps through shd_torch.squeeze_heads, against the cache's coded ones."""
-    from shd_torch import squeeze_heads, value_outputs
+    from shd_torch.maps import squeeze_heads, value_outputs
 
     data = load(path)
     images = data.arrays["image"]

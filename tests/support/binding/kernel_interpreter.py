@@ -81,7 +81,8 @@ def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: st
     """
     import torch
 
-    from shd_torch import Factored, attention_kl, explain_backend
+    from shd_torch import attention_kl, explain_backend
+    from shd_torch.supervision import Factored
     from shd_torch.supervision.coded import Coded
     from support.binding.twins import to_tensor
 

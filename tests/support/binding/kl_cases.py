@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import shd_ref
-import shd_torch
+from shd_torch.supervision import Factored
 
 Array = NDArray[np.float64]
 
@@ -37,8 +37,8 @@ class KlCase:
     def scale(self) -> float:
         return float(self.queries.shape[3] ** -0.5)
 
-    def supervision(self, dtype: torch.dtype) -> shd_torch.Factored:
-        return shd_torch.Factored(
+    def supervision(self, dtype: torch.dtype) -> Factored:
+        return Factored(
             _tensor(self.teacher_queries, dtype),
             _tensor(self.teacher_keys, dtype),
             _tensor(self.mixing, torch.promote_types(dtype, torch.float32)),

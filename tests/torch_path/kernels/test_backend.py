@@ -15,11 +15,12 @@ from support.binding.kernel_interpreter import call_loss
 
 from shd_ref.cache import decode, encode, pack
 from shd_ref.tolerances import load_tolerances
-from shd_torch import Dense, Factored, attention_kl, explain_backend
+from shd_torch import attention_kl, explain_backend
 from shd_torch.kernels import RowsKl
 from shd_torch.kl import backends
 from shd_torch.kl.backends import BACKENDS, choose_backend
 from shd_torch.kl.request import KlRequest
+from shd_torch.supervision import Dense, Factored
 from shd_torch.supervision.coded import Coded
 
 Loss = Callable[..., dict[str, Any]]

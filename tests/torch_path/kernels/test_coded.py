@@ -13,7 +13,8 @@ from support.binding.twins import assert_agrees
 from torch_path.kernels.conftest import Kernel
 
 from shd_ref.cache import decode, encode, pack
-from shd_torch import CodedSupervision, ShdError
+from shd_torch import ShdError
+from shd_torch.data import CodedSupervision
 from shd_torch.kernels import PackedCodes
 
 CASES = [

@@ -1,8 +1,4 @@
-"""The binding as the judge of ``specs/conformance.md`` calls it: NumPy arrays in and out, at a dtype by name.
-
-``python -m shd_ref.conformance --impl shd_torch.adapters.maps:Adapter`` judges it on the CPU, or on the device that
-the environment variable ``SHD_TORCH_DEVICE`` names.
-"""
+"""These maps as the judge of ``specs/conformance.md`` calls them: NumPy arrays in and out, at a dtype by name."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import shd_torch
+import shd_torch.maps as maps
 from shd_ref.conformance.adapter import OwnDtype
 
 
@@ -52,10 +48,9 @@ class Adapter:
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """The function of that name, on tensors."""
-        function = getattr(shd_torch, operation, None) if operation in shd_torch.__all__ else None
-        if function is None:
-            raise NotImplementedError(f"shd_torch has no {operation}")
-        return function(**arguments)
+        if operation not in maps.__all__:
+            raise NotImplementedError(f"shd_torch.maps has no {operation}")
+        return getattr(maps, operation)(**arguments)
 
     def _as_tensors(self, value: Any, dtype: str) -> Any:
         """Arrays as tensors, also in a list of layers or rounds; floats in the dtype asked for."""
@@ -78,6 +73,6 @@ def _as_arrays(value: Any) -> Any:
         return tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
     if hasattr(value, "_asdict"):
         return {name: _as_arrays(item) for name, item in value._asdict().items()}
-    if isinstance(value, shd_torch.SqueezeResult):
+    if isinstance(value, maps.SqueezeResult):
         return {name: _as_arrays(item) for name, item in vars(value).items()}
     return type(value)(map(_as_arrays, value)) if isinstance(value, list | tuple) else value
