@@ -43,6 +43,7 @@ def export(
     Eager attention, dynamic batch and sequence axes; the graph is compared with the model at two sizes. For any other
     PyTorch module use shd_torch.export_teacher.
     """
+    _require("torch", extra="torch")
     from shd_torch.export import example_inputs, export_teacher, load_hf_model
 
     teacher = load_hf_model(model)
@@ -67,11 +68,7 @@ def demo(
 
     shd-torch demo --out demo_out --seeds 2
     """
-    for package in ("sklearn", "matplotlib", "scipy", "onnxruntime"):
-        if find_spec(package) is None:
-            raise ShdError(
-                "dependency-missing", f"the demo needs the package {package}: pip install 'squeezing-heads[all]'"
-            )
+    _require("torch", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all")
     from shd_torch.demo.run import run_demo
 
     run_demo(
@@ -83,6 +80,13 @@ def demo(
         workers=workers,
         console=console,
     )
+
+
+def _require(*packages: str, extra: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            message = f"this command needs the package {package}: pip install 'squeezing-heads[{extra}]'"
+            raise ShdError("dependency-missing", message)
 
 
 for _command in (export, demo):

@@ -1,4 +1,6 @@
-"""The ``shd`` command, one file a subcommand; ``app.py`` holds the application and what subcommands share.
+"""The ``shd`` command: one file per subcommand, each a plain function; ``app.py`` puts them in the order of use.
 
-Imports everything else; nothing imports it but ``shd_ref.cli``.
+``derive.py`` makes options of their annotations and of the option dataclasses, ``terminal.py`` prints. Heavy packages
+are imported when a command runs. May import everything else; imported by ``shd_ref.cli`` and, for ``derive`` and
+``terminal``, by ``shd_torch.commands``.
 """

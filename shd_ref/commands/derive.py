@@ -135,7 +135,7 @@ class _Group:
         first = next(iter(own))
         if self.is_optional and own[first] is None:
             for name, value in own.items():
-                if value is not None:
+                if value != self.fields[name][1]:
                     raise ShdError(
                         "argument-value",
                         f"{option_of(name)} must be given with {option_of(first)} alone; got {value} without",

@@ -312,10 +312,12 @@ def test_records_of_shared_scales_are_remarked(
     teacher = saved(quantised(attention(length="length"), tmp_path), tmp_path)
     np.savez(tmp_path / "data.npz", **samples_for(onnx.load(teacher)))
     words = ["precompute", str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "1"]
-    words += ["--out", str(tmp_path / "cache"), "--batch-size", str(batch_size)]
-    load_app()(words, standalone_mode=False)
-    remark = capsys.readouterr().err
-    assert ("depend on the batches" in remark and "--batch-size 1" in remark) == said
+    words += ["--batch-size", str(batch_size)]
+    out = ["--out", str(tmp_path / "cache")]
+    for command in (words + out, [*words, *out, "--dry-run"], ["plan", *words[1:]]):
+        load_app()(command, standalone_mode=False)
+        remark = capsys.readouterr().err
+        assert ("depend on the batches" in remark and "--batch-size 1" in remark) == said, command
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["number", "one number"])

@@ -1,0 +1,160 @@
+"""Options that come from annotations: every field is there, with its default, its rule and its name in errors."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+typer = pytest.importorskip("typer", reason="the commands need typer")
+
+from typer.testing import CliRunner  # noqa: E402  (after the skip)
+
+from shd_ref.cli import load_app  # noqa: E402
+from shd_ref.commands.derive import Without, add_command, option_of  # noqa: E402
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions, Shown  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+
+
+@dataclass(frozen=True)
+class Cake:
+    num_eggs: Annotated[int, Shown("How many eggs.", least=1)]
+    sizes: Annotated[tuple[int, ...], Shown("Sizes.")] = (1, 2)
+    flavours: Annotated[tuple[str, ...], Shown("Flavours.", choices=("nut", "plum"))] = ("nut",)
+    glaze: Annotated[str, Shown("Glaze.", "What is on top", ("none", "sugar"))] = "none"
+    heat: Annotated[float | None, Shown("Heat.")] = None
+    recipe: str = "a secret"
+
+
+def run(function: Any, *words: str, code: int = 0) -> str:
+    app = typer.Typer()
+    add_command(app, function, name="bake")
+    result = CliRunner().invoke(app, list(words), env=WIDE)
+    assert result.exit_code == code, result.output
+    return str(result.output)
+
+
+def bake(cake: Cake, quick: Annotated[bool, typer.Option("--quick")] = False) -> None:
+    print(cake, quick)
+
+
+def test_a_dataclass_stands_for_its_fields() -> None:
+    assert run(bake, "--eggs", "3") == f"{Cake(3)} False\n"
+    words = [
+        "--eggs",
+        "2",
+        "--sizes",
+        "4,6",
+        "--flavours",
+        "plum,nut",
+        "--glaze",
+        "sugar",
+        "--heat",
+        "2.5",
+        "--quick",
+    ]
+    assert run(bake, *words) == f"{Cake(2, (4, 6), ('plum', 'nut'), 'sugar', 2.5)} True\n"
+    page = run(bake, "--help")
+    assert "recipe" not in page  # without a text it is no option
+    assert page.index("--quick") < page.index("What is on top") < page.index("--glaze")
+    assert "[default: 1,2]" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--eggs", "0"), "--eggs"),
+        (("--glaze", "salt"), "--glaze"),
+        ((), "--eggs"),
+        (("--eggs", "1", "--recipe", "mine"), "--recipe"),
+    ],
+)
+def test_words_that_typer_refuses(words: tuple[str, ...], said: str) -> None:
+    assert said in run(bake, *words, code=2)
+
+
+@pytest.mark.parametrize(
+    "words", [("--sizes", "4 6"), ("--sizes", "4,"), ("--sizes", "0"), ("--sizes", ""), ("--flavours", "nut,")]
+)
+def test_lists_are_numbers_or_known_words_with_commas(words: tuple[str, ...]) -> None:
+    assert f"error (argument-value): {words[0]} must be" in run(bake, "--eggs", "1", *words, code=1)
+
+
+def test_part_of_a_dataclass_and_one_that_may_be_left_out() -> None:
+    def several(
+        cake: Annotated[partial[Cake], Without("num_eggs", "heat")], second: Annotated[Cake | None, Without("sizes")]
+    ) -> None:
+        raise AssertionError("these share names")
+
+    def part(cake: Annotated[partial[Cake], Without("num_eggs", "heat")]) -> None:
+        print(cake(num_eggs=5))
+
+    def left_out(cake: Cake | None = None) -> None:
+        print(cake)
+
+    assert "--heat" not in run(part, "--help")
+    assert run(part, "--glaze", "sugar") == f"{Cake(5, glaze='sugar')}\n"
+    assert run(left_out) == "None\n"
+    assert run(left_out, "--eggs", "1") == f"{Cake(1)}\n"
+    assert "--heat must be given with --eggs" in run(left_out, "--heat", "1", code=1)
+    with pytest.raises(ValueError, match="duplicate parameter name"):
+        run(several, "--help")
+
+
+def test_an_error_names_the_option_of_its_argument() -> None:
+    def fail(cake: Cake, where: Annotated[str, typer.Argument()]) -> None:
+        raise ShdError("argument-value", f"{where} must be another; num_eggs must stay")
+
+    eggs = "--eggs", "1"
+    assert "(argument-value): --eggs must be another; num_eggs must stay" in run(
+        fail, "num_eggs", "--eggs", "1", code=1
+    )
+    assert "(argument-value): where must be" in run(fail, "where", *eggs, code=1)
+    assert "(argument-value): other must be" in run(fail, "other", *eggs, code=1)
+
+
+def test_precompute_offers_every_option() -> None:
+    page = CliRunner().invoke(load_app(), ["precompute", "--help"], env=WIDE).output
+    for field in (*fields(PrecomputeOptions), *fields(RunOptions)):
+        inner = field.name in ("plans", "alpha_rule")  # of experiments, in Python
+        assert (f"{option_of(field.name)} " in page) != inner, field.name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/clusters.md", "docs/object-stores.md"])
+def test_options_that_pages_show_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^\s*(?:srun |- |RAY_ADDRESS=auto )?shd ([a-z]+ [^#\n]*)", text, re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        name, *words = shlex.split(line)
+        shown = CliRunner().invoke(load_app(), [name, "--help"], env=WIDE).output
+        for word in words:
+            assert not word.startswith("--") or word in shown, line
+
+
+@pytest.mark.parametrize("module", ["shd_ref.cli"])
+def test_help_loads_nothing_heavy(module: str) -> None:
+    if module == "shd_torch.cli":
+        pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
+    code = f"""
+import sys
+from {module} import main
+sys.argv = ["command", "--help"]
+try:
+    main()
+except SystemExit:
+    pass
+print(sorted({{"torch", "transformers", "onnx", "onnxruntime", "pyarrow", "scipy"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.endswith("[]\n")
