@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from shd_ref.cache import (
     CacheWriter,
-    CodecError,
+    Errors,
     LayerPair,
     Manifest,
+    Maps,
     NewRecord,
     SampleInputs,
     ShardPlan,
@@ -107,15 +108,17 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
         spec_version="1.0",
         created_by="benchmark",
         teacher=Teacher("00" * 32, "benchmark", "CPUExecutionProvider", "float32"),
-        num_student_heads=HEADS,
-        layers=tuple(LayerPair(layer, layer, f"site {layer}", HEADS) for layer in range(LAYERS)),
-        plan=(),
-        strategy="shd",
-        alpha_rule="least_squares",
-        alpha_per="map",
-        temperature=1.0,
-        support=support,
-        codec=codec,
+        attention=Maps(
+            num_student_heads=HEADS,
+            layers=tuple(LayerPair(layer, layer, f"site {layer}", HEADS) for layer in range(LAYERS)),
+            plan=(),
+            strategy="shd",
+            alpha_rule="least_squares",
+            alpha_per="map",
+            temperature=1.0,
+            support=support,
+            codec=codec,
+        ),
         compression=compression,
         inputs=SampleInputs(("input_ids",), None),
         dataset=CachedData(dataset_fingerprint(keys), samples),
@@ -131,7 +134,7 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
             maps = make_maps(index, length, support)
             raw[index] = maps
             records.append(NewRecord(index, keys[index], length, [encode(codec, layer) for layer in maps], alphas))
-        size += writer.write_shard(shard, records, CodecError(0.0, 0.0, 0.0, 0)).size
+        size += writer.write_shard(shard, records, Errors.unmeasured()).size
     writer.seal()
     raw.flush()
     return size

@@ -83,7 +83,7 @@ def judge(exact: CacheReader, reader: CacheReader) -> dict[str, float]:
     errors, gradients = [], []
     for key in exact:
         wanted, record = exact.read(key), reader.read(key)
-        for layer in exact.manifest.student_layers:
+        for layer in exact.manifest.attention.student_layers:
             maps, found = exact.decode(wanted, layer), reader.decode(record, layer)
             errors.append(codec_error(maps, found))
             gradients.append(gradient_error(maps, found, near_student(maps)))
@@ -108,7 +108,7 @@ def measure(teacher: Path, folder: Path, inputs: dict[str, Tensor], rounds: int,
         run = RunOptions(batch_size=BATCH, num_threads=threads)
         summary = precompute(teacher, arrays, cache, PrecomputeOptions(STUDENT_HEADS, **options), run)  # type: ignore[arg-type]
         readers[form] = CacheReader(cache)
-        figures[form] = {"bytes_a_sample": round(summary.stored_bytes / summary.samples)}
+        figures[form] = {"bytes_a_sample": round(summary.coded_bytes / summary.samples)}
     joined = {form: SupervisedDataset(Tokens(inputs), reader.folder) for form, reader in readers.items()}
     loaders = {form: DataLoader(each, batch_size=BATCH, collate_fn=each.collate) for form, each in joined.items()}
     rates: dict[str, list[float]] = {form: [] for form in FORMS}

@@ -1,6 +1,8 @@
-"""The supervision cache (specs/cache-format.md): squeezed maps, computed once, read by key.
+"""The supervision cache (specs/cache-format.md): computed once, read by key.
 
-Needs numpy and xxhash. Nothing here imports a deep-learning framework.
+``storage`` knows places and files, ``codecs`` rows and bytes, ``forms`` what a record can hold, ``documents`` the
+manifest, receipts and seal. Callers use the files beside them: ``writer.py``, ``reader.py``, ``verify.py`` and so on.
+Start reading with ``forms``. Needs numpy and xxhash; imports no deep-learning framework.
 """
 
 from shd_ref.cache.codecs.codecs import (
@@ -34,14 +36,17 @@ from shd_ref.cache.codecs.factored import (
 from shd_ref.cache.codecs.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.documents.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, ON_ERROR, Manifest
-from shd_ref.cache.documents.members import Dataset, KindLayers, LayerPair, Matching, SampleInputs, ShardPlan, Teacher
-from shd_ref.cache.documents.receipts import Blob, Receipt, Record, Skipped
+from shd_ref.cache.documents.members import Dataset, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
 from shd_ref.cache.documents.seal import Seal
 from shd_ref.cache.export import ExportSummary, export_webdataset
+from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matching
+from shd_ref.cache.forms.factors import Factors
+from shd_ref.cache.forms.form import Extent, Form, NewRecord, StoredRecord
+from shd_ref.cache.forms.maps import Maps
 from shd_ref.cache.listing import CacheListing, list_cache
 from shd_ref.cache.merge import MergeSummary, merge_caches
 from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.records import NewRecord, StoredRecord
 from shd_ref.cache.verify import Problem, VerifyReport, verify_cache
 from shd_ref.cache.writer import CacheWriter
 
@@ -54,6 +59,7 @@ __all__ = [
     "FORMAT_VERSION",
     "ON_ERROR",
     "SUPPORTS",
+    "Attention",
     "Blob",
     "CacheListing",
     "CacheReader",
@@ -61,11 +67,16 @@ __all__ = [
     "CodecError",
     "CodedFactors",
     "Dataset",
+    "Errors",
     "ExportSummary",
+    "Extent",
+    "Factors",
+    "Form",
     "KindLayers",
     "LayerFactors",
     "LayerPair",
     "Manifest",
+    "Maps",
     "Matching",
     "MergeSummary",
     "NewRecord",

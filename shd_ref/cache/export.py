@@ -5,7 +5,7 @@ samples in stored order. A sample is these members, whose names begin with its i
 
     <index>-<key>.L00.npy      merged maps of student layer 0, (H_s, n, n) float32, decoded
     <index>-<key>.alphas.npy   (layers, n_pairs) float32, with a last axis n where every row has its own
-    <index>-<key>.mixing.npy   (layers, H_s, H_t) float32, likewise; only where the cache has it
+    <index>-<key>.mixing.npy   (layers, H_s, H_t) float32, with a last axis n by row; only where the cache has it
     <index>-<key>.json         {"index": ..., "key": ..., "length": n, "seed": ... or null}
 """
 
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.forms.form import StoredRecord
 from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.records import StoredRecord
 from shd_ref.cache.storage.layout import MANIFEST_NAME, RECEIPTS_NAME
 from shd_ref.cache.storage.outputs import output_path
 from shd_ref.cache.storage.places import Folder
@@ -118,11 +118,8 @@ def _write_tar(path: Path, reader: CacheReader, shard: int) -> int:
 
 def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: StoredRecord) -> None:
     name = f"{record.index:08d}-{record.key}"
-    for layer in record.blobs:
-        _add_array(tar, f"{name}.L{layer:02d}.npy", reader.decode(record, layer))
-    _add_array(tar, f"{name}.alphas.npy", record.alphas)
-    if record.mixing is not None:
-        _add_array(tar, f"{name}.mixing.npy", record.mixing)
+    for part, array in reader.manifest.attention.arrays(record):
+        _add_array(tar, f"{name}.{part}.npy", array)
     about = {"index": record.index, "key": record.key, "length": record.length, "seed": record.seed}
     _add_file(tar, f"{name}.json", json.dumps(about).encode())
 

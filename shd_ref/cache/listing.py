@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shd_ref.cache.codecs.distortion import CodecError, merge_codec_errors
-from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
+from shd_ref.cache.documents.receipts import Errors, Receipt
 from shd_ref.cache.documents.seal import Seal
 from shd_ref.cache.ranges import check_shard_size
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
@@ -29,9 +28,9 @@ class CacheListing:
         damaged: problems of files that are there and cannot be used; their shards count as missing.
         samples: with a record; ``skipped`` are those without, because the teacher failed on them.
         shard_bytes: of all committed shard files.
-        map_bytes: of the coded maps in them; ``float32_bytes`` is the same maps as float32.
+        coded_bytes: of what is coded in them; ``float32_bytes`` is what it teaches, as float32.
         positions: summed lengths of all records.
-        codec_error: over the rows that were measured.
+        errors: what coding cost, over the rows that were measured.
     """
 
     folder: Path | str
@@ -42,10 +41,10 @@ class CacheListing:
     samples: int
     skipped: int
     shard_bytes: int
-    map_bytes: int
+    coded_bytes: int
     float32_bytes: int
     positions: int
-    codec_error: CodecError
+    errors: Errors
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -58,18 +57,11 @@ class CacheListing:
         return {
             "folder": str(self.folder),
             "id": manifest.id,
-            "format_version": manifest.format_version,
+            "format_version": FORMAT_VERSION,
             "spec_version": manifest.spec_version,
             "sealed": self.sealed,
             "teacher": asdict(manifest.teacher),
-            "num_teacher_heads": manifest.num_teacher_heads,
-            "num_student_heads": manifest.num_student_heads,
-            "layers": [asdict(layer) for layer in manifest.layers],
-            "strategy": manifest.strategy,
-            "alpha_per": manifest.alpha_per,
-            "temperature": manifest.temperature,
-            "support": manifest.support,
-            "codec": manifest.codec,
+            **{form.SUBJECT: asdict(form) for form in manifest.forms},
             "compression": manifest.compression,
             "samples": {
                 "total": manifest.dataset.num_samples,
@@ -83,8 +75,8 @@ class CacheListing:
                 "missing": [list(span) for span in spans(self.missing)],
             },
             "damaged": list(self.damaged),
-            "bytes": {"shards": self.shard_bytes, "maps": self.map_bytes, "maps_as_float32": self.float32_bytes},
-            "codec_error": asdict(self.codec_error),
+            "bytes": {"shards": self.shard_bytes, "coded": self.coded_bytes, "as_float32": self.float32_bytes},
+            "errors": asdict(self.errors),
         }
 
 
@@ -119,20 +111,20 @@ def list_cache(folder: Folder) -> CacheListing:
         return receipt
 
     written: list[int] = []
-    errors: list[CodecError] = []
-    samples = skipped = shard_bytes = map_bytes = positions = entries = 0
+    errors: list[Errors] = []
+    samples = skipped = shard_bytes = coded_bytes = float32_bytes = positions = 0
     for shard, receipt in zip(committed, storage.map(read, committed), strict=True):
         if isinstance(receipt, ShdError):
             damaged.append(f"{receipt_name(shard)}: {receipt}")
             continue
         written.append(shard)
-        errors.append(receipt.codec_error)
+        errors.append(receipt.errors)
         samples += len(receipt.records)
         skipped += len(receipt.skipped)
         shard_bytes += receipt.size
-        map_bytes += sum(blob.end - blob.start for record in receipt.records for blob in record.layers)
+        coded_bytes += receipt.coded_bytes(manifest)
         positions += sum(record.length for record in receipt.records)
-        entries += sum(record.length**2 for record in receipt.records)
+        float32_bytes += receipt.plain_bytes(manifest)
     return CacheListing(
         folder=storage.root,
         manifest=manifest,
@@ -142,10 +134,10 @@ def list_cache(folder: Folder) -> CacheListing:
         samples=samples,
         skipped=skipped,
         shard_bytes=shard_bytes,
-        map_bytes=map_bytes,
-        float32_bytes=4 * entries * len(manifest.layers) * manifest.num_student_heads,
+        coded_bytes=coded_bytes,
+        float32_bytes=float32_bytes,
         positions=positions,
-        codec_error=merge_codec_errors(errors),
+        errors=Errors.merged(errors),
     )
 
 

@@ -11,16 +11,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import decode
 from shd_ref.cache.codecs.compression import expand_blob
-from shd_ref.cache.codecs.distortion import CodecError, merge_codec_errors
-from shd_ref.cache.codecs.factored import decode_factors, rebuild_maps, unpack_factors
-from shd_ref.cache.codecs.packing import unpack
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Blob, Receipt, Record, alphas_shape, count_rows, mixing_shape
+from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record
 from shd_ref.cache.documents.seal import Seal
+from shd_ref.cache.forms.form import F32, Extent, StoredRecord
 from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.records import StoredRecord
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
@@ -49,7 +45,7 @@ class CacheReader:
         folder: its absolute path, or its address.
         manifest: what the cache holds.
         sealed: whether it is complete.
-        codec_error: of all receipts together, over the rows they measured.
+        errors: of all receipts together, over the rows they measured.
         skipped: key -> why the sample has no record, for those that the teacher failed on.
 
     Raises:
@@ -119,7 +115,7 @@ class CacheReader:
         Args:
             keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
                 object store many at once.
-            layers: likewise.
+            layers: student layers to read; all by default.
             allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
                 sample. Not called for a compressed cache, whose frames are looked at before memory is taken for
                 them (CACHE-56): each of its blobs has memory of its own.
@@ -127,16 +123,15 @@ class CacheReader:
         Raises:
             ShdError: as ``read``.
         """
-        wanted = self.manifest.student_layers if layers is None else tuple(dict.fromkeys(layers))
+        held = {part.layer: number for number, part in enumerate(self.manifest.parts) if part.layer is not None}
+        wanted = list(held if layers is None else dict.fromkeys(layers))
         for layer in wanted:
-            if layer not in self.manifest.student_layers:
-                message = f"layers must be among student layers {self.manifest.student_layers}; got {layer}"
+            if layer not in held:
+                message = f"layers must be among student layers {list(held)}; got {layer}"
                 raise ShdError("argument-value", message, "CACHE-82")
-        columns = [self.manifest.student_layers.index(layer) for layer in wanted]
+        coded = [held[layer] for layer in wanted]
         places = [_Place(position, *map(int, self._where[position])) for position in map(self._find, keys)]
-        ends = list(
-            accumulate((self._stored_size(place, column) for column in columns for place in places), initial=0)
-        )
+        ends = list(accumulate((self._stored_size(place, part) for part in coded for place in places), initial=0))
         if self.manifest.compression == "none":
             buffer = allocate(ends[-1])
             slots = [buffer[start:end] for start, end in pairwise(ends)]
@@ -145,7 +140,7 @@ class CacheReader:
         order = sorted(range(len(keys)), key=lambda number: (places[number].shard, places[number].position))
         records = self._storage.map(
             lambda number: self._read_place(
-                keys[number], places[number], dict(zip(wanted, slots[number :: len(keys)], strict=True)), columns
+                keys[number], places[number], dict(zip(coded, slots[number :: len(keys)], strict=True))
             ),
             order,
         )
@@ -155,28 +150,10 @@ class CacheReader:
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
 
-        Where queries and keys are of two sequences, ``(H_s, rows, keys)`` as the record's ``shapes`` say (CACHE-116).
-        Where records hold queries and keys, the maps are made from them (CACHE-110).
+        ``(H_s, rows, keys)`` where the record's ``shapes`` say so (CACHE-116); made from queries and keys where these
+        are what is stored (CACHE-110).
         """
-        manifest = self.manifest
-        if manifest.factors is not None and record.mixing is not None:
-            column = manifest.student_layers.index(layer)
-            queries, keys = self.decode_factors(record, layer)
-            layer_factors, mixing = manifest.factors[column], record.mixing[column]
-            return rebuild_maps(
-                queries,
-                keys,
-                layer_factors.scale,
-                manifest.support,
-                mixing,
-                window=layer_factors.window,
-                first=record.first,
-            )
-        heads = manifest.num_student_heads
-        shapes = manifest.map_shapes(record.length, record.shapes)
-        num_rows, num_keys = shapes[manifest.student_layers.index(layer)]
-        codes = unpack(record.blobs[layer], manifest.codec, manifest.support, heads, num_rows, num_keys)
-        return decode(manifest.codec, codes)
+        return self.manifest.attention.decode(record, layer)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)`` of one student layer, float32.
@@ -186,17 +163,7 @@ class CacheReader:
         Raises:
             ShdError: ``argument-value`` for a cache of maps.
         """
-        manifest = self.manifest
-        if manifest.factors is None:
-            message = (
-                f"{self.folder} must hold queries and keys to decode them; it holds maps (codec {manifest.codec})"
-            )
-            raise ShdError("argument-value", message, "CACHE-100")
-        factors = manifest.factors[manifest.student_layers.index(layer)]
-        blob = record.blobs[layer]
-        return decode_factors(
-            unpack_factors(blob, manifest.codec, manifest.num_teacher_heads, factors, record.length - record.first)
-        )
+        return self.manifest.attention.decode_factors(record, layer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_open"}
@@ -224,12 +191,12 @@ class CacheReader:
         self._seeds: dict[int, int] = {}
         self.skipped: dict[str, str] = {}
         self._positions: dict[str, int] = {}
-        errors: list[CodecError] = []
+        errors: list[Errors] = []
         where = [np.empty((0, 4), np.int64)]
-        spans = [np.empty((0, 2 + len(self.manifest.layers), 3), np.uint64)]
-        shapes = [np.empty((0, len(self.manifest.layers), 2), np.int64)]
+        spans = [np.empty((0, len(self.manifest.parts), 3), np.uint64)]
+        shapes: list[NDArray[np.int64]] = []
         for receipt in receipts:
-            errors.append(receipt.codec_error)
+            errors.append(receipt.errors)
             records = receipt.records
             self._keys += [record.key for record in records]
             self._seeds |= receipt.sample_seeds()
@@ -238,10 +205,10 @@ class CacheReader:
                 places = [(receipt.shard, record.index, record.length, record.first) for record in records]
                 where.append(np.array(places, np.int64))
                 spans.append(np.array([_spans(record) for record in records], np.uint64))
-                if self.manifest.shapes == "own":
-                    shapes.append(np.array([record.shapes for record in records], np.int64))
-        self.codec_error = merge_codec_errors(errors)
-        self._where, self._spans, self._shapes = np.concatenate(where), np.concatenate(spans), np.concatenate(shapes)
+                shapes.append(np.array([record.shapes for record in records], np.int64))
+        self.errors = Errors.merged(errors)
+        self._where, self._spans = np.concatenate(where), np.concatenate(spans)
+        self._shapes = np.concatenate(shapes) if shapes else np.empty((0, 0), np.int64)
         for position, key in enumerate(self._keys):
             first = self._positions.setdefault(key, position)
             if self._where[position, 1] < self._where[first, 1]:
@@ -258,45 +225,41 @@ class CacheReader:
             advice = "the cache is partial: write the rest"
         raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83")
 
-    def _stored_size(self, place: _Place, column: int) -> int:
-        start, end, _ = self._spans[place.position, 2 + column].tolist()
+    def _stored_size(self, place: _Place, part: int) -> int:
+        start, end, _ = self._spans[place.position, part].tolist()
         return int(end - start)
 
-    def _read_place(
-        self, key: str, place: _Place, stored: dict[int, NDArray[np.uint8]], columns: Sequence[int]
-    ) -> StoredRecord:
-        """A record, whose blobs as they are stored fill the memory that is given for them."""
-        spans = self._spans[place.position].tolist()
-        rows = [0, 1] if spans[1][1] else [0]
-        floats = [np.empty(spans[row][1] - spans[row][0], np.uint8) for row in rows]
-        names = [*("alphas", "mixing")[: len(rows)], *(f"layer {layer}" for layer in stored)]
-        chosen = [spans[row] for row in (*rows, *(2 + column for column in columns))]
-        self._read_blobs(place, names, chosen, [*floats, *stored.values()])
-        shapes = self._shapes_of(place)
-        sizes, num_rows = (
-            self.manifest.blob_sizes(place.length, place.first, shapes),
-            count_rows(place.length, shapes),
-        )
-        num_alphas = self.manifest.num_alphas if len(floats[0]) else 0
+    def _read_place(self, key: str, place: _Place, coded: dict[int, NDArray[np.uint8]]) -> StoredRecord:
+        """A record; its coded parts, by their numbers, fill the memory that is given for them."""
+        parts, spans = self.manifest.parts, self._spans[place.position].tolist()
+        shapes = tuple((rows, keys) for rows, keys in self._shapes[place.position].tolist())
+        sizes = self.manifest.part_shapes(Extent(place.length, place.first, shapes))
+        floats = {
+            number: np.empty(spans[number][1] - spans[number][0], np.uint8)
+            for number, part in enumerate(parts)
+            if part.dtype == F32 and spans[number][1]
+        }
+        stored = floats | coded
+        names = [parts[number].title for number in stored]
+        self._read_blobs(place, names, [spans[number] for number in stored], list(stored.values()))
+        values = {parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()}
+        layers, _, *rows = sizes[0]
         return StoredRecord(
             index=place.index,
             key=key,
             length=place.length,
             blobs={
-                layer: expand_blob(blob, sizes[column], f"{self.folder}: record {place.index} layer {layer}")
-                for column, (layer, blob) in zip(columns, stored.items(), strict=True)
+                parts[number].layer or 0: expand_blob(
+                    blob, sizes[number][0], f"{self.folder}: record {place.index} {parts[number].title}"
+                )
+                for number, blob in coded.items()
             },
-            alphas=_floats(floats[0], alphas_shape(self.manifest, num_rows, num_alphas)),
-            mixing=_floats(floats[1], mixing_shape(self.manifest, num_rows)) if len(floats) > 1 else None,
+            alphas=values.get("alphas", np.empty((layers, 0, *rows), np.float32)),
+            mixing=values.get("mixing"),
             seed=self._seeds.get(place.index),
             first=place.first,
             shapes=shapes,
         )
-
-    def _shapes_of(self, place: _Place) -> tuple[tuple[int, int], ...]:
-        if self.manifest.shapes != "own":
-            return ()
-        return tuple((rows, keys) for rows, keys in self._shapes[place.position].tolist())
 
     def _read_blobs(
         self, place: _Place, names: list[str], spans: list[list[int]], parts: list[NDArray[np.uint8]]
@@ -336,7 +299,7 @@ class _Place:
 
 
 def _spans(record: Record) -> list[tuple[int, int, int]]:
-    blobs = (record.alphas, record.mixing or Blob(0, 0, "0"), *record.layers)
+    blobs = (blob or Blob(0, 0, "0") for blob in record.blobs)
     return [(blob.start, blob.end, int(blob.xxh3_64, 16)) for blob in blobs]
 
 

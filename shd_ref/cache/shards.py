@@ -6,32 +6,27 @@ The header follows from the manifest and the receipt alone, so a verifier can ma
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.distortion import CodecError
-from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import (
-    Blob,
-    Receipt,
-    Record,
-    RecordShape,
-    Skipped,
-    alphas_shape,
-    count_rows,
-    mixing_shape,
-)
-from shd_ref.cache.records import NewRecord, check_record, float_blobs, layer_blobs
+from shd_ref.cache.codecs.compression import compress_blob
+from shd_ref.cache.documents.keys import check_key
+from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
+from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
+from shd_ref.cache.forms.form import F32, U8, Extent, NewRecord, misfit
 from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
-from shd_ref.cache.storage.layout import alphas_blob, layer_blob, mixing_blob
+from shd_ref.cache.storage.documents import MAX_INTEGER
+from shd_ref.cache.storage.layout import tensor_name
 from shd_ref.cache.storage.storage import PendingFile
+from shd_ref.errors import ShdError
 
 _ALIGNMENT: Final = 8
+_Held = TypeVar("_Held")
 
 
 class Tensor(NamedTuple):
@@ -43,27 +38,35 @@ class Tensor(NamedTuple):
     size: int
 
 
-def shard_tensors(manifest: Manifest, records: Sequence[RecordShape]) -> Iterator[Tensor]:
+@dataclass(frozen=True)
+class Stored:
+    """What decides a record's entries in the header: its stored sizes, None for parts that it lacks."""
+
+    index: int
+    extent: Extent
+    sizes: tuple[int | None, ...]
+
+
+def shard_tensors(manifest: Manifest, records: Sequence[Stored]) -> Iterator[Tensor]:
     """The tensors of a shard in stored order (CACHE-44).
 
     All float32 tensors come first: behind codes of odd length they would not be aligned, and readers of
     safetensors files map them in place.
     """
-    for record in records:
-        shape = alphas_shape(manifest, record.num_rows, record.num_alphas)
-        yield _float_tensor(alphas_blob(record.index), shape)
-        if record.has_mixing:
-            yield _float_tensor(mixing_blob(record.index), mixing_shape(manifest, record.num_rows))
-    for record in records:
-        for student_layer, size in zip(manifest.student_layers, record.layer_sizes, strict=True):
-            yield Tensor(layer_blob(record.index, student_layer), "U8", (size,), size)
+    shapes = [manifest.part_shapes(record.extent) for record in records]
+    for dtype in (F32, U8):
+        for record, of_parts in zip(records, shapes, strict=True):
+            for part, shape, size in zip(manifest.parts, of_parts, record.sizes, strict=True):
+                if part.dtype == dtype and size is not None:
+                    held = shape if dtype == F32 else (size,)
+                    yield Tensor(tensor_name(record.index, part.name), dtype, held, size)
 
 
 def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> bytes:
     """Eight bytes of header length, then the JSON header padded with spaces (CACHE-45)."""
     members: dict[str, Any] = {
         "__metadata__": {
-            "format": f"shd-cache-{manifest.format_version}",
+            "format": f"shd-cache-{FORMAT_VERSION}",
             "manifest": manifest.id,
             "shard": str(shard),
         }
@@ -77,8 +80,26 @@ def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> b
     return struct.pack("<Q", len(header)) + header
 
 
-def _float_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(name, "F32", shape, 4 * math.prod(shape))
+def check_record(record: NewRecord, manifest: Manifest) -> None:
+    """Refuse a record that does not fit the manifest.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype`` or ``not-finite``, naming the record.
+    """
+    check_key(record.key)
+    if record.length < 1:
+        raise misfit(record, "length must be at least 1", record.length)
+    for form in manifest.forms:
+        for problem in form.extent_problems(record.extent):
+            raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-44")
+        form.check(record)
+    if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
+        raise ShdError(
+            "argument-value",
+            f"record {record.index}: seed must be 0 to {MAX_INTEGER} where the manifest names a column of seeds, "
+            f"else None; got {record.seed}",
+            "CACHE-60",
+        )
 
 
 def write_blobs(
@@ -86,7 +107,7 @@ def write_blobs(
     manifest: Manifest,
     shard: int,
     records: Sequence[NewRecord],
-    codec_error: CodecError,
+    errors: Errors,
     skipped: Sequence[Skipped] = (),
 ) -> Receipt:
     """Write a shard's header and blobs, and make its receipt.
@@ -98,50 +119,78 @@ def write_blobs(
         manifest: of the cache.
         shard: its number.
         records: in stored order.
-        codec_error: measured on their rows.
+        errors: measured on their rows.
         skipped: the shard's samples without a record.
 
     Raises:
-        ShdError: for a record that does not fit; see ``check_record`` and ``layer_blobs``.
+        ShdError: for a record that does not fit; see ``check_record`` and ``Form.pack``.
     """
-    num_alphas = [check_record(record, manifest) for record in records]
-    if manifest.compression == "none":
-        blobs: list[Iterable[NDArray[np.uint8]]] = [layer_blobs(record, manifest) for record in records]
-        sizes = [manifest.blob_sizes(record.length, record.first, record.shapes) for record in records]
-    else:
-        compressed = [list(layer_blobs(record, manifest)) for record in records]
-        blobs, sizes = [*compressed], [tuple(map(len, layers)) for layers in compressed]
-    shapes = [
-        RecordShape(record.index, count_rows(record.length, record.shapes), count, record.mixing is not None, size)
-        for record, count, size in zip(records, num_alphas, sizes, strict=True)
+    for record in records:
+        check_record(record, manifest)
+    floats = [[_bytes_of(v) for form in manifest.forms for v in form.floats(record)] for record in records]
+    coded: list[Iterable[NDArray[np.uint8]]] = [_coded(record, manifest) for record in records]
+    if manifest.compression != "none":
+        coded = [list(blobs) for blobs in coded]
+    stored = [
+        Stored(record.index, record.extent, _sizes(record, manifest, values, blobs))
+        for record, values, blobs in zip(records, floats, coded, strict=True)
     ]
-    tensors = list(shard_tensors(manifest, shapes))
     stream = _HashedStream(file)
-    stream.write(shard_header(manifest, shard, tensors))
-    floats = [[stream.write(blob) for blob in float_blobs(record, manifest)] for record in records]
-    layers = [tuple(stream.write(blob) for blob in record_blobs) for record_blobs in blobs]
+    stream.write(shard_header(manifest, shard, list(shard_tensors(manifest, stored))))
+    float_places = [[None if data is None else stream.write(data) for data in values] for values in floats]
+    coded_places = [[stream.write(data) for data in blobs] for blobs in coded]
     return Receipt(
         manifest=manifest.id,
         shard=shard,
         size=stream.position,
         xxh3_128=stream.hash.hexdigest(),
-        codec_error=codec_error,
+        errors=errors,
         records=tuple(
             Record(
                 index=record.index,
                 key=record.key,
                 length=record.length,
-                layers=codes,
-                alphas=values[0],
-                mixing=values[1] if record.mixing is not None else None,
+                blobs=_in_order(manifest, values, codes),
                 seed=record.seed,
                 first=record.first,
-                shapes=tuple((rows, keys) for rows, keys in record.shapes),
+                shapes=record.extent.shapes,
             )
-            for record, values, codes in zip(records, floats, layers, strict=True)
+            for record, values, codes in zip(records, float_places, coded_places, strict=True)
         ),
         skipped=tuple(skipped),
     )
+
+
+def _coded(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+    for form in manifest.forms:
+        for blob in form.pack(record):
+            yield compress_blob(blob, manifest.compression)
+
+
+def _bytes_of(values: NDArray[np.float32] | None) -> NDArray[np.uint8] | None:
+    return None if values is None else np.ascontiguousarray(values, dtype="<f4").reshape(-1).view(np.uint8)
+
+
+def _sizes(
+    record: NewRecord,
+    manifest: Manifest,
+    floats: Sequence[NDArray[np.uint8] | None],
+    blobs: Iterable[NDArray[np.uint8]],
+) -> tuple[int | None, ...]:
+    """Bytes of each part as it will be stored; of codes that are not compressed without making them."""
+    shapes = zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
+    sizes = (
+        [shape[0] for part, shape in shapes if part.dtype == U8]
+        if manifest.compression == "none"
+        else map(len, blobs)
+    )
+    return _in_order(manifest, [None if data is None else len(data) for data in floats], sizes)
+
+
+def _in_order(manifest: Manifest, floats: Iterable[_Held | None], codes: Iterable[_Held]) -> tuple[_Held | None, ...]:
+    """What belongs to the float32 parts and to the coded ones, in the order of all parts."""
+    rest = {F32: iter(floats), U8: iter(codes)}
+    return tuple(next(rest[part.dtype]) for part in manifest.parts)
 
 
 class _HashedStream:

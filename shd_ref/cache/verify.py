@@ -13,7 +13,7 @@ from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt
 from shd_ref.cache.documents.seal import Seal, check_fingerprint
 from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.shards import shard_header, shard_tensors
+from shd_ref.cache.shards import Stored, shard_header, shard_tensors
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import (
@@ -153,10 +153,12 @@ class _Verification:
 
     def _check_bytes(self, receipt: Receipt, manifest: Manifest) -> None:
         path = shard_name(receipt.shard)
-        header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.shapes(manifest))))
+        stored = [Stored(record.index, record.extent, record.sizes) for record in receipt.records]
+        header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, stored)))
+        blobs = list(receipt.stored_parts(manifest))
         whole = RunningHash()
         file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)
-        start = next((blob.start for blob in receipt.stored_order()), receipt.size)
+        start = blobs[0][2].start if blobs else receipt.size
         found = RunningHash()
         for piece in file.pieces(start):
             whole.update(piece)
@@ -165,14 +167,16 @@ class _Verification:
         expected.update(header)
         if len(header) != start or found.hexdigest() != expected.hexdigest():
             self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
-        for (index, what), blob in zip(_blob_names(receipt, manifest), receipt.stored_order(), strict=True):
-            part = RunningHash(64)
+        for record, part, blob in blobs:
+            held = RunningHash(64)
             for piece in file.pieces(blob.end - blob.start):
                 whole.update(piece)
-                part.update(piece)
-            if part.hexdigest() != blob.xxh3_64:
-                message = f"record {index} {what}: XXH3-64 must be {blob.xxh3_64}; got {part.hexdigest()}"
-                self._note("cache-corrupt", path, message, index)
+                held.update(piece)
+            if held.hexdigest() != blob.xxh3_64:
+                message = (
+                    f"record {record.index} {part.title}: XXH3-64 must be {blob.xxh3_64}; got {held.hexdigest()}"
+                )
+                self._note("cache-corrupt", path, message, record.index)
         if whole.hexdigest() != receipt.xxh3_128:
             message = f"XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
             self._note("cache-corrupt", path, message)
@@ -233,13 +237,3 @@ class _ReadAhead:
             found, self._piece = self._piece[:count], self._piece[count:]
             count -= len(found)
             yield found
-
-
-def _blob_names(receipt: Receipt, manifest: Manifest) -> Iterator[tuple[int, str]]:
-    for record in receipt.records:
-        yield record.index, "alphas"
-        if record.mixing is not None:
-            yield record.index, "mixing"
-    for record in receipt.records:
-        for layer in manifest.student_layers:
-            yield record.index, f"layer {layer}"

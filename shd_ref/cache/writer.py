@@ -6,13 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import numpy as np
-
-from shd_ref.cache.codecs.distortion import CodecError
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Receipt, Skipped
+from shd_ref.cache.documents.receipts import Errors, Receipt, Skipped
 from shd_ref.cache.documents.seal import Seal, check_fingerprint
-from shd_ref.cache.records import NewRecord
+from shd_ref.cache.forms.form import NewRecord
 from shd_ref.cache.shards import write_blobs
 from shd_ref.cache.storage.documents import checksum_of, read_document
 from shd_ref.cache.storage.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
@@ -21,7 +18,7 @@ from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
 from shd_ref.errors import ShdError
 
 ATTEMPTS: Final = 5
-"""How often a shard is put anew when racing writers replace it, which takes an object store."""
+"""How often a shard is uploaded again where a concurrent writer replaced it (object stores only)."""
 
 
 def check_free(storage: Storage) -> None:
@@ -98,7 +95,7 @@ class CacheWriter:
         self,
         shard: int,
         records: Sequence[NewRecord],
-        codec_error: CodecError,
+        errors: Errors,
         skipped: Sequence[Skipped] = (),
     ) -> Receipt:
         """Commit one shard: its file first, then its receipt (CACHE-71).
@@ -106,7 +103,7 @@ class CacheWriter:
         Args:
             shard: its number.
             records: all samples of ``manifest.shard_samples(shard)``, in any order.
-            codec_error: measured on these records' rows.
+            errors: what coding cost, measured on these records' rows.
             skipped: samples of the shard without a record, where ``manifest.on_error`` is ``"skip"``.
 
         Returns:
@@ -118,14 +115,14 @@ class CacheWriter:
                 when the disk refuses. In every case nothing of this shard becomes visible.
         """
         ordered, left_out = self._ordered(shard, records, skipped)
-        if not np.isfinite([codec_error.kl_mean, codec_error.kl_max, codec_error.tv_mean]).all():
-            raise ShdError("not-finite", f"shard {shard}: codec_error must be finite; got {codec_error}", "CACHE-63")
+        for problem in errors.problems():
+            raise ShdError("not-finite", f"shard {shard}: {problem}", "CACHE-63")
         committed = self._committed(shard)
         if committed is not None:
             return committed
         name = shard_name(shard)
         with write_errors(self._storage.locate(name)), self._storage.pending(name) as shard_file:
-            receipt = write_blobs(shard_file, self.manifest, shard, ordered, codec_error, left_out)
+            receipt = write_blobs(shard_file, self.manifest, shard, ordered, errors, left_out)
             shard_file.sync()
             return self.commit_file(shard_file, receipt)
 
@@ -212,7 +209,7 @@ class CacheWriter:
         except ShdError as error:
             if error.code == "read-failed":
                 raise  # nothing is known of the shard
-            # Whatever is wrong with it, the cure is to write the shard again.
+            # Damaged in any way: the cure is to write the shard again.
         else:
             if size == receipt.size:
                 return receipt

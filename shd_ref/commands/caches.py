@@ -118,17 +118,15 @@ def _listing_table(listing: CacheListing) -> Table:
         table.add_row("state", marked("partial", "yellow", f": {remedy}"))
     teacher = manifest.teacher
     table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")
-    table.add_row(
-        "heads", f"{manifest.num_teacher_heads} -> {manifest.num_student_heads}, strategy {manifest.strategy}"
-    )
-    pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in manifest.layers)
-    table.add_row("layers", f"{len(manifest.layers)} (student:teacher {pairs})")
-    table.add_row(
-        "maps",
-        f"{manifest.support} support, temperature {manifest.temperature:g}, one alpha per {manifest.alpha_per}",
-    )
-    zstd = "" if manifest.compression == "none" else f" + {manifest.compression}"
-    table.add_row("codec", f"{manifest.codec}{zstd}, KL {listing.codec_error.kl_mean:.2g} nats a row")
+    attention = manifest.attention
+    heads = f"{attention.num_teacher_heads} -> {attention.num_student_heads}"
+    table.add_row("heads", f"{heads}, strategy {attention.strategy}")
+    pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in attention.layers)
+    table.add_row("layers", f"{len(attention.layers)} (student:teacher {pairs})")
+    for name, text in attention.describe():
+        table.add_row(name, text)
+    table.add_row("compression", manifest.compression)
+    table.add_row("error", f"KL {listing.errors.attention.kl_mean:.2g} nats a row")
     skipped = f", {listing.skipped} skipped" if listing.skipped else ""
     mean = listing.positions / max(listing.samples, 1)
     table.add_row(
@@ -137,10 +135,10 @@ def _listing_table(listing: CacheListing) -> Table:
     table.add_row(
         "shards", f"{len(listing.written)} of {total}" + (f", missing {_shard_ranges(missing)}" * bool(missing))
     )
-    ratio = listing.float32_bytes / max(listing.map_bytes, 1)
+    ratio = listing.float32_bytes / max(listing.coded_bytes, 1)
     table.add_row(
         "size",
-        f"{decimal(listing.shard_bytes)}, maps {decimal(listing.map_bytes)}, {ratio:.1f}x smaller than float32",
+        f"{decimal(listing.shard_bytes)}, codes {decimal(listing.coded_bytes)}, {ratio:.1f}x smaller than float32",
     )
     table.add_row("id", manifest.id)
     return table

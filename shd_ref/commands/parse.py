@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from shd_ref.cache.documents.members import KINDS
+from shd_ref.cache.forms.attention import KINDS
 from shd_ref.errors import ShdError
 
 

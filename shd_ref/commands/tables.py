@@ -26,8 +26,8 @@ def summary_table(summary: PrecomputeSummary) -> Table:
         table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
     if summary.supplied:
         table.add_row("fed beside", summary.supplied)
-    ratio = summary.float32_bytes / max(summary.stored_bytes, 1)
-    table.add_row("stored", f"{decimal(summary.stored_bytes)}, {ratio:.1f}x smaller than its maps in float32")
+    ratio = summary.float32_bytes / max(summary.coded_bytes, 1)
+    table.add_row("stored", f"{decimal(summary.coded_bytes)}, {ratio:.1f}x smaller than its maps in float32")
     alphas = summary.alphas
     if alphas.size:
         low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
@@ -39,7 +39,7 @@ def summary_table(summary: PrecomputeSummary) -> Table:
         f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
         f"(first {summary.compared_samples} samples)",
     )
-    error = summary.codec_error
+    error = summary.errors.attention
     table.add_row(
         "codec", f"KL {error.kl_mean:.2g} nats a row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
     )

@@ -90,7 +90,7 @@ class CacheContent:
         samples: held; ``skipped`` are those that the teacher failed on.
         shards: committed; ``shard_bytes`` is the size of their files.
         lengths: of every sample.
-        stored_bytes: of all codes; ``float32_bytes`` is the same maps as float32.
+        coded_bytes: of all codes; ``float32_bytes`` is what they teach, as float32.
         layers: by student layer.
         records_read, maps_read: how many records their alphas and their maps come from.
         read_bytes_per_second: of codes, checked and decoded, while this was collected.
@@ -104,7 +104,7 @@ class CacheContent:
     shards: int
     shard_bytes: int
     lengths: tuple[int, ...]
-    stored_bytes: int
+    coded_bytes: int
     float32_bytes: int
     layers: tuple[LayerContent, ...]
     records_read: int
@@ -140,11 +140,13 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
     for key in keys[:_MAPS_READ]:
         record = reader.read(key)
         read_bytes += sum(blob.nbytes for blob in record.blobs.values())
-        entropies.append(np.stack([mean_entropy(reader.decode(record, s)) for s in manifest.student_layers]))
+        entropies.append(
+            np.stack([mean_entropy(reader.decode(record, s)) for s in manifest.attention.student_layers])
+        )
     seconds = time.perf_counter() - started
     entropy = np.mean(entropies, axis=0)  # (layers, H_s)
     lengths = tuple(record.length for receipt in receipts for record in receipt.records)
-    heads, num_layers = manifest.num_student_heads, len(manifest.layers)
+    num_layers = len(manifest.attention.layers)
     return CacheContent(
         manifest=manifest,
         sealed=reader.sealed,
@@ -153,10 +155,8 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         shards=len(receipts),
         shard_bytes=sum(receipt.size for receipt in receipts),
         lengths=lengths,
-        stored_bytes=sum(
-            blob.end - blob.start for receipt in receipts for record in receipt.records for blob in record.layers
-        ),
-        float32_bytes=4 * num_layers * heads * sum(n * n for n in lengths),
+        coded_bytes=sum(receipt.coded_bytes(manifest) for receipt in receipts),
+        float32_bytes=sum(receipt.plain_bytes(manifest) for receipt in receipts),
         layers=tuple(
             _layer_content(manifest, number, [part[number] for part in alphas], entropy[number])
             for number in range(num_layers)
@@ -167,7 +167,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         shard_errors=tuple(
             ShardError(receipt.shard, e.kl_mean, e.kl_max, e.tv_mean, e.rows)
             for receipt in receipts
-            for e in [receipt.codec_error]
+            for e in [receipt.errors.attention]
         ),
     )
 
@@ -220,9 +220,9 @@ def _by_row(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
 def _layer_content(
     manifest: Manifest, number: int, alphas: Sequence[NDArray[np.float32]], entropy: NDArray[np.float64]
 ) -> LayerContent:
-    layer = manifest.layers[number]
+    attention, layer = manifest.attention, manifest.attention.layers[number]
     # A manifest's plan is checked for its range alone.
-    plan = merge_plan(layer.num_teacher_heads, manifest.num_student_heads, manifest.layer_plans[number])
+    plan = merge_plan(layer.num_teacher_heads, attention.num_student_heads, attention.layer_plans[number])
     merges = []
     joined = np.concatenate(alphas, axis=-1)  # (n, values), n = 0 for strategies without alphas
     labels = list(merge_labels(plan, layer.num_teacher_heads)) if len(joined) else []

@@ -95,22 +95,22 @@ def read_evidence(
             (batch,) = work.inputs.batches([index_of[key]], 1)
             mask = work.query_mask(batch, work.layers[number][1])
             maps, outputs, _ = attention.read(number, batch)
-            kinds = {"cached": (manifest.strategy, manifest.alpha_per)} | STRATEGIES
+            kinds = {"cached": (manifest.attention.strategy, manifest.attention.alpha_per)} | STRATEGIES
             for name, (strategy, alpha_per) in kinds.items():
                 result = squeeze_heads(
                     maps,
                     outputs,
-                    manifest.num_student_heads,
-                    plan=manifest.layer_plans[number],
+                    manifest.attention.num_student_heads,
+                    plan=manifest.attention.layer_plans[number],
                     strategy=strategy,
                     query_mask=None if mask is None else mask[: len(maps)],
-                    alpha_rule=manifest.alpha_rule if name == "cached" else "least_squares",
+                    alpha_rule=manifest.attention.alpha_rule if name == "cached" else "least_squares",
                     alpha_per=alpha_per,
                 )
                 residuals[name].append(float(result.residual.mean()))
             if key == example:
                 record = reader.read(key, layers=())
-                rows, columns = manifest.map_shapes(record.length, record.shapes)[number]
+                rows, columns = manifest.attention.map_shapes(record.extent)[number]
                 example_maps = maps[0, :, :rows, :columns]
         means = {name: float(np.mean(values)) for name, values in residuals.items()}
         layers.append(LayerEvidence(student_layer, means, means.pop("cached"), example_maps))

@@ -14,7 +14,7 @@ import numpy as np
 from rich.filesize import decimal
 
 import shd_ref
-from shd_ref.cache import CacheReader, Manifest
+from shd_ref.cache import FORMAT_VERSION, CacheReader, Manifest
 from shd_ref.report.content import CacheContent, LayerContent
 from shd_ref.report.packages import jinja2
 from shd_ref.report.sections import (
@@ -54,12 +54,12 @@ def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence |
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = resources.files("shd_ref.report").joinpath("page.html").read_text(encoding="utf-8")
-    manifest = content.manifest
+    manifest, attention = content.manifest, content.manifest.attention
     return environment.from_string(source).render(
         title=f"Supervision cache of {manifest.teacher.name}",
         lead=(
-            f"Attention of {count_of(len(manifest.layers), 'layer')}, squeezed from {manifest.num_teacher_heads} "
-            f"heads to {manifest.num_student_heads}: {count_of(content.samples, 'sample')}, each found by a hash of "
+            f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {attention.num_teacher_heads} "
+            f"heads to {attention.num_student_heads}: {count_of(content.samples, 'sample')}, each found by a hash of "
             "its inputs."
         ),
         warning=None
@@ -80,7 +80,7 @@ def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence |
 
 
 def _tiles(content: CacheContent) -> list[dict[str, str]]:
-    manifest = content.manifest
+    attention = content.manifest.attention
     count, clipped, even = (
         sum(layer.total(name) for layer in content.layers) for name in ("count", "clipped", "even")
     )
@@ -89,11 +89,11 @@ def _tiles(content: CacheContent) -> list[dict[str, str]]:
         ("samples", f"{content.samples:,}", "complete" if content.sealed else "partial"),
         (
             "heads",
-            f"{manifest.num_teacher_heads} → {manifest.num_student_heads}",
-            f"{manifest.strategy}, by {manifest.alpha_per}",
+            f"{attention.num_teacher_heads} → {attention.num_student_heads}",
+            f"{attention.strategy}, by {attention.alpha_per}",
         ),
-        ("layers", str(len(manifest.layers)), "of the student"),
-        ("stored maps", _bytes(content.stored_bytes), f"{_ratio(content):.1f}× smaller than float32"),
+        ("layers", str(len(attention.layers)), "of the student"),
+        ("stored maps", _bytes(content.coded_bytes), f"{_ratio(content):.1f}× smaller than float32"),
         ("codec error", f"{mean_kl(content):.2g}", f"nats a row, at most {worst:.2g}"),
     ]
     if count:
@@ -102,38 +102,37 @@ def _tiles(content: CacheContent) -> list[dict[str, str]]:
 
 
 def _sizes(content: CacheContent) -> list[tuple[str, str]]:
-    lengths, manifest = np.array(content.lengths), content.manifest
-    per_sample = content.stored_bytes / content.samples
+    lengths = np.array(content.lengths)
+    per_sample = content.coded_bytes / content.samples
     return [
         ("samples", f"{content.samples:,}, {int(lengths.sum()):,} positions; {content.skipped:,} more were skipped"),
         ("length", f"median {np.median(lengths):.0f}, from {lengths.min()} to {lengths.max()}"),
-        ("maps", f"{_bytes(content.stored_bytes)}, {_ratio(content):.2f}× smaller than float32"),
-        ("a sample", f"{_bytes(per_sample)}, {_bytes(content.stored_bytes / int(lengths.sum()))} a position"),
+        ("codes", f"{_bytes(content.coded_bytes)}, {_ratio(content):.2f}× smaller than float32"),
+        ("a sample", f"{_bytes(per_sample)}, {_bytes(content.coded_bytes / int(lengths.sum()))} a position"),
         ("shard files", f"{_bytes(content.shard_bytes)} in {count_of(content.shards, 'shard')}"),
         (
-            "beside the maps",
-            f"{_bytes(content.shard_bytes - content.stored_bytes)}: weights, mixing matrices, headers",
+            "beside the codes",
+            f"{_bytes(content.shard_bytes - content.coded_bytes)}: weights, mixing matrices, headers",
         ),
         (
             "read rate",
             f"{_bytes(content.read_bytes_per_second)} of codes a second, checked and decoded by one process, while "
             f"this page was made ({content.read_bytes_per_second / per_sample:,.0f} samples a second)",
         ),
-        ("support", "causal: triangles are stored" if manifest.support == "causal" else "full"),
     ]
 
 
 def _job(content: CacheContent) -> list[tuple[str, str]]:
     manifest = content.manifest
-    teacher = manifest.teacher
+    teacher, attention = manifest.teacher, manifest.attention
     mask = manifest.inputs.mask
     return [
         ("teacher", f"{teacher.name}, SHA-256 {teacher.sha256}"),
         ("run by", f"{teacher.provider}, attention in {teacher.dtype}"),
-        ("strategy", f"{manifest.strategy}, alpha rule {manifest.alpha_rule}, one weight a {manifest.alpha_per}"),
+        ("strategy", f"{attention.strategy}, alpha rule {attention.alpha_rule}, one weight a {attention.alpha_per}"),
         ("plans", _plans(manifest)),
-        ("temperature", f"{manifest.temperature:g}"),
-        ("codec", f"{manifest.codec}, compression {manifest.compression}"),
+        *attention.describe(),
+        ("compression", manifest.compression),
         (
             "inputs",
             ", ".join(manifest.inputs.names) + (f"; attention mask {mask}" if mask else "; no attention mask"),
@@ -146,15 +145,16 @@ def _job(content: CacheContent) -> list[tuple[str, str]]:
         ),
         (
             "written by",
-            f"{manifest.created_by}, specification {manifest.spec_version}, format {manifest.format_version}",
+            f"{manifest.created_by}, specification {manifest.spec_version}, format {FORMAT_VERSION}",
         ),
         ("cache id", manifest.id),
     ]
 
 
 def _plans(manifest: Manifest) -> str:
-    layers = "the same for every layer" if manifest.plans is None else "every layer has its own"
-    how = manifest.matching
+    attention = manifest.attention
+    layers = "the same for every layer" if attention.plans is None else "every layer has its own"
+    how = attention.matching
     if how is None:
         return layers
     return f"{layers}; matched by {how.by} on {count_of(how.samples, 'sample')}, seed {how.seed}"
@@ -175,7 +175,7 @@ def _groups(layers: Sequence[LayerContent]) -> Table:
 
 
 def _ratio(content: CacheContent) -> float:
-    return content.float32_bytes / max(content.stored_bytes, 1)
+    return content.float32_bytes / max(content.coded_bytes, 1)
 
 
 def _bytes(number: float) -> str:

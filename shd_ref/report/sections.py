@@ -39,8 +39,12 @@ def alphas_section(content: CacheContent) -> dict[str, Any]:
     """The distribution of alpha, layer by layer."""
     manifest, layers = content.manifest, content.layers
     if not any(layer.merges for layer in layers):
-        return {"text": f"The strategy {manifest.strategy} has no pairwise weights.", "figures": [], "table": None}
-    per = "row" if manifest.alpha_per == "row" else "map"
+        return {
+            "text": f"The strategy {manifest.attention.strategy} has no pairwise weights.",
+            "figures": [],
+            "table": None,
+        }
+    per = "row" if manifest.attention.alpha_per == "row" else "map"
     text = (
         f"Alpha is the weight of the first of two merged heads, one a {per}, before it is clipped to [0, 1]: bars "
         f"hold the middle half and lines the middle nine tenths of {count_of(content.records_read, 'sample')}; the "
@@ -123,7 +127,7 @@ def maps_section(reader: CacheReader, evidence: Evidence | None) -> dict[str, An
     key = choose_example(reader) if evidence is None else evidence.example
     record, manifest = reader.read(key), reader.manifest
     before = {} if evidence is None else {layer.student_layer: layer.maps for layer in evidence.layers}
-    students = manifest.student_layers
+    students = manifest.attention.student_layers
     shown = [students[round(place)] for place in np.linspace(0, len(students) - 1, min(_SHOWN_LAYERS, len(students)))]
     text = (
         f"Sample {record.index}, {count_of(record.length, 'position')}: rows are queries, columns are keys, each "
@@ -135,18 +139,21 @@ def maps_section(reader: CacheReader, evidence: Evidence | None) -> dict[str, An
         if before
         else "The teacher's maps are not in a cache: give --teacher and --inputs to see them beside the merged ones."
     )
-    if manifest.temperature != 1.0:
-        text += f" Merged maps are softened with temperature {manifest.temperature:g}, the teacher's are not."
+    temperature = manifest.attention.bound_temperature
+    if temperature not in (None, 1.0):
+        text += f" Merged maps are softened with temperature {temperature:g}, the teacher's are not."
     layers = []
     for student in shown:
         number = students.index(student)
         merged = reader.decode(record, student)
-        groups = plan_groups(manifest.layer_plans[number], manifest.num_teacher_heads)[:_SHOWN_HEADS]
+        groups = plan_groups(manifest.attention.layer_plans[number], manifest.attention.num_teacher_heads)[
+            :_SHOWN_HEADS
+        ]
         heads = [
             _head_pictures(record, number, head, group, merged[head], before.get(student))
             for head, group in enumerate(groups)
         ]
-        rest = manifest.num_student_heads - len(heads)
+        rest = manifest.attention.num_student_heads - len(heads)
         more = f", and {rest} more heads that are not shown" if rest else ""
         layers.append({"title": f"Student layer {student}{more}", "heads": heads})
     return {"text": text, "layers": layers}
@@ -182,7 +189,7 @@ def entropy_section(content: CacheContent) -> dict[str, Any]:
         f"{max(means):.2f} nats by layer, as if {math.exp(min(means)):.0f} to {math.exp(max(means)):.0f} keys shared "
         "the attention evenly."
     )
-    heads = [f"head {head}" for head in range(content.manifest.num_student_heads)]
+    heads = [f"head {head}" for head in range(content.manifest.attention.num_student_heads)]
     rows = [
         [str(layer.student_layer), *(f"{value:.2f}" for value in layer.entropy), f"{mean:.2f}"]
         for layer, mean in zip(layers, means, strict=True)
@@ -201,8 +208,8 @@ def codec_section(content: CacheContent) -> dict[str, Any]:
     rows_measured = sum(error.rows for error in errors)
     tv = sum(error.tv_mean * error.rows for error in errors) / max(rows_measured, 1)
     text = (
-        f"The codec {content.manifest.codec} costs {mean_kl(content):.2g} nats of KL divergence and {tv:.2%} of "
-        f"total variation a row, measured by the writer on {count_of(rows_measured, 'row')} of its own."
+        f"The codec {content.manifest.attention.codec} costs {mean_kl(content):.2g} nats of KL divergence and "
+        f"{tv:.2%} of total variation a row, measured by the writer on {count_of(rows_measured, 'row')} of its own."
     )
     rows = [
         [f"{e.shard:06d}", f"{e.kl_mean:.2e}", f"{e.kl_max:.2e}", f"{e.tv_mean:.3%}", f"{e.rows:,}"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from shd_ref.cache import CacheReader, Manifest, StoredRecord, packed_size, sample_key, trim_inputs
+from shd_ref.cache import CacheReader, Manifest, Maps, StoredRecord, packed_size, sample_key, trim_inputs
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 from shd_torch.supervision.coded import Coded
@@ -47,7 +47,7 @@ class CacheJoin:
             raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
-        self.layers = taught_layers(manifest, manifest.student_layers if layers is None else layers)
+        self.layers = taught_layers(manifest, manifest.attention.student_layers if layers is None else layers)
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -161,7 +161,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         wanted = list(indices)
         # Queries and keys are taken apart again, and what has been read or is made another way has no buffer.
         is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
-        if not is_own or self._records is not None or self.cache.manifest.factors is not None:
+        if not is_own or self._records is not None or not isinstance(self.cache.manifest.attention, Maps):
             return [self[index] for index in wanted]
         records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=_allocate)
         return [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
@@ -229,7 +229,7 @@ class CodedSupervision:
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
 
-    Source: CACHE-26.
+    Source: CACHE-40, CACHE-41.
     """
 
     buffer: Tensor
@@ -329,15 +329,16 @@ def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers
     """Put the records of a batch into one buffer, layer by layer, so that it crosses processes and devices once."""
     blobs = [record.blobs[layer] for layer in layers for record in records]
     buffer = _find_buffer(blobs)
-    columns = [manifest.student_layers.index(layer) for layer in layers] if manifest.shapes == "own" else []
+    form = manifest.attention
+    columns = [form.column(layer) for layer in layers] if any(record.shapes for record in records) else []
     return CodedSupervision(
         buffer=torch.from_numpy(np.concatenate(blobs)) if buffer is None else buffer,
         lengths=tuple(record.length for record in records),
         layers=taught_layers(manifest, layers),
-        num_student_heads=manifest.num_student_heads,
-        codec=manifest.codec,
-        support=manifest.support,
-        temperature=manifest.temperature,
+        num_student_heads=form.num_student_heads,
+        codec=form.codec,
+        support=form.support,
+        temperature=form.bound_temperature,
         shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
     )
 
@@ -378,7 +379,7 @@ CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
 
 def pack_records(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CachedSupervision:
     """Put the records of a batch into one buffer, in the form that their cache has."""
-    pack = pack_supervision if manifest.factors is None else pack_factored
+    pack = pack_supervision if isinstance(manifest.attention, Maps) else pack_factored
     return pack(records, manifest, layers)
 
 
@@ -407,15 +408,15 @@ def check_cache(
 
     Source: silent. Specification: the manifest of ``specs/cache-format.md``.
     """
-    manifest = cache.manifest
+    manifest, form = cache.manifest, cache.manifest.attention
     wanted: list[tuple[str, object, object]] = [
-        ("num_student_heads", num_student_heads, manifest.num_student_heads),
+        ("num_student_heads", num_student_heads, form.num_student_heads),
         (
             "temperature",
-            None if temperature is None or manifest.factors is not None else float(temperature),
-            manifest.temperature,
+            None if temperature is None or form.bound_temperature is None else float(temperature),
+            form.bound_temperature,
         ),
-        ("plan", plan, manifest.plan if manifest.plans is None else manifest.plans),
+        ("plan", plan, form.plan if form.plans is None else form.plans),
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
     for name, want, have in wanted:
@@ -426,7 +427,7 @@ def check_cache(
             )
     if num_student_layers is None:
         return
-    last, meant = max(manifest.student_layers), manifest.num_student_layers
+    last, meant = max(form.student_layers), form.num_student_layers
     rule = f"above {last}, the last student layer of {cache.folder}"
     if meant is not None:
         rule = f"{meant}, as {cache.folder} was made for"

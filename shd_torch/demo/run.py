@@ -260,8 +260,8 @@ def _draw_all(
 
     manifest = reader.manifest
     alphas = np.stack([reader.read(key, layers=()).alphas for key in reader])
-    titles = [f"student layer {p.student_layer}, teacher layer {p.teacher_layer}" for p in manifest.layers]
-    draw_alphas(alphas, titles, _pair_labels(manifest.plan, TEACHER_HEADS), out / "alphas.png")
+    titles = [f"student layer {p.student_layer}, teacher layer {p.teacher_layer}" for p in manifest.attention.layers]
+    draw_alphas(alphas, titles, _pair_labels(manifest.attention.plan, TEACHER_HEADS), out / "alphas.png")
 
     curves: dict[str, dict[str, NDArray[Any]]] = {}
     for term in ("ce", "kd", "shd"):

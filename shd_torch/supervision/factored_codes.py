@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shd_ref.cache import LayerFactors, Manifest, StoredRecord
+from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_ref.plans import plan_groups
 from shd_torch.supervision.factored import Factored
@@ -168,12 +168,11 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
     Raises:
         ShdError: ``argument-value`` for a cache of maps.
     """
-    if manifest.factors is None:
-        raise ShdError(
-            "argument-value", f"manifest must have factors; got maps (codec {manifest.codec})", "CACHE-100"
-        )
-    columns = [manifest.student_layers.index(layer) for layer in layers]
-    factors = tuple(manifest.factors[column] for column in columns)
+    form = manifest.attention
+    if not isinstance(form, Factors):
+        raise ShdError("argument-value", f"manifest must have factors; got maps (codec {form.codec})", "CACHE-100")
+    columns = [form.column(layer) for layer in layers]
+    factors = tuple(form.factors[column] for column in columns)
     mixing: list[np.ndarray] = []
     steps: list[np.ndarray] = []
     codes: list[np.ndarray] = []
@@ -181,22 +180,22 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
         for record in records:
             if record.mixing is None:  # a reader has refused this already
                 raise ShdError("argument-value", f"record {record.index} must have mixing; got None", "CACHE-101")
-            vectors = (manifest.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
-            end = 4 * vectors if manifest.codec == "int8" else 0
+            vectors = (form.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
+            end = 4 * vectors if form.codec == "int8" else 0
             mixing.append(np.ascontiguousarray(record.mixing[column]).reshape(-1).view(np.uint8))
             steps.append(record.blobs[layer][:end])
             codes.append(record.blobs[layer][end:])
-    heads = manifest.num_teacher_heads
-    merges_all = manifest.strategy == "mean"
+    heads = form.num_teacher_heads
+    merges_all = form.strategy == "mean"
     return FactoredCodes(
         buffer=torch.from_numpy(np.concatenate([*mixing, *steps, *codes])),
         lengths=tuple(record.length for record in records),
         layers=taught_layers(manifest, layers),
         factors=factors,
-        groups=tuple(None if merges_all else plan_groups(manifest.layer_plans[column], heads) for column in columns),
-        num_student_heads=manifest.num_student_heads,
+        groups=tuple(None if merges_all else plan_groups(form.layer_plans[column], heads) for column in columns),
+        num_student_heads=form.num_student_heads,
         num_teacher_heads=heads,
-        codec=manifest.codec,
-        support=manifest.support,
+        codec=form.codec,
+        support=form.support,
         firsts=tuple(record.first for record in records) if any(record.first for record in records) else (),
     )

@@ -120,5 +120,5 @@ def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
 
 def taught_layers(manifest: Manifest, numbers: Iterable[int]) -> TaughtLayers:
     """Some layers of a cache, with the student that its manifest was made for."""
-    kinds = tuple((each.kind, each.num_student_layers) for each in manifest.kinds)
-    return TaughtLayers(numbers, manifest.num_student_layers, kinds)
+    kinds = tuple((each.kind, each.num_student_layers) for each in manifest.attention.kinds)
+    return TaughtLayers(numbers, manifest.attention.num_student_layers, kinds)

@@ -110,9 +110,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             cache,
             num_student_heads=getattr(config, "num_attention_heads", None),
             # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
-            num_student_layers=None if cache.manifest.kinds else getattr(config, "num_hidden_layers", None),
+            num_student_layers=None if cache.manifest.attention.kinds else getattr(config, "num_hidden_layers", None),
             # Queries and keys are good at any temperature.
-            temperature=self.temperature if cache.manifest.factors is None else None,
+            temperature=self.temperature,
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.makers import document, job, read_everything, write_cache
 
-from shd_ref.cache import CacheReader, LayerPair, Receipt, SampleInputs, Teacher, verify_cache
+from shd_ref.cache import CacheReader, LayerPair, Receipt, Record, SampleInputs, Teacher, verify_cache
 from shd_ref.errors import ShdError
 
 FLIPS_PER_FILE = 24
@@ -51,6 +51,12 @@ def flip(path: Path, position: int, bit: int) -> bytes:
     return data
 
 
+def start_of(record: Record, column: int) -> int:
+    blob = record.blobs[2 + column]
+    assert blob is not None
+    return blob.start
+
+
 @pytest.mark.parametrize(("name", "sealed"), DOCUMENTS)
 def test_flipped_bit_in_a_document(folder: Path, name: str, sealed: bool) -> None:
     if not sealed:
@@ -69,9 +75,7 @@ def test_flipped_bit_in_a_blob(folder: Path) -> None:
     path = folder / SHARD
     receipt = Receipt.read(folder, 1, job())
     owners = [
-        (blob, record, what)
-        for record in receipt.records
-        for what, blob in zip(WHAT, (record.alphas, record.mixing, *record.layers), strict=True)
+        (blob, record, what) for record in receipt.records for what, blob in zip(WHAT, record.blobs, strict=True)
     ]
     for blob, record, what in owners:
         assert blob is not None
@@ -90,7 +94,7 @@ def test_flipped_bit_in_a_blob(folder: Path) -> None:
 
 def test_flipped_bit_in_a_header(folder: Path) -> None:
     path = folder / SHARD
-    end = min(blob.start for blob in Receipt.read(folder, 1, job()).stored_order())
+    end = min(blob.start for _, _, blob in Receipt.read(folder, 1, job()).stored_parts(job()))
     for position, bit in flips(end, seed=3):
         data = flip(path, position, bit)
         assert {problem.path for problem in verify_cache(folder).problems} == {SHARD}
@@ -100,7 +104,7 @@ def test_flipped_bit_in_a_header(folder: Path) -> None:
 
 def test_reader_does_not_touch_damage_it_was_not_asked_for(folder: Path) -> None:
     record = Receipt.read(folder, 1, job()).records[0]
-    flip(folder / SHARD, record.layers[1].start, 0)
+    flip(folder / SHARD, start_of(record, 1), 0)
     reader = CacheReader(folder)
     assert list(reader.read(record.key, layers=[1]).blobs) == [1]
     with pytest.raises(ShdError, match="layer 2"):
@@ -243,8 +247,8 @@ def test_flipped_bit_in_a_compressed_blob(tmp_path: Path, codec: str) -> None:
     manifest = job(3, samples_per_shard=3, codec=codec, compression="zstd")
     path = write_cache(tmp_path, manifest) / "shards/00/000000.safetensors"
     record = Receipt.read(tmp_path, 0, manifest).records[0]
-    for offset, bit in flips(record.layers[0].end - record.layers[0].start, seed=5)[:8]:
-        data = flip(path, record.layers[0].start + offset, bit)
+    for offset, bit in flips(record.sizes[2], seed=5)[:8]:
+        data = flip(path, start_of(record, 0) + offset, bit)
         with pytest.raises(ShdError, match=r"layer 1: bytes .* must have XXH3-64") as caught:
             CacheReader(tmp_path).read(record.key)
         assert caught.value.code == "cache-corrupt"

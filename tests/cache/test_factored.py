@@ -15,7 +15,7 @@ from shd_ref.cache import (
     FACTORED_CODECS,
     CacheReader,
     CacheWriter,
-    CodecError,
+    Errors,
     LayerFactors,
     Manifest,
     codec_error,
@@ -122,25 +122,23 @@ def test_cache_returns_what_was_written(tmp_path: Path, codec: str, compression:
     if compression == "zstd":
         pytest.importorskip("zstandard", reason="needs the extra zstd")
     manifest = job(codec=codec, factors=FACTORS, support="causal", compression=compression)
-    assert manifest.format_version == "3"
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))
     assert verify_cache(tmp_path / "cache").ok
     for index in range(manifest.dataset.num_samples):
         record = reader.read(key_of(index))
         assert record.mixing is not None
-        for column, layer in enumerate(manifest.student_layers):
+        for column, layer in enumerate(manifest.attention.student_layers):
             wanted = decode_factors(encode_factors(codec, *factors_of(manifest, index, column)))
             for got, expected in zip(reader.decode_factors(record, layer), wanted, strict=True):
                 np.testing.assert_array_equal(got, expected)
             maps = reader.decode(record, layer)
-            assert maps.shape == (manifest.num_student_heads, length_of(index), length_of(index))
+            assert maps.shape == (manifest.attention.num_student_heads, length_of(index), length_of(index))
             assert not np.triu(maps, 1).any()
 
 
 @pytest.mark.parametrize("support", ["full", "causal"])
 def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
     manifest = job(codec="float16", factors=WINDOWED, padding="around", support=support)
-    assert manifest.format_version == "4"
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))
     assert verify_cache(tmp_path / "cache").ok
@@ -148,9 +146,9 @@ def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
         record, first, n = reader.read(key_of(index)), first_of(index), length_of(index)
         assert (record.first, record.length) == (first, n)
         assert record.mixing is not None
-        for column, (layer, factors) in enumerate(zip(manifest.student_layers, WINDOWED, strict=True)):
+        for column, (layer, factors) in enumerate(zip(manifest.attention.student_layers, WINDOWED, strict=True)):
             queries, keys = reader.decode_factors(record, layer)
-            assert queries.shape == (manifest.num_teacher_heads, n - first, factors.width)
+            assert queries.shape == (manifest.attention.num_teacher_heads, n - first, factors.width)
             rows, columns = np.indices((n, n))
             ahead, behind = (n if factors.window is None else factors.window,) * 2
             seen = (rows >= first) & (columns >= first) & (rows - columns < behind)
@@ -158,10 +156,10 @@ def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
             maps = reader.decode(record, layer)
             # The mixing of these makers is above 0 everywhere.
             np.testing.assert_array_equal(maps > 0, np.broadcast_to(seen, maps.shape))
-            for head in range(manifest.num_student_heads):
+            for head in range(manifest.attention.num_student_heads):
                 expected = np.zeros((n, n))
-                for teacher in range(manifest.num_teacher_heads):
-                    key_head = keys[teacher // (manifest.num_teacher_heads // factors.num_key_heads)]
+                for teacher in range(manifest.attention.num_teacher_heads):
+                    key_head = keys[teacher // (manifest.attention.num_teacher_heads // factors.num_key_heads)]
                     powers = np.zeros((n, n))
                     powers[first:, first:] = np.exp(factors.scale * queries[teacher].astype(float) @ key_head.T)
                     powers *= seen
@@ -184,7 +182,6 @@ def test_rows_look_at_what_a_window_leaves() -> None:
     "changes",
     [
         {"factors": (LayerFactors(2, 3, 0.5, 0), FACTORS[1])},
-        {"codec": "sqrt8-row", "factors": None, "padding": "around"},
         {"padding": "in front"},
         {"factors": FACTORS[:1]},
         {"factors": (LayerFactors(3, 3, 0.5), FACTORS[1])},
@@ -192,8 +189,7 @@ def test_rows_look_at_what_a_window_leaves() -> None:
         {"factors": (LayerFactors(2, 3, 0.0), FACTORS[1])},
         {"codec": "sqrt8-row"},
         {"alpha_per": "row"},
-        {"temperature": 2.0},
-        {"factors": None},
+        {"factors": ()},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -208,7 +204,7 @@ def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> Non
     records = [record_of(manifest, index) for index in manifest.shard_samples(0)]
     records[0] = replace(records[0], **changes)
     with pytest.raises(ShdError) as caught:
-        writer.write_shard(0, records, CodecError(0.0, 0.0, 0.0, 0))
+        writer.write_shard(0, records, Errors.unmeasured())
     assert caught.value.code == code
     assert len(writer.missing_shards()) == manifest.shards.num_shards
 
@@ -216,17 +212,20 @@ def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> Non
 def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     manifest = job(codec="int8", factors=FACTORS)
     index = manifest.shard_samples(0)[0]
-    good = record_of(manifest, index).factors
+    good = record_of(manifest, index).codes
     broken = replace(good[0], queries=np.full_like(good[0].queries, -128))
     negative = replace(good[0], query_steps=-np.ones_like(good[0].queries[..., 0], dtype=np.float32))
     half = encode_factors("float16", *factors_of(manifest, index, 0))
-    refuse(tmp_path, manifest, "argument-value", factors=[broken, good[1]])
-    refuse(tmp_path, manifest, "argument-value", factors=[negative, good[1]])
-    refuse(tmp_path, manifest, "argument-shape", factors=[half, good[1]])
-    refuse(tmp_path, manifest, "argument-shape", factors=good[:1])
-    refuse(tmp_path, manifest, "argument-shape", factors=good[::-1])
+    refuse(tmp_path, manifest, "argument-value", codes=[broken, good[1]])
+    refuse(tmp_path, manifest, "argument-value", codes=[negative, good[1]])
+    refuse(tmp_path, manifest, "argument-shape", codes=[half, good[1]])
+    refuse(tmp_path, manifest, "argument-shape", codes=good[:1])
+    refuse(tmp_path, manifest, "argument-shape", codes=good[::-1])
     refuse(tmp_path, manifest, "argument-shape", mixing=None)
     refuse(tmp_path, manifest, "argument-shape", first=1)
+    maps = record_of(job(), index).codes
+    refuse(tmp_path, manifest, "argument-shape", codes=maps)
+    refuse(tmp_path / "maps", job(), "argument-shape", codes=good)
     around = job(codec="int8", factors=FACTORS, padding="around")
     refuse(tmp_path / "around", around, "argument-shape", first=length_of(index))
 

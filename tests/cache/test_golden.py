@@ -1,4 +1,4 @@
-"""The bytes of formats 1 to 3, pinned: a change here is a new format version (CACHE-95).
+"""The bytes of the format, pinned; open until release 0.1.0, from then on a change is a new version (CACHE-95).
 
 ``python -m cache.golden_jobs`` (in ``tests/``) writes folders that do not exist yet, and never changes one.
 """

@@ -202,7 +202,7 @@ def large_cache(folder: Path, length: int) -> Path:
     """One record with blobs of many megabytes."""
     manifest = job(num_samples=1, samples_per_shard=1)
     codes = [np.tile(encode("sqrt8-row", probs_of(manifest, 0, 1, 64)), (1, length // 64, length // 64))] * 2
-    alphas = np.zeros((2, manifest.num_alphas), np.float32)
+    alphas = np.zeros((2, manifest.attention.num_alphas), np.float32)
     writer = CacheWriter(folder, replace(manifest, dataset=manifest.dataset))
     writer.write_shard(0, [NewRecord(index=0, key=key_of(0), length=length, codes=codes, alphas=alphas)], MEASURED)
     writer.seal()
@@ -245,7 +245,7 @@ def forge_blob(folder: Path, length: int, frame: bytes) -> None:
     path, shard = folder / "receipts/000000.json", folder / "shards/00/000000.safetensors"
     receipt, data = json.loads(path.read_bytes()), shard.read_bytes()
     (record,) = receipt["records"]
-    first, last = record["layers"]
+    *_, first, last = record["blobs"]
     data = data[: first[0]] + frame + frame
     record["length"] = length
     for number, blob in enumerate((first, last)):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,18 @@ import pytest
 import xxhash
 from support.makers import KINDS, OTHER_PLAN, PLAN, document, job, key_of
 
-from shd_ref.cache import Dataset, KindLayers, LayerPair, Manifest, Matching, SampleInputs, ShardPlan, Teacher
+from shd_ref.cache import (
+    Dataset,
+    Factors,
+    KindLayers,
+    LayerPair,
+    Manifest,
+    Maps,
+    Matching,
+    SampleInputs,
+    ShardPlan,
+    Teacher,
+)
 from shd_ref.errors import ShdError
 
 
@@ -32,24 +43,20 @@ def test_parsing_undoes_writing() -> None:
 
 def test_layers_may_have_plans_of_their_own() -> None:
     manifest = job(plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("similarity", 4, 1))
-    assert manifest.format_version == "2"
-    assert manifest.layer_plans == (PLAN, OTHER_PLAN)
-    assert manifest.num_alphas == 2
+    assert manifest.attention.layer_plans == (PLAN, OTHER_PLAN)
+    assert manifest.attention.num_alphas == 2
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    assert job().format_version == "1"
-    assert job().layer_plans == (PLAN, PLAN)
-    assert job(matching=Matching("residual", 4, 1)).format_version == "2"
+    assert job().attention.layer_plans == (PLAN, PLAN)
 
 
-def test_how_many_layers_were_meant_is_a_member_of_version_5() -> None:
+def test_how_many_layers_were_meant() -> None:
     manifest = job(num_student_layers=4)
-    assert manifest.format_version == "5"
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    assert job().differences(manifest) == ["num_student_layers: None -> 4"]
+    assert job().differences(manifest) == ["attention.num_student_layers: None -> 4"]
 
 
 def test_same_job_same_id() -> None:
-    assert job().id == job().id == replace(job(), temperature=1).id
+    assert job().id == job().id == job(temperature=1).id
     assert job(temperature=2.0).id != job().id
 
 
@@ -57,15 +64,15 @@ def test_names_may_hold_any_character() -> None:
     layer = LayerPair(0, 0, 'a"b\\c\n\x7f\u00e9\U0001f40d\ud800', 4)
     manifest = job(layers=(layer,))
     assert manifest.to_bytes().isascii()
-    assert Manifest.from_bytes(manifest.to_bytes()).layers[0].site == layer.site
+    assert Manifest.from_bytes(manifest.to_bytes()).attention.layers[0].site == layer.site
 
 
 def test_differences_name_the_members() -> None:
     changed = job(temperature=2.0, shards=ShardPlan(4, 17, 2))
     assert job().differences(changed) == [
+        "attention.temperature: 1.0 -> 2.0",
         "shards.num_shards: 4 -> 2",
         "shards.samples_per_shard: 2 -> 4",
-        "temperature: 1.0 -> 2.0",
     ]
     assert job().differences(job()) == []
 
@@ -156,7 +163,12 @@ def test_parts_refuse(part: type, arguments: tuple[Any, ...]) -> None:
     assert caught.value.code == "argument-value"
 
 
+ATTENTION_MEMBERS = {field.name for kind in (Maps, Factors) for field in fields(kind)}
 HOSTILE: dict[str, dict[str, Any]] = {
+    "no form": {"attention": {}},
+    "unknown form": {"form": "pixels"},
+    "form is a list": {"form": ["maps"]},
+    "members of another form": {"form": "factored"},
     "unknown member": {"extra": 1},
     "string for a number": {"num_student_heads": "2"},
     "bool for a number": {"num_student_heads": True},
@@ -180,17 +192,24 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
+def changed(members: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Members of a manifest or of its attention in the place of others."""
+    inner = {name: value for name, value in changes.items() if name in ATTENTION_MEMBERS}
+    outer = {name: value for name, value in changes.items() if name not in ATTENTION_MEMBERS}
+    return members | {"attention": members["attention"] | inner} | outer
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_manifests_are_refused(name: str) -> None:
     with pytest.raises(ShdError, match="manifest") as caught:
-        Manifest.from_bytes(document(members_of(job()) | HOSTILE[name]))
+        Manifest.from_bytes(document(changed(members_of(job()), HOSTILE[name])))
     assert caught.value.code == "cache-corrupt"
 
 
-@pytest.mark.parametrize("member", sorted(members_of(job())))
+@pytest.mark.parametrize("member", [*sorted(members_of(job())), *sorted(members_of(job())["attention"])])
 def test_every_member_is_required(member: str) -> None:
     members = members_of(job())
-    del members[member]
+    (members if member in members else members["attention"]).pop(member)
     data = document(members)
     if member == "checksum":
         data = json.dumps(members, sort_keys=True, separators=(",", ":")).encode() + b"\n"
@@ -246,34 +265,15 @@ def test_another_spelling_of_the_same_content_is_refused(respelled: Any) -> None
 
 
 def test_newer_format_says_what_to_do() -> None:
-    members = members_of(job()) | {"format_version": "6", "something_new": [1]}
-    with pytest.raises(ShdError, match="got '6': install a release") as caught:
+    members = members_of(job()) | {"format_version": "2", "something_new": [1]}
+    with pytest.raises(ShdError, match="got '2': install a release") as caught:
         Manifest.from_bytes(document(members))
     assert caught.value.code == "cache-version"
 
 
-def test_version_is_the_lowest_that_will_do() -> None:
-    assert members_of(job())["format_version"] == "1"
-    newer: list[dict[str, Any]] = [
-        {"codec": "u4"},
-        {"codec": "sqrt8-abs"},
-        {"compression": "zstd"},
-        {"on_error": "skip"},
-        {"inputs": SampleInputs(("input_ids",), None, "seed")},
-    ]
-    for changes in newer:
-        manifest = job(**changes)
-        assert members_of(manifest)["format_version"] == "2"
-        assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-        with pytest.raises(ShdError, match="format_version must be '2' for what it holds; got '1'") as caught:
-            Manifest.from_bytes(document(members_of(manifest) | {"format_version": "1"}))
-        assert caught.value.code == "cache-corrupt"
-    with pytest.raises(ShdError, match="format_version must be '1' for what it holds; got '2'"):
-        Manifest.from_bytes(document(members_of(job()) | {"format_version": "2"}))
-
-
 def test_optional_member_is_left_out_where_it_is_the_default() -> None:
     assert not {"compression", "on_error"} & members_of(job()).keys()
+    assert not {"plans", "matching", "shapes", "kinds"} & members_of(job())["attention"].keys()
     assert "seed" not in members_of(job())["inputs"]
     with pytest.raises(ShdError, match="must leave out compression") as caught:
         Manifest.from_bytes(document(members_of(job()) | {"compression": "none"}))

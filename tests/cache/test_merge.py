@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.makers import MEASURED, contents, job, records_of, write_cache, write_shards
 
-from shd_ref.cache import CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
+from shd_ref.cache import CacheReader, CacheWriter, Errors, Manifest, list_cache, merge_caches, verify_cache
 from shd_ref.errors import ShdError
 
 NUM_SHARDS = 4
@@ -63,7 +63,7 @@ def test_caches_of_other_jobs_are_refused_before_anything_is_written(tmp_path: P
 def test_a_shard_that_was_made_twice_is_named(tmp_path: Path, place: str) -> None:
     first, manifest = part(tmp_path / "a", [0, 2]), job()
     writer = CacheWriter(tmp_path / "b", manifest)
-    writer.write_shard(2, records_of(manifest, 2), replace(MEASURED, kl_mean=0.5))
+    writer.write_shard(2, records_of(manifest, 2), Errors(replace(MEASURED.attention, kl_mean=0.5)))
     if place == "out":
         sources, out = [first], tmp_path / "b"
     else:
@@ -145,9 +145,9 @@ def test_listing_an_unfinished_cache(tmp_path: Path) -> None:
         "skipped": 0,
         "positions": sum(record.length for record in records),
     }
-    assert stable["bytes"]["maps"] == sum(len(blob) for record in records for blob in record.blobs.values())
+    assert stable["bytes"]["coded"] == sum(len(blob) for record in records for blob in record.blobs.values())
     maps = [reader.decode(record, layer) for record in records for layer in record.blobs]
-    assert stable["bytes"]["maps_as_float32"] == sum(array.nbytes for array in maps)
+    assert stable["bytes"]["as_float32"] == sum(array.nbytes for array in maps)
 
 
 def test_listing_names_what_is_damaged(tmp_path: Path) -> None:

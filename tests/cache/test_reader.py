@@ -73,7 +73,7 @@ def test_a_batch_is_its_records_in_one_buffer(tmp_path: Path, compression: str, 
         return asked[-1]
 
     batch = reader.read_batch(keys, layers, allocate=allocate)
-    wanted = job().student_layers if layers is None else layers
+    wanted = job().attention.student_layers if layers is None else layers
     blobs = [record.blobs[layer] for layer in wanted for record in batch]
     if compression == "none":
         (buffer,) = asked

@@ -45,7 +45,7 @@ def test_what_was_written_is_read(tmp_path: Path, codec: str, support: str, alph
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))
     assert reader.sealed
     assert len(reader) == 7
-    assert reader.codec_error == replace(MEASURED, rows=4 * MEASURED.rows)  # of four shards
+    assert reader.errors.attention == replace(MEASURED.attention, rows=4 * MEASURED.attention.rows)  # of four shards
     assert reader.keys() == [key_of(index) for shard in range(4) for index in manifest.shard_samples(shard)]
     for index in range(7):
         record, written = reader.read(key_of(index)), record_of(manifest, index)

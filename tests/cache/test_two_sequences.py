@@ -23,9 +23,9 @@ def test_what_is_written_is_read(tmp_path: Path, codec: str, alpha_per: str) -> 
     for index in range(manifest.dataset.num_samples):
         record = reader.read(key_of(index))
         assert record.shapes == shapes_of(manifest, index)
-        for layer, shape in zip(manifest.student_layers, record.shapes, strict=True):
+        for layer, shape in zip(manifest.attention.student_layers, record.shapes, strict=True):
             maps, probs = reader.decode(record, layer), probs_of(manifest, index, layer)
-            assert maps.shape == probs.shape == (manifest.num_student_heads, *shape)
+            assert maps.shape == probs.shape == (manifest.attention.num_student_heads, *shape)
             assert float(0.5 * np.abs(maps - probs).sum(-1).max()) < 0.2
         if alpha_per == "row":
             assert record.alphas.shape[-1] == max(rows for rows, _ in record.shapes)
@@ -40,7 +40,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path, shapes: tuple[tuple
         writer.write_shard(0, records, MEASURED)
     assert caught.value.code == "argument-shape"
     square = job()
-    with pytest.raises(ShdError, match="shapes must be rows and keys of 0 layers"):
+    with pytest.raises(ShdError, match="shapes must be rows and keys, at least 1, of 0 layers"):
         CacheWriter(tmp_path / "square", square).write_shard(
             0, [replace(record, shapes=((1, 1), (1, 1))) for record in records_of(square, 0)], MEASURED
         )

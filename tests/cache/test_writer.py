@@ -25,7 +25,7 @@ from support.makers import (
     write_shards,
 )
 
-from shd_ref.cache import CacheReader, CacheWriter, Dataset, Receipt, verify_cache
+from shd_ref.cache import CacheReader, CacheWriter, Dataset, Errors, Receipt, verify_cache
 from shd_ref.errors import ShdError
 
 
@@ -82,7 +82,9 @@ def test_damaged_shards_are_missing_and_can_be_written_again(tmp_path: Path, dam
 def test_another_job_is_refused(tmp_path: Path) -> None:
     CacheWriter(tmp_path, job())
     before = contents(tmp_path)
-    with pytest.raises(ShdError, match=r"codec: 'sqrt8-row' -> 'bf16'; temperature: 1\.0 -> 2\.0; choose") as caught:
+    with pytest.raises(
+        ShdError, match=r"codec: 'sqrt8-row' -> 'bf16'; attention.temperature: 1\.0 -> 2\.0; choose"
+    ) as caught:
         CacheWriter(tmp_path, job(temperature=2.0, codec="bf16"))
     assert caught.value.code == "cache-mismatch"
     assert contents(tmp_path) == before
@@ -221,15 +223,16 @@ def test_records_that_do_not_fit_are_refused_without_a_trace(tmp_path: Path, nam
 
 def test_future_mass_is_refused_in_a_causal_cache(tmp_path: Path) -> None:
     manifest = job(num_samples=2, samples_per_shard=2, support="causal")
-    full = record_of(replace(manifest, support="full"), 1)
+    full = record_of(job(num_samples=2, samples_per_shard=2), 1)
     with pytest.raises(ShdError, match="above the diagonal") as caught:
         CacheWriter(tmp_path, manifest).write_shard(0, [record_of(manifest, 0), full], MEASURED)
     assert caught.value.code == "support-mismatch"
 
 
 def test_lost_support_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="codec_error must be finite") as caught:
-        CacheWriter(tmp_path, job()).write_shard(0, records_of(job(), 0), replace(MEASURED, kl_max=math.inf))
+    broken = Errors(replace(MEASURED.attention, kl_max=math.inf))
+    with pytest.raises(ShdError, match=r"errors\.attention must be finite") as caught:
+        CacheWriter(tmp_path, job()).write_shard(0, records_of(job(), 0), broken)
     assert caught.value.code == "not-finite"
 
 
@@ -293,7 +296,7 @@ def test_read_only_folder(tmp_path: Path) -> None:
 
 def test_receipt_states_the_measured_error(tmp_path: Path) -> None:
     write_shards(CacheWriter(tmp_path, job()), [3])
-    assert Receipt.read(tmp_path, 3, job()).codec_error == MEASURED
+    assert Receipt.read(tmp_path, 3, job()).errors == MEASURED
 
 
 def test_partial_cache_verifies_but_for_what_is_missing(tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ FLOORS = {
             "kd/codes",
             "cache/storage",
             "cache/codecs",
+            "cache/forms",
             "cache/documents",
             "cache",
             "chapters",

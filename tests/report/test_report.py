@@ -186,7 +186,7 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
     assert content.samples == 7
     assert content.lengths == tuple(record.length for record in records)
     stored = sum(blob.nbytes for record in records for blob in record.blobs.values())
-    assert content.stored_bytes == stored
+    assert content.coded_bytes == stored
     assert content.shard_bytes > stored
     few = read_content(reader, max_records=2)
     assert few.records_read == few.maps_read == 2
@@ -226,10 +226,13 @@ def test_what_a_cache_says_is_escaped(tmp_path: Path) -> None:
     manifest = replace(
         manifest,
         created_by=HOSTILE,
-        strategy="shd" + HOSTILE,
-        alpha_rule=HOSTILE,
+        attention=replace(
+            manifest.attention,
+            strategy="shd" + HOSTILE,
+            alpha_rule=HOSTILE,
+            layers=tuple(replace(layer, site=HOSTILE) for layer in manifest.attention.layers),
+        ),
         teacher=replace(manifest.teacher, name=HOSTILE, provider=HOSTILE, dtype=HOSTILE),
-        layers=tuple(replace(layer, site=HOSTILE) for layer in manifest.layers),
         inputs=replace(manifest.inputs, names=(HOSTILE,), mask=HOSTILE),
     )
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))

@@ -52,37 +52,39 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
     def floats(place: list[Any]) -> list[float]:
         return list(struct.unpack(f"<{(place[1] - place[0]) // 4}f", blob(place)))
 
-    layers = [layer["student_layer"] for layer in manifest["layers"]]
+    attention = manifest["attention"]
+    layers = [layer["student_layer"] for layer in attention["layers"]]
+    alphas, mixing, *codes = record["blobs"]
     square = [[record["length"]] * 2] * len(layers)
     return {
         "key": record["key"],
         "length": record["length"],
         "seed": record.get("seed"),
-        "alphas": floats(record["alphas"]),
-        "mixing": floats(record["mixing"]),
+        "alphas": floats(alphas),
+        "mixing": floats(mixing),
         "maps": {
-            layer: read_factored(manifest, column, blob(place), floats(record["mixing"]), record)
-            if "factors" in manifest
-            else read_map(manifest, blob(place), *record.get("shapes", square)[column])
-            for column, (layer, place) in enumerate(zip(layers, record["layers"], strict=True))
+            layer: read_factored(attention, column, blob(place), floats(mixing), record)
+            if attention["form"] == "factored"
+            else read_map(attention, blob(place), *record.get("shapes", square)[column])
+            for column, (layer, place) in enumerate(zip(layers, codes, strict=True))
         },
     }
 
 
-def read_map(manifest: dict[str, Any], blob: bytes, length: int, num_keys: int) -> list[list[list[float]]]:
+def read_map(attention: dict[str, Any], blob: bytes, length: int, num_keys: int) -> list[list[list[float]]]:
     """CACHE-27 to CACHE-36 and CACHE-40 to CACHE-43."""
-    form = {"float32": "f", "bf16": "H"}.get(manifest["codec"], "B")
+    form = {"float32": "f", "bf16": "H"}.get(attention["codec"], "B")
     numbers = struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob)
-    if manifest["codec"] == "u4":
+    if attention["codec"] == "u4":
         numbers = tuple(half for byte in numbers for half in (byte % 16, byte // 16))
     codes = iter(numbers)
     heads = []
-    for _ in range(manifest["num_student_heads"]):
+    for _ in range(attention["num_student_heads"]):
         rows = []
         for query in range(length):
-            keys = num_keys if manifest["support"] == "full" else query + 1
-            row = [value_of(manifest["codec"], next(codes)) for _ in range(keys)] + [0.0] * (num_keys - keys)
-            mass = 1.0 if manifest["codec"] == "float32" else sum(row)
+            keys = num_keys if attention["support"] == "full" else query + 1
+            row = [value_of(attention["codec"], next(codes)) for _ in range(keys)] + [0.0] * (num_keys - keys)
+            mass = 1.0 if attention["codec"] == "float32" else sum(row)
             rows.append([value / mass if mass else 0.0 for value in row])
         heads.append(rows)
     assert next(codes, 0) == 0  # behind an odd number of half-byte codes lies a zero, otherwise nothing
@@ -91,19 +93,19 @@ def read_map(manifest: dict[str, Any], blob: bytes, length: int, num_keys: int) 
 
 
 def read_factored(
-    manifest: dict[str, Any], column: int, blob: bytes, mixing: list[float], record: dict[str, Any]
+    attention: dict[str, Any], column: int, blob: bytes, mixing: list[float], record: dict[str, Any]
 ) -> list[list[list[float]]]:
     """CACHE-101 to CACHE-113."""
     first = record.get("first", 0)
     length = record["length"] - first
-    layer = manifest["factors"][column]
+    layer = attention["factors"][column]
     teachers, students, width = (
-        manifest["layers"][0]["num_teacher_heads"],
-        manifest["num_student_heads"],
+        attention["layers"][0]["num_teacher_heads"],
+        attention["num_student_heads"],
         layer["width"],
     )
     vectors = (teachers + layer["num_key_heads"]) * length
-    if manifest["codec"] == "int8":
+    if attention["codec"] == "int8":
         steps: tuple[float, ...] = struct.unpack(f"<{vectors}f", blob[: 4 * vectors])
         codes: tuple[float, ...] = struct.unpack(f"<{vectors * width}b", blob[4 * vectors :])
     else:
@@ -115,7 +117,7 @@ def read_factored(
         key_head = teachers + head // (teachers // layer["num_key_heads"])
         for i in range(length):
             seen = range(max(0, i - window + 1), i + 1)
-            if manifest["support"] == "full":
+            if attention["support"] == "full":
                 seen = range(seen.start, min(length, i + window))
             query, keys = rows[head * length + i], [rows[key_head * length + j] for j in seen]
             powers = [math.exp(layer["scale"] * sum(q * k for q, k in zip(query, key, strict=True))) for key in keys]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +17,13 @@ from shd_ref.cache import (
     CacheWriter,
     CodecError,
     Dataset,
+    Errors,
+    Factors,
     KindLayers,
     LayerFactors,
     LayerPair,
     Manifest,
+    Maps,
     NewRecord,
     SampleInputs,
     ShardPlan,
@@ -41,7 +44,7 @@ OTHER_PLAN = (((1, 3),), ((0, 2),))
 MAX_LENGTH = 9
 FACTORS = (LayerFactors(2, 3, 0.5), LayerFactors(4, 2, 0.75))
 WINDOWED = (LayerFactors(2, 3, 0.5, 2), LayerFactors(4, 2, 0.75))
-MEASURED = CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16)
+MEASURED = Errors(CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16))
 
 
 def length_of(index: int) -> int:
@@ -58,27 +61,33 @@ def key_of(index: int) -> str:
 
 
 def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Manifest:
+    """A manifest; changes are members of it or of its attention, which is factored where factors are given."""
+    kind: type[Maps] | type[Factors] = Factors if "factors" in changes else Maps
+    attention: dict[str, Any] = {
+        "num_student_heads": NUM_STUDENT_HEADS,
+        "layers": (
+            LayerPair(1, 2, "/encoder/2/Softmax", NUM_TEACHER_HEADS),
+            LayerPair(2, 4, "/encoder/4/Softmax", NUM_TEACHER_HEADS),
+        ),
+        "plan": PLAN,
+        "strategy": "shd",
+        "alpha_rule": "least_squares",
+        "alpha_per": "map",
+        "support": "full",
+    }
+    attention |= {"codec": "sqrt8-row", "temperature": 1.0} if kind is Maps else {"codec": "int8"}
+    members = {field.name for field in fields(Manifest)}
+    attention |= {name: value for name, value in changes.items() if name not in members}
     manifest = Manifest(
         spec_version="1.0",
         created_by="squeezing-heads test",
         teacher=Teacher(sha256="ab" * 32, name="tiny", provider="CPUExecutionProvider", dtype="float32"),
-        num_student_heads=NUM_STUDENT_HEADS,
-        layers=(
-            LayerPair(1, 2, "/encoder/2/Softmax", NUM_TEACHER_HEADS),
-            LayerPair(2, 4, "/encoder/4/Softmax", NUM_TEACHER_HEADS),
-        ),
-        plan=PLAN,
-        strategy="shd",
-        alpha_rule="least_squares",
-        alpha_per="map",
-        temperature=1.0,
-        support="full",
-        codec="sqrt8-row",
+        attention=kind(**attention),
         inputs=SampleInputs(names=("input_ids",), mask=None),
         dataset=Dataset(dataset_fingerprint(key_of(index) for index in range(num_samples)), num_samples),
         shards=ShardPlan(samples_per_shard, seed=17, num_shards=-(-num_samples // samples_per_shard)),
     )
-    return replace(manifest, **changes)
+    return replace(manifest, **{name: value for name, value in changes.items() if name in members})
 
 
 def generated(shape: tuple[int, ...], seed: int) -> NDArray[np.uint64]:
@@ -113,21 +122,27 @@ KINDS = {
 def shapes_of(manifest: Manifest, index: int) -> tuple[tuple[int, int], ...]:
     """Rows and keys of each layer, where records have shapes of their own."""
     keys = 1 + index * 3 % 4
-    return ((keys, keys), (keys, length_of(index))) if manifest.shapes == "own" else ()
+    own = isinstance(manifest.attention, Maps) and manifest.attention.shapes == "own"
+    return ((keys, keys), (keys, length_of(index))) if own else ()
 
 
 def probs_of(manifest: Manifest, index: int, layer: int, length: int | None = None) -> NDArray[np.float32]:
     size = length or length_of(index)
     shapes = shapes_of(manifest, index)
-    shape = shapes[manifest.student_layers.index(layer)] if shapes else (size, size)
-    return rows_of((manifest.num_student_heads, *shape), 31 * index + layer, causal=manifest.support == "causal")
+    shape = shapes[manifest.attention.student_layers.index(layer)] if shapes else (size, size)
+    return rows_of(
+        (manifest.attention.num_student_heads, *shape),
+        31 * index + layer,
+        causal=manifest.attention.support == "causal",
+    )
 
 
 def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Queries and keys in small dyadic numbers, whose means float64 holds exactly."""
-    assert manifest.factors is not None
-    layer, heads = manifest.factors[column], (manifest.num_teacher_heads, manifest.factors[column].num_key_heads)
-    counted = length_of(index) - (first_of(index) if manifest.padding == "around" else 0)
+    form = manifest.attention
+    assert isinstance(form, Factors)
+    layer, heads = form.factors[column], (form.num_teacher_heads, form.factors[column].num_key_heads)
+    counted = length_of(index) - padding_of(manifest, index)
     queries, keys = (
         8 * fractions((count, counted, layer.width), 4000 + 100 * index + 10 * column + place) - 4
         for place, count in enumerate(heads)
@@ -136,28 +151,33 @@ def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.
 
 
 def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
-    length, layers = length_of(index), len(manifest.layers)
+    length, form = length_of(index), manifest.attention
     most = max((rows for rows, _ in shapes_of(manifest, index)), default=length)
-    rows = (most,) if manifest.alpha_per == "row" else ()
-    heads = (manifest.num_student_heads, manifest.num_teacher_heads)
+    rows = (most,) if form.alpha_per == "row" else ()
+    layers, heads = len(form.layers), (form.num_student_heads, form.num_teacher_heads)
+    codes: list[Any]
+    if isinstance(form, Factors):
+        codes = [encode_factors(form.codec, *factors_of(manifest, index, column)) for column in range(layers)]
+    else:
+        codes = [encode(form.codec, probs_of(manifest, index, layer)) for layer in form.student_layers]
     record = NewRecord(
         index=index,
         key=key_of(index),
         length=length,
-        codes=[encode(manifest.codec, probs_of(manifest, index, layer)) for layer in manifest.student_layers]
-        if manifest.factors is None
-        else [],
-        alphas=fractions((layers, manifest.num_alphas, *rows), 1000 + index),
+        codes=codes,
+        alphas=fractions((layers, form.num_alphas, *rows), 1000 + index),
         mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
         seed=None if manifest.inputs.seed is None else 3**33 + index,
-        first=first_of(index) if manifest.padding == "around" else 0,
+        first=padding_of(manifest, index),
         shapes=shapes_of(manifest, index),
-        factors=[
-            encode_factors(manifest.codec, *factors_of(manifest, index, column))
-            for column in range(0 if manifest.factors is None else layers)
-        ],
     )
     return replace(record, **changes)
+
+
+def padding_of(manifest: Manifest, index: int) -> int:
+    """Positions of padding in front that a record leaves out."""
+    form = manifest.attention
+    return first_of(index) if isinstance(form, Factors) and form.padding == "around" else 0
 
 
 def is_skipped(manifest: Manifest, index: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.makers import MEASURED, contents, job, records_of, write_cache
 
-from shd_ref.cache import CacheWriter, CodecError, NewRecord, Receipt, Skipped, list_cache
+from shd_ref.cache import CacheWriter, Errors, NewRecord, Receipt, Skipped, list_cache
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.commits import Commits
 
@@ -25,11 +25,11 @@ class SlowWriter(CacheWriter):
         self,
         shard: int,
         records: Sequence[NewRecord],
-        codec_error: CodecError,
+        errors: Errors,
         skipped: Sequence[Skipped] = (),
     ) -> Receipt:
         self._before(shard)
-        return super().write_shard(shard, records, codec_error, skipped)
+        return super().write_shard(shard, records, errors, skipped)
 
 
 def put_shards(commits: Commits, shards: Sequence[int], then: BaseException | None = None) -> None:

@@ -15,7 +15,7 @@ from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, codec_error, factored_kl_bound, verify_cache
+from shd_ref.cache import CacheReader, Factors, codec_error, factored_kl_bound, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -52,9 +52,9 @@ def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_pat
     summary = precompute(teacher, inputs, tmp_path / "factored", replace(OPTIONS, factored_codec=codec), RUN)
     assert verify_cache(tmp_path / "factored").ok
     maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
-    assert factored.manifest.codec == codec
-    assert factored.manifest.factors is not None
-    (layer,) = factored.manifest.factors
+    assert factored.manifest.attention.codec == codec
+    assert isinstance(factored.manifest.attention, Factors)
+    (layer,) = factored.manifest.attention.factors
     assert (layer.num_key_heads, len(factored)) == (2, NUM_SAMPLES)
     rows, bounds = 0, []
     for key in maps:
@@ -67,8 +67,8 @@ def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_pat
         # The bound of what was decoded stands for that of what was coded: they differ by one rounding.
         assert error.kl_max <= 1.05 * bounds[-1] + 1e-6
         rows += error.rows
-    assert 0 < summary.codec_error.kl_max <= 1.05 * max(bounds) + 1e-6
-    assert 0 < summary.codec_error.rows <= rows
+    assert 0 < summary.errors.attention.kl_max <= 1.05 * max(bounds) + 1e-6
+    assert 0 < summary.errors.attention.rows <= rows
     again = recheck_records(tmp_path / "factored", teacher, inputs, num_records=NUM_SAMPLES)
     assert again.records == NUM_SAMPLES
     assert 0 < again.tv_max <= np.sqrt(max(bounds) / 2) + 1e-4  # CACHE-109 with Pinsker's inequality
@@ -95,7 +95,7 @@ def test_several_students_in_one_pass(teacher: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             both.decode(both.read(key), 0), alone.decode(alone.read(key), 0), rtol=0, atol=1e-5
         )
-    assert CacheReader(tmp_path / "both" / "heads-3").manifest.num_student_heads == 3
+    assert CacheReader(tmp_path / "both" / "heads-3").manifest.attention.num_student_heads == 3
 
 
 @pytest.mark.parametrize("strategy", ["constant", "mean", "hard"])
@@ -210,8 +210,9 @@ def test_window_is_found_and_kept(tmp_path: Path) -> None:
         options = PrecomputeOptions(1, codec="float32", form=form, factored_codec="float16")
         precompute(teacher, inputs, tmp_path / form, options, RunOptions())
     maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
-    (layer,) = factored.manifest.factors or ()
-    assert (layer.window, factored.manifest.support, factored.manifest.format_version) == (4, "full", "5")
+    assert isinstance(factored.manifest.attention, Factors)
+    (layer,) = factored.manifest.attention.factors
+    assert (layer.window, factored.manifest.attention.support) == (4, "full")
     for key in maps:
         exact, found = maps.decode(maps.read(key), 0), factored.decode(factored.read(key), 0)
         np.testing.assert_array_equal(exact > 0, found > 0)
@@ -230,7 +231,7 @@ def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str)
     precompute(teacher, inputs, tmp_path / "factored", replace(OPTIONS, factored_codec=codec), RUN)
     assert verify_cache(tmp_path / "factored").ok
     maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
-    assert (factored.manifest.padding, factored.manifest.format_version) == ("around", "5")
+    assert factored.manifest.attention.padding == "around"
     largest = 0.0
     for key in maps:
         record = factored.read(key)
@@ -279,6 +280,6 @@ def test_command_line(teacher: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     result = CliRunner().invoke(app, [*command, "--factored-codec", "float16", "--out", cache])
     assert result.exit_code == 0, result.output
-    assert CacheReader(cache).manifest.codec == "float16"
+    assert CacheReader(cache).manifest.attention.codec == "float16"
     result = CliRunner().invoke(app, ["verify", cache, "--teacher", str(teacher), *source])
     assert result.exit_code == 0, result.output

@@ -46,10 +46,10 @@ def test_the_forecast_is_what_is_written(teacher: Path, tmp_path: Path, codec: s
     options = PrecomputeOptions(num_student_heads=2, codec=codec)
     summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
     weights = 60 * 4 * (2 + 2 * 4)  # two alphas and a mixing matrix 2 x 4, in float32
-    assert row.total_bytes == pytest.approx(summary.stored_bytes + weights)
+    assert row.total_bytes == pytest.approx(summary.coded_bytes + weights)
     assert row.bytes_per_sample == pytest.approx(row.total_bytes / 60)
     assert row.break_even == pytest.approx(row.bytes_per_sample / forecast.teacher_seconds)
-    assert row.error.kl_mean == pytest.approx(summary.codec_error.kl_mean, rel=0.5, abs=1e-7)
+    assert row.error.kl_mean == pytest.approx(summary.errors.attention.kl_mean, rel=0.5, abs=1e-7)
 
 
 @pytest.mark.parametrize("codec", FACTORED_CODECS)
@@ -58,9 +58,9 @@ def test_the_forecast_of_queries_and_keys_is_what_is_written(teacher: Path, tmp_
     (row,) = [row for row in forecast_cache(teacher, inputs, OPTIONS).factored if row.codec == codec]
     options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec=codec)
     summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
-    assert row.total_bytes == pytest.approx(summary.stored_bytes + 60 * 4 * (2 + 2 * 4))
+    assert row.total_bytes == pytest.approx(summary.coded_bytes + 60 * 4 * (2 + 2 * 4))
     assert row.error.rows > 0
-    assert row.error.kl_mean == pytest.approx(summary.codec_error.kl_mean, rel=0.5, abs=1e-7)
+    assert row.error.kl_mean == pytest.approx(summary.errors.attention.kl_mean, rel=0.5, abs=1e-7)
     assert row.error.kl_max > row.error.kl_mean > 0
 
 

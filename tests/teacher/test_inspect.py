@@ -149,7 +149,7 @@ def test_sites_that_cannot_be_squeezed_can_be_left_out(tmp_path: Path) -> None:
         precompute(teacher, data, tmp_path / "all", PrecomputeOptions(2), run_options)
     assert caught.value.code == "graph-unsupported"
     precompute(teacher, data, tmp_path / "first", PrecomputeOptions(2, sites="softmax_0"), run_options)
-    (pair,) = CacheReader(tmp_path / "first").manifest.layers
+    (pair,) = CacheReader(tmp_path / "first").manifest.attention.layers
     assert (pair.student_layer, pair.teacher_layer, pair.site) == (0, 0, "softmax_0")
     both = PrecomputeOptions(2, sites="0", layer_pairs=((0, 0),))
     with pytest.raises(ShdError, match="select sites themselves"):

@@ -70,15 +70,15 @@ def test_every_layer_has_the_plan_that_the_reference_finds(
     precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
     reader = CacheReader(tmp_path / "cache")
     manifest = reader.manifest
-    assert manifest.matching == Matching(by, 3, 7)
+    assert manifest.attention.matching == Matching(by, 3, 7)
     chosen = [int(index) for index in sample_order(SAMPLES, 7)[:3]]
-    for number, plan in enumerate(manifest.layer_plans):
+    for number, plan in enumerate(manifest.attention.layer_plans):
         maps, outputs = read_layer(teacher, number, chosen)
         assert plan == matched_plan([(maps, outputs)], 2, by, alpha_per=alpha_per)
-    assert manifest.plans is not None  # the layers were made to differ
+    assert manifest.attention.plans is not None  # the layers were made to differ
     for key in reader:
         record = reader.read(key)
-        for number, plan in enumerate(manifest.layer_plans):
+        for number, plan in enumerate(manifest.attention.layer_plans):
             maps, outputs = read_layer(teacher, number, [record.index])
             reference = squeeze_heads(maps, outputs, 2, plan=plan, alpha_per=alpha_per)
             np.testing.assert_allclose(reader.decode(record, number), reference.probs[0], atol=2e-5)
@@ -97,9 +97,9 @@ def test_equal_plans_of_all_layers_are_written_once(teacher: Path, tmp_path: Pat
     options = PrecomputeOptions(2, plan="matched", calibration_samples=3, layer_pairs=((0, 1),))
     precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
     manifest = CacheReader(tmp_path / "cache").manifest
-    assert manifest.plans is None
+    assert manifest.attention.plans is None
     maps, outputs = read_layer(teacher, 1, [int(index) for index in sample_order(SAMPLES, 7)[:3]])
-    assert manifest.plan == matched_plan([(maps, outputs)], 2)
+    assert manifest.attention.plan == matched_plan([(maps, outputs)], 2)
 
 
 def test_resuming_takes_the_plans_from_the_manifest(
@@ -149,7 +149,7 @@ def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -
     precompute(teacher, arrays, tmp_path / "cache", options, RUN)
     reader = CacheReader(tmp_path / "cache")
     assert len(reader) == SAMPLES - 1
-    assert reader.manifest.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
+    assert reader.manifest.attention.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
     with pytest.raises(ShdError) as caught:
         precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)
     assert caught.value.code == "not-finite"
@@ -169,4 +169,4 @@ def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -
     for _ in range(2):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
-    assert CacheReader(tmp_path / "cache").manifest.matching == Matching("similarity", 2, 0)
+    assert CacheReader(tmp_path / "cache").manifest.attention.matching == Matching("similarity", 2, 0)

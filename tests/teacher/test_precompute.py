@@ -184,7 +184,7 @@ def test_maps_that_differ_are_found(teacher: Path, tmp_path: Path) -> None:
 
 def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
     """Put other codes in place of every record's, by its key, with valid checksums."""
-    from shd_ref.cache import CacheWriter, CodecError, NewRecord
+    from shd_ref.cache import CacheWriter, Errors, NewRecord
     from shd_ref.cache.codecs.packing import unpack
 
     reader = CacheReader(cache)
@@ -194,10 +194,10 @@ def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any
     for shard in writer.missing_shards():
         new = []
         for record in (records[index] for index in manifest.shard_samples(shard)):
-            codes = unpack(record.blobs[0], manifest.codec, manifest.support, 2, record.length)
+            codes = unpack(record.blobs[0], manifest.attention.codec, manifest.attention.support, 2, record.length)
             changed = [change(record.key, codes)]
             new.append(NewRecord(record.index, record.key, record.length, changed, record.alphas, record.mixing))
-        writer.write_shard(shard, new, CodecError(0.0, 0.0, 0.0, 0))
+        writer.write_shard(shard, new, Errors.unmeasured())
     writer.seal()
 
 
@@ -248,7 +248,7 @@ def test_maps_that_are_not_rounded_must_not_be_off(teacher: Path, tmp_path: Path
 
 def _rewrite_as(source: Path, target: Path) -> None:
     """Store the records of one cache under the manifest of another, with valid checksums."""
-    from shd_ref.cache import CacheWriter, CodecError, NewRecord
+    from shd_ref.cache import CacheWriter, Errors, NewRecord
 
     reader, manifest = CacheReader(source), CacheReader(target).manifest
     records = {record.index: record for record in map(reader.read, reader)}
@@ -258,9 +258,9 @@ def _rewrite_as(source: Path, target: Path) -> None:
         new = []
         for index in manifest.shard_samples(shard):
             record = records[index]
-            maps = encode(manifest.codec, reader.decode(record, 0))
+            maps = encode(manifest.attention.codec, reader.decode(record, 0))
             new.append(NewRecord(index, record.key, record.length, [maps], record.alphas, record.mixing))
-        writer.write_shard(shard, new, CodecError(0.0, 0.0, 0.0, 0))
+        writer.write_shard(shard, new, Errors.unmeasured())
     writer.seal()
 
 
@@ -277,10 +277,10 @@ def test_causal_teachers_are_packed_as_triangles(tmp_path: Path) -> None:
     options = PrecomputeOptions(num_student_heads=3, layer_pairs=((4, 1),))
     summary = precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, RunOptions(mask="mask"))
     manifest = CacheReader(tmp_path / "cache").manifest
-    assert manifest.support == "causal"
-    assert manifest.student_layers == [4]
-    assert manifest.layers[0].teacher_layer == 1
-    assert summary.stored_bytes == 5 * 3 * 21
+    assert manifest.attention.support == "causal"
+    assert manifest.attention.student_layers == [4]
+    assert manifest.attention.layers[0].teacher_layer == 1
+    assert summary.coded_bytes == 5 * 3 * 21
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_large_maps_are_checked_a_sample_at_a_time(
         np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
     fewer = 0
     for shard in range(3):
-        all_rows, some_rows = (Receipt.read(at.folder, shard, at.manifest).codec_error for at in (one, two))
+        all_rows, some_rows = (Receipt.read(at.folder, shard, at.manifest).errors.attention for at in (one, two))
         assert 0 < some_rows.rows <= all_rows.rows
         assert 0 < some_rows.kl_max <= 1.01 * all_rows.kl_max
         fewer += some_rows.rows < all_rows.rows
@@ -248,8 +248,8 @@ def test_small_codecs_are_coded_on_the_host(teacher: Path, tmp_path: Path, codec
     options = PrecomputeOptions(num_student_heads=2, codec=codec, compression="zstd", temperature=2.0)
     summary = precompute(teacher, inputs, tmp_path / "small", options, RUN)
     precompute(teacher, inputs, tmp_path / "exact", PrecomputeOptions(2, temperature=2.0, codec="float32"), RUN)
-    assert summary.codec_error.kl_max < {"u4": 10 / 206, "sqrt8-abs": 10 / 255**2}[codec]
-    assert summary.stored_bytes < summary.float32_bytes / (3.9 if codec == "sqrt8-abs" else 7)
+    assert summary.errors.attention.kl_max < {"u4": 10 / 206, "sqrt8-abs": 10 / 255**2}[codec]
+    assert summary.coded_bytes < summary.float32_bytes / (3.9 if codec == "sqrt8-abs" else 7)
     small, exact = CacheReader(tmp_path / "small"), CacheReader(tmp_path / "exact")
     for key in exact:
         np.testing.assert_allclose(small.decode(small.read(key), 0), exact.decode(exact.read(key), 0), atol=0.06)
@@ -307,8 +307,8 @@ def test_several_students_by_command(teacher: Path, tmp_path: Path) -> None:
     command = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--out", tmp_path / "out", "--student-heads"]
     made = run_shd(*command, "1,2")
     assert made.exit_code == 0, made.output
-    assert CacheReader(tmp_path / "out/heads-1").manifest.num_student_heads == 1
-    assert CacheReader(tmp_path / "out/heads-2").manifest.num_student_heads == 2
+    assert CacheReader(tmp_path / "out/heads-1").manifest.attention.num_student_heads == 1
+    assert CacheReader(tmp_path / "out/heads-2").manifest.attention.num_student_heads == 2
     for wrong in ("two", "1,", "0", "-1"):
         refused = run_shd(*command[:-1], f"--student-heads={wrong}")
         assert refused.exit_code == 1

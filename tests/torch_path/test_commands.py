@@ -52,7 +52,7 @@ def test_export_inspect_precompute_verify(name: str, tmp_path: Path) -> None:
     output = run(shd, *words)
     assert "20 (0 were there)" in output
     assert "20 (20 were there)" in run(shd, *words)
-    assert CacheReader(cache).manifest.support == ("causal" if name == "llama" else "full")
+    assert CacheReader(cache).manifest.attention.support == ("causal" if name == "llama" else "full")
     checked = run(shd, "verify", cache, "--teacher", teacher, "--inputs", data)
     assert "intact: 20 records" in checked
     assert "same: 8 records" in checked

@@ -58,7 +58,7 @@ def test_decodes_as_the_reference(tmp_path: Path, codec: str, support: str) -> N
         layers = supervision.decode(size)
         assert [tuple(maps.shape) for maps in layers] == [(4, 2, size, size)] * 2
         assert supervision.query_mask(size).sum(1).tolist() == [length_of(i) for i in (3, 0, 7, 3)]
-        for layer, maps in zip(manifest.student_layers, layers, strict=True):
+        for layer, maps in zip(manifest.attention.student_layers, layers, strict=True):
             for number, index in enumerate((3, 0, 7, 3)):
                 n = length_of(index)
                 expected = reader.decode(reader.read(key_of(index)), layer)
@@ -328,7 +328,7 @@ def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any
         num_student_heads=2,
         num_student_layers=3,
         temperature=1.0,
-        plan=reader.manifest.plan,
+        plan=reader.manifest.attention.plan,
         teacher_sha256="ab" * 32,
     )
     with pytest.raises(ShdError, match=text) as caught:

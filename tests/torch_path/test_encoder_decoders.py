@@ -123,8 +123,8 @@ def test_the_sites_of_the_graph_are_told_apart(path: Made) -> None:
     manifest = CacheReader(path.cache).manifest
     assert manifest.inputs.decoder == ("decoder_attention_mask", "decoder_input_ids")
     assert (manifest.inputs.mask, manifest.inputs.decoder_mask) == ("attention_mask", "decoder_attention_mask")
-    assert [layer.teacher_layer for layer in manifest.layers] == [1, 4, 5]  # the last of each kind
-    assert {each.kind: each.num_student_layers for each in manifest.kinds} == LAYERS
+    assert [layer.teacher_layer for layer in manifest.attention.layers] == [1, 4, 5]  # the last of each kind
+    assert {each.kind: each.num_student_layers for each in manifest.attention.kinds} == LAYERS
     assert verify_cache(path.cache).ok
     assert recheck_records(path.cache, path.graph, path.arrays).records == len(ENCODER_LENGTHS)
 
@@ -229,7 +229,7 @@ def test_one_kind_alone_is_one_number(path: Made, tmp_path: Path) -> None:
     options = PrecomputeOptions(num_student_heads=HEADS, num_student_layers=1, sites="cross")
     precompute(path.graph, path.arrays, tmp_path / "cache", options, RunOptions(num_threads=1))
     joined = SupervisedDataset(samples_of(path.arrays), tmp_path / "cache")
-    assert [(each.kind, each.num_student_layers) for each in joined.cache.manifest.kinds] == [("cross", 1)]
+    assert [(each.kind, each.num_student_layers) for each in joined.cache.manifest.attention.kinds] == [("cross", 1)]
     batch, supervision = joined.collate([joined[0], joined[1]])
     student = make_student(path)
     with capture_attention(student, layers=supervision.layers) as captured:

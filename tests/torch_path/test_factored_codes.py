@@ -14,7 +14,7 @@ from support.binding.models import hf_inputs, hf_model
 from support.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of, write_cache
 from torch import Tensor
 
-from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, codec_error
+from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, Factors, codec_error
 from shd_ref.tolerances import load_tolerances
 from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention
 from shd_torch.data import check_cache
@@ -176,8 +176,8 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     limits = load_tolerances()
     for codec in FACTORED_CODECS:
         reader = joined[codec].cache
-        assert reader.manifest.factors is not None
-        assert {layer.num_key_heads for layer in reader.manifest.factors} == {2 if name == "llama" else 4}
+        assert isinstance(reader.manifest.attention, Factors)
+        assert {layer.num_key_heads for layer in reader.manifest.attention.factors} == {2 if name == "llama" else 4}
         _, codes = joined[codec].collate([joined[codec][i] for i in range(6)])
         assert isinstance(codes, FactoredCodes)
         with capture_attention(student) as fused:
@@ -229,8 +229,9 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     precompute(teacher, arrays, tmp_path / "cache", options, run)
     joined = SupervisedDataset(Tokens(inputs), tmp_path / "cache")
     manifest = joined.cache.manifest
-    assert [layer.window for layer in manifest.factors or ()] == windows
-    assert (manifest.support, manifest.padding) == ("causal", "around")
+    assert isinstance(manifest.attention, Factors)
+    assert [layer.window for layer in manifest.attention.factors] == windows
+    assert (manifest.attention.support, manifest.attention.padding) == ("causal", "around")
     _, codes = joined.collate([joined[i] for i in range(6)])
     assert isinstance(codes, FactoredCodes)
     assert codes.firsts == tuple(firsts)

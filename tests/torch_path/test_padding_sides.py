@@ -124,7 +124,7 @@ def test_rows_of_padding_are_empty_and_all_others_the_models(
     mask = data["attention_mask"].astype(bool)
     for codec in CODECS:
         reader = write(graphs[name], tmp_path / codec, data, codec=codec)
-        assert reader.manifest.support == ("causal" if name == "llama" else "full")
+        assert reader.manifest.attention.support == ("causal" if name == "llama" else "full")
         joined = SupervisedDataset(samples_of(data), reader)
         for index, key in enumerate(joined.keys):
             record = reader.read(key)

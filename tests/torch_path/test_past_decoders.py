@@ -20,7 +20,7 @@ pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder, output_projections
 
 from shd_ref import squeeze_heads, value_outputs
-from shd_ref.cache import CacheReader, sample_key, trim_sample
+from shd_ref.cache import CacheReader, Factors, sample_key, trim_sample
 from shd_ref.cli import load_app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
@@ -138,8 +138,9 @@ def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tm
     options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec="float16")
     precompute(taught.graph, make_data(), tmp_path / "cache", options)
     manifest = CacheReader(tmp_path / "cache").manifest
-    assert manifest.support == "causal"
-    assert manifest.padding == "around"
+    assert manifest.attention.support == "causal"
+    assert isinstance(manifest.attention, Factors)
+    assert manifest.attention.padding == "around"
 
 
 def test_a_student_learns_from_the_cache(taught: Taught) -> None:

@@ -54,10 +54,10 @@ def test_student_of_a_real_language_model(folder: Path) -> None:
     options = PrecomputeOptions(num_student_heads=4, num_student_layers=3)
     summary = precompute(folder / "teacher.onnx", {"input_ids": tokens}, folder / "cache", options)
     assert summary.comparison.residual < summary.comparison.constant_residual
-    assert summary.codec_error.kl_mean < 1e-3
+    assert summary.errors.attention.kl_mean < 1e-3
     cache = CacheReader(folder / "cache")
-    assert cache.manifest.support == "causal"
-    assert [(p.student_layer, p.teacher_layer) for p in cache.manifest.layers] == [(0, 1), (1, 2), (2, 4)]
+    assert cache.manifest.attention.support == "causal"
+    assert [(p.student_layer, p.teacher_layer) for p in cache.manifest.attention.layers] == [(0, 1), (1, 2), (2, 4)]
 
     torch.manual_seed(0)
     student = Stories(width=32, hidden=64, num_layers=3, num_heads=4, num_kv_heads=2, vocabulary=512, length=LENGTH)

@@ -89,7 +89,7 @@ def test_layers_named_by_pairs_leave_the_others_open(caches: dict[str, Path]) ->
         assert sorted(teach_once(caches["pairs"], layers)) == [0, 2]
     with pytest.raises(ShdError, match=r"layers must lie in 0\.\.1"):
         teach_once(caches["pairs"], 2)
-    assert CacheReader(caches["pairs"]).manifest.num_student_layers is None
+    assert CacheReader(caches["pairs"]).manifest.attention.num_student_layers is None
 
 
 @pytest.mark.parametrize("layers", [2, 4])

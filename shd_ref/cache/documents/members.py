@@ -1,4 +1,4 @@
-"""Parts of the manifest: teacher, layers, inputs, data set and shard plan (CACHE-20, CACHE-21, CACHE-25)."""
+"""Members of the manifest that no form owns: teacher, inputs, data set, shard plan (CACHE-20, CACHE-21, CACHE-25)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.keys import check_key
+from shd_ref.cache.forms.form import require
 from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
-from shd_ref.cache.storage.layout import MAX_LAYERS, MAX_SAMPLES, MAX_SHARDS
-from shd_ref.errors import ShdError
+from shd_ref.cache.storage.layout import MAX_SAMPLES, MAX_SHARDS
 
-MAX_HEADS: Final = 10_000
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-
-
-def require(holds: bool, rule: str, value: object) -> None:
-    """Refuse a value: ``argument-value`` unless the rule holds."""
-    if not holds:
-        raise ShdError("argument-value", f"{rule}; got {value!r}", "CACHE-21")
 
 
 @dataclass(frozen=True)
@@ -45,58 +38,6 @@ class Teacher:
 
     def __post_init__(self) -> None:
         require(bool(_SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
-
-
-@dataclass(frozen=True)
-class LayerPair:
-    """A student layer and the teacher's attention site that supervises it."""
-
-    student_layer: int
-    teacher_layer: int
-    site: str
-    num_teacher_heads: int
-
-    def __post_init__(self) -> None:
-        layer, heads, teacher = self.student_layer, self.num_teacher_heads, self.teacher_layer
-        require(0 <= teacher <= MAX_INTEGER, f"teacher_layer must be 0 to {MAX_INTEGER}", teacher)
-        require(0 <= layer < MAX_LAYERS, f"student_layer must be 0 to {MAX_LAYERS - 1}", layer)
-        require(1 <= heads <= MAX_HEADS, f"num_teacher_heads must be 1 to {MAX_HEADS}", heads)
-
-
-KINDS: Final = ("encoder", "decoder", "cross")
-"""Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-115)."""
-
-
-@dataclass(frozen=True)
-class KindLayers:
-    """How many attention calls of one kind the student was meant to make (CACHE-115)."""
-
-    kind: str
-    num_student_layers: int
-
-    def __post_init__(self) -> None:
-        require(self.kind in KINDS, f"kind must be one of {KINDS}", self.kind)
-        count = self.num_student_layers
-        require(1 <= count <= MAX_LAYERS, f"num_student_layers must be 1 to {MAX_LAYERS}", count)
-
-
-@dataclass(frozen=True)
-class Matching:
-    """How the plans were chosen on the data set itself (CACHE-18).
-
-    Attributes:
-        by: ``"residual"`` or ``"similarity"``; the cache only compares it.
-        samples: how many samples the pairs were chosen on.
-        seed: of the choice of these samples.
-    """
-
-    by: str
-    samples: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        require(1 <= self.samples <= MAX_INTEGER, f"matching.samples must be 1 to {MAX_INTEGER}", self.samples)
-        require(0 <= self.seed <= MAX_INTEGER, f"matching.seed must be 0 to {MAX_INTEGER}", self.seed)
 
 
 @dataclass(frozen=True)

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from shd_ref.cache.codecs.distortion import CodecError
+from shd_ref.cache.codecs.distortion import CodecError, merge_codec_errors
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.forms.form import F32, U8, Extent, Part
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.storage.layout import receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
 
 _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
-
-
-@dataclass(frozen=True)
-class RecordShape:
-    """What decides the header entries of one record; ``num_alphas`` is 0 where the strategy has none.
-
-    ``num_rows`` is that of the layer with most rows.
-    """
-
-    index: int
-    num_rows: int
-    num_alphas: int
-    has_mixing: bool
-    layer_sizes: tuple[int, ...]
 
 
 class Blob(NamedTuple):
@@ -42,6 +29,34 @@ class Blob(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Errors:
+    """What coding cost, measured by the writer on its own rows: a member for each subject of the manifest.
+
+    Attributes:
+        attention: of merged maps.
+    """
+
+    attention: CodecError
+
+    @classmethod
+    def unmeasured(cls) -> Errors:
+        """Of no row."""
+        return cls.merged(())
+
+    @classmethod
+    def merged(cls, parts: Iterable[Errors]) -> Errors:
+        """Over the rows of several measurements."""
+        return cls(attention=merge_codec_errors(part.attention for part in parts))
+
+    def problems(self) -> Iterator[str]:
+        """What no measurement gives."""
+        for name, error in vars(self).items():
+            numbers = (error.kl_mean, error.kl_max, error.tv_mean)
+            if not all(0 <= number < math.inf for number in numbers):
+                yield f"errors.{name} must be finite and not negative; got {error}"
+
+
+@dataclass(frozen=True)
 class Record:
     """Where one sample lies in its shard.
 
@@ -49,9 +64,7 @@ class Record:
         index: position in the data set.
         key: 32 hex digits, ``sample_key`` of its inputs.
         length: n, counted positions.
-        layers: a blob per layer of the manifest, in its order.
-        alphas: float32 merge coefficients.
-        mixing: float32 mixing matrices, or None.
+        blobs: for each part of the manifest where it is; None for one that the record lacks.
         seed: of the sample's augmentation, or None.
         first: positions of padding in front (CACHE-113).
         shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-116).
@@ -60,17 +73,20 @@ class Record:
     index: int
     key: str
     length: int
-    layers: tuple[Blob, ...]
-    alphas: Blob
-    mixing: Blob | None
+    blobs: tuple[Blob | None, ...]
     seed: int | None = optional(None)
     first: int = optional(0)
     shapes: tuple[tuple[int, int], ...] = optional(())
 
     @property
-    def num_rows(self) -> int:
-        """Of the layer that has most: the last axis of weights by row."""
-        return count_rows(self.length, self.shapes)
+    def extent(self) -> Extent:
+        """What decides the sizes of its parts."""
+        return Extent(self.length, self.first, self.shapes)
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """Stored bytes of each part."""
+        return tuple(None if blob is None else blob.end - blob.start for blob in self.blobs)
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,7 @@ class Receipt:
         shard: its number.
         size: bytes of the shard file.
         xxh3_128: of the whole shard file.
-        codec_error: measured on this shard's own rows.
+        errors: what coding cost on this shard's own rows.
         records: in stored order.
         skipped: samples of this shard without a record, in the same order.
     """
@@ -108,7 +124,7 @@ class Receipt:
     shard: int
     size: int
     xxh3_128: str
-    codec_error: CodecError
+    errors: Errors
     records: tuple[Record, ...]
     skipped: tuple[Skipped, ...] = optional(())
 
@@ -143,19 +159,6 @@ class Receipt:
         """The receipt file."""
         return encode_document(self)
 
-    def shapes(self, manifest: Manifest) -> list[RecordShape]:
-        """What the sizes of the blobs say about each record."""
-        return [
-            RecordShape(
-                record.index,
-                record.num_rows,
-                manifest.num_alphas if record.alphas.end > record.alphas.start else 0,
-                record.mixing is not None,
-                tuple(blob.end - blob.start for blob in record.layers),
-            )
-            for record in self.records
-        ]
-
     def sample_keys(self) -> dict[int, str]:
         """The key of every sample of the shard, skipped ones included, by index."""
         samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
@@ -166,14 +169,21 @@ class Receipt:
         samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
         return {sample.index: sample.seed for sample in samples if sample.seed is not None}
 
-    def stored_order(self) -> Iterator[Blob]:
-        """All blobs as they lie in the shard: float32 ones of every record, then the codes (CACHE-44)."""
-        for record in self.records:
-            yield record.alphas
-            if record.mixing is not None:
-                yield record.mixing
-        for record in self.records:
-            yield from record.layers
+    def stored_parts(self, manifest: Manifest) -> Iterator[tuple[Record, Part, Blob]]:
+        """All blobs as they lie in the shard: the float32 ones of every record, then the coded ones (CACHE-44)."""
+        for dtype in (F32, U8):
+            for record in self.records:
+                for part, blob in zip(manifest.parts, record.blobs, strict=True):
+                    if part.dtype == dtype and blob is not None:
+                        yield record, part, blob
+
+    def coded_bytes(self, manifest: Manifest) -> int:
+        """Stored bytes of all coded parts."""
+        return sum(blob.end - blob.start for _, part, blob in self.stored_parts(manifest) if part.dtype == U8)
+
+    def plain_bytes(self, manifest: Manifest) -> int:
+        """Bytes of what its records teach, as float32."""
+        return sum(form.plain_size(record.extent) for record in self.records for form in manifest.forms)
 
     def _problems(self, shard: int, manifest: Manifest) -> Iterator[str]:
         samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard
@@ -189,12 +199,15 @@ class Receipt:
                 yield f"skipped index must be below {samples}; got {skipped.index}"
             problems = (*_key_problems(skipped.key), *_seed_problems(skipped.seed, manifest))
             yield from (f"skipped sample {skipped.index}: {problem}" for problem in problems)
-        if min(self.codec_error.kl_mean, self.codec_error.kl_max, self.codec_error.tv_mean) < 0:
-            yield f"codec_error must not be negative; got {self.codec_error}"
+        yield from self.errors.problems()
+        count = len(manifest.parts)
         for record in self.records:
+            if len(record.blobs) != count:
+                yield f"record {record.index}: blobs must be {count}, one for each part; got {len(record.blobs)}"
+                return
             yield from (f"record {record.index}: {problem}" for problem in _record_problems(record, manifest))
         position = None
-        for blob in self.stored_order():
+        for _, _, blob in self.stored_parts(manifest):
             if blob.start != (blob.start if position is None else position) or blob.end < blob.start:
                 yield f"blobs must follow each other without gaps; got one at {blob.start} to {blob.end}"
             position = blob.end
@@ -202,52 +215,24 @@ class Receipt:
             yield f"the last blob must end at the shard's size {self.size}; got {position}"
 
 
-def count_rows(length: int, shapes: Sequence[tuple[int, int]]) -> int:
-    """Rows of the layer that has most."""
-    return max((rows for rows, _ in shapes), default=length)
-
-
-def alphas_shape(manifest: Manifest, length: int, num_alphas: int) -> tuple[int, ...]:
-    """``(num_layers, n)``, or ``(num_layers, n, length)`` where every row has its own (CACHE-47)."""
-    rows = (length,) if manifest.alpha_per == "row" else ()
-    return (len(manifest.layers), num_alphas, *rows)
-
-
-def mixing_shape(manifest: Manifest, length: int) -> tuple[int, ...]:
-    """``(num_layers, H_s, H_t)``, or with a last axis ``length`` where every row has its own (CACHE-48)."""
-    rows = (length,) if manifest.alpha_per == "row" else ()
-    return (len(manifest.layers), manifest.num_student_heads, manifest.num_teacher_heads, *rows)
-
-
 def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
     yield from _key_problems(record.key)
     yield from _seed_problems(record.seed, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
-    if record.first and (manifest.padding == "behind" or record.first >= record.length):
-        yield f"first must be 0, or below length {record.length} where padding is around; got {record.first}"
-        return
-    if len(record.layers) != len(manifest.layers):
-        yield f"layers must be {len(manifest.layers)}; got {len(record.layers)}"
-    wanted = len(manifest.layers) if manifest.shapes == "own" else 0
-    if len(record.shapes) != wanted or not all(1 <= size < 2**31 for shape in record.shapes for size in shape):
-        yield f"shapes must be rows and keys, at least 1, of {wanted} layers; got {str(record.shapes)[:80]}"
-        return
-    full = 4 * math.prod(alphas_shape(manifest, record.num_rows, manifest.num_alphas))
-    allowed: list[tuple[Blob, Sequence[int]]] = [
-        (blob, (size,) if manifest.compression == "none" else range(1, size + 1))
-        for blob, size in zip(
-            record.layers, manifest.blob_sizes(record.length, record.first, record.shapes), strict=False
-        )
-    ]
-    allowed.append((record.alphas, (0, full)))
-    if record.mixing is None and manifest.factors is not None:
-        yield "mixing must be there where the manifest has factors"
-    if record.mixing is not None:
-        allowed.append((record.mixing, (4 * math.prod(mixing_shape(manifest, record.num_rows)),)))
-    for blob, sizes in allowed:
-        if blob.end - blob.start not in sizes:
-            yield f"a blob must hold {max(sizes)} bytes; got {blob.end - blob.start}"
+    wrong = [problem for form in manifest.forms for problem in form.extent_problems(record.extent)]
+    if wrong:
+        yield from wrong
+        return  # the sizes would follow from nonsense
+    for part, blob, shape in zip(manifest.parts, record.blobs, manifest.part_shapes(record.extent), strict=True):
+        size = math.prod(shape) * (4 if part.dtype == F32 else 1)
+        if blob is None:
+            if not part.optional:
+                yield f"{part.name} must be there"
+            continue
+        least = 1 if part.dtype == U8 and manifest.compression != "none" else size
+        if not least <= blob.end - blob.start <= size:
+            yield f"{part.name} must hold {size} bytes; got {blob.end - blob.start}"
         if not _XXH3_64.fullmatch(blob.xxh3_64):
             yield f"xxh3_64 must be 16 hex digits; got {blob.xxh3_64[:20]!r}"
 

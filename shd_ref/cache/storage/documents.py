@@ -3,7 +3,8 @@
 A document is refused unless its bytes are exactly what ``encode_document`` writes for its content, so one
 flipped byte anywhere, even in white space, is an error. Content becomes dataclasses by their type hints:
 unknown, missing and mistyped members are errors, and nothing is converted. Fields made with ``optional`` are
-members that later versions of the format added: left out, never spelled out, where they have their default.
+members that are left out, never spelled out, where they have their default. Where a hint allows several dataclasses,
+the member ``form``, which each fixes, tells which it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MAX_INTEGER: Final = 2**53 - 1
 _Content = TypeVar("_Content")
 _PRIMITIVES: Final = (int, str, float)
 _OPTIONAL: Final = "optional"
+_TAG: Final = "form"
 
 
 def optional(default: Any) -> Any:
@@ -118,12 +120,23 @@ def _corrupt(source: object, message: str, spec_id: str | None) -> ShdError:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
+    return (
+        {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else hints
+    )
 
 
 @functools.cache
 def _optional_members(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
+
+
+@functools.cache
+def _fixed_members(kind: type) -> dict[str, Any]:
+    """Members that a dataclass does not take, as its kind decides them."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if not field.init}
 
 
 @functools.cache
@@ -138,8 +151,11 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             return value
         raise _mistyped(hint.__name__, value, where)
     origin, arguments = _parts(hint)
-    if origin is types.UnionType:  # X | None
-        return None if value is None else _build(arguments[0], value, where)
+    if origin is types.UnionType:
+        kinds = [kind for kind in arguments if kind is not types.NoneType]
+        if value is None and len(kinds) < len(arguments):
+            return None
+        return _build(kinds[0] if len(kinds) == 1 else _choose_kind(kinds, value, where), value, where)
     if origin is tuple:
         return _build_tuple(arguments, value, where)
     if issubclass(hint, tuple):  # a named tuple is stored as a list
@@ -177,9 +193,18 @@ def _build_fields(kind: type, value: Any, where: str) -> Any:
         **{
             name: _build(hint, value[name], f"{where}.{name}" if where else name)
             for name, hint in hints.items()
-            if name in value
+            if name in value and name not in _fixed_members(kind)
         }
     )
+
+
+def _choose_kind(kinds: list[Any], value: Any, where: str) -> Any:
+    """Which of several dataclasses an object is, by its member ``form``."""
+    tags = {_fixed_members(kind)[_TAG]: kind for kind in kinds}
+    tag = value.get(_TAG) if type(value) is dict else None
+    if not isinstance(tag, str) or tag not in tags:
+        raise _mistyped(f"an object whose {_TAG} is one of {', '.join(tags)}", tag, where)
+    return tags[tag]
 
 
 def _mistyped(expected: str, value: Any, where: str) -> ShdError:

@@ -35,16 +35,6 @@ def committed_shards(names: Iterable[str]) -> list[int]:
     return sorted(int(name[1]) for name in found if name)
 
 
-def layer_blob(index: int, student_layer: int) -> str:
-    """``00001234/L03``: the codes of one sample and student layer."""
-    return f"{index:08d}/L{student_layer:02d}"
-
-
-def alphas_blob(index: int) -> str:
-    """``00001234/alphas``."""
-    return f"{index:08d}/alphas"
-
-
-def mixing_blob(index: int) -> str:
-    """``00001234/mixing``."""
-    return f"{index:08d}/mixing"
+def tensor_name(index: int, part: str) -> str:
+    """``00001234/L03``: a part of one sample's record."""
+    return f"{index:08d}/{part}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from shd_ref.cache import CacheWriter, CodecError, NewRecord, Receipt, Skipped
+from shd_ref.cache import CacheWriter, Errors, NewRecord, Receipt, Skipped
 
 
 class Commits:
@@ -38,16 +38,14 @@ class Commits:
             elif self._under_way is not None and (failure := self._under_way.exception()) is not None:
                 error.add_note(f"the shard that was being written failed too: {failure}")
 
-    def put(
-        self, shard: int, records: Sequence[NewRecord], codec_error: CodecError, skipped: Sequence[Skipped]
-    ) -> None:
+    def put(self, shard: int, records: Sequence[NewRecord], errors: Errors, skipped: Sequence[Skipped]) -> None:
         """Begin to write a shard, see ``CacheWriter.write_shard``.
 
         Raises:
             ShdError: what the shard before this one met with.
         """
         self._wait()
-        self._under_way = self._thread.submit(self._writer.write_shard, shard, records, codec_error, skipped)
+        self._under_way = self._thread.submit(self._writer.write_shard, shard, records, errors, skipped)
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None

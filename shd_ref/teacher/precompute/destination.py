@@ -57,25 +57,27 @@ def _known_members(found: Manifest, teacher: Path, options: PrecomputeOptions, r
         "spec_version": shd_ref.SPEC_VERSION,
         "teacher.name": teacher.name,
         "teacher.provider": PROVIDERS.get(run.provider, run.provider),
-        "num_student_heads": options.num_student_heads,
-        "strategy": options.strategy,
-        "alpha_rule": options.alpha_rule,
-        "alpha_per": options.alpha_per,
-        "temperature": float(options.temperature),
-        "codec": options.stored_codec,
+        "attention.form": options.form,
+        "attention.num_student_heads": options.num_student_heads,
+        "attention.strategy": options.strategy,
+        "attention.alpha_rule": options.alpha_rule,
+        "attention.alpha_per": options.alpha_per,
+        "attention.codec": options.stored_codec,
         "compression": options.compression,
         "on_error": options.on_error,
         "inputs.seed": options.seed_column,
         "shards.seed": run.seed,
     }
+    if not options.is_factored:
+        known["attention.temperature"] = float(options.temperature)
     matching = matching_of(options, run)
-    if matching is None or found.matching is None:
-        known["matching"] = matching
+    if matching is None or found.attention.matching is None:
+        known["attention.matching"] = matching
     else:
-        known |= {f"matching.{name}": value for name, value in asdict(matching).items()}
+        known |= {f"attention.matching.{name}": value for name, value in asdict(matching).items()}
     if matching is None and options.plans is None:
-        heads = min(options.num_student_heads, found.num_teacher_heads)  # more are another job in any case
-        known["plan"] = merge_plan(found.num_teacher_heads, heads, options.plan)
+        heads = min(options.num_student_heads, found.attention.num_teacher_heads)  # more are another job in any case
+        known["attention.plan"] = merge_plan(found.attention.num_teacher_heads, heads, options.plan)
     if run.samples_per_shard is not None:
         known["shards.samples_per_shard"] = run.samples_per_shard
     return known
@@ -84,7 +86,7 @@ def _known_members(found: Manifest, teacher: Path, options: PrecomputeOptions, r
 def _member(manifest: Manifest, name: str) -> Any:
     value: Any = manifest
     for part in name.split("."):
-        value = getattr(value, part)
+        value = getattr(value, part, None)
     return value
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from shd_ref.cache import (
     CodecError,
     CodedFactors,
+    Factors,
     LayerFactors,
-    Manifest,
     NewRecord,
     codec_error,
     decode_factors,
@@ -29,7 +29,7 @@ from shd_ref.tolerances import load_tolerances
 
 
 def code_factors(
-    work: TeacherRun, batch: Batch, outputs: Outputs, number: int, length: int, manifest: Manifest
+    work: TeacherRun, batch: Batch, outputs: Outputs, number: int, length: int, form: Factors
 ) -> tuple[CodedFactors, ...]:
     """The queries and keys of one sample, a layer each, where the teacher masked it as the manifest says.
 
@@ -39,7 +39,7 @@ def code_factors(
         outputs: what came back.
         number: of the sample in the batch.
         length: n, its counted positions.
-        manifest: with factors.
+        form: of the manifest.
 
     Raises:
         ShdError: ``inputs-invalid`` for padding between positions; ``argument-value`` for numbers beyond float16;
@@ -49,8 +49,8 @@ def code_factors(
     first, mask = int(work.inputs.firsts[index]), work.query_mask(batch, work.layers[0][1])
     if mask is not None and not mask[number, first:length].all():
         raise _padding_error(f"sample {index}")
-    check_mask(manifest, work.graph.layers, outputs, number, first, length)
-    return tuple(code_layer(manifest.codec, layer, outputs, number, first, length) for layer in work.graph.layers)
+    check_mask(form, work.graph.layers, outputs, number, first, length)
+    return tuple(code_layer(form.codec, layer, outputs, number, first, length) for layer in work.graph.layers)
 
 
 def code_layer(
@@ -61,7 +61,7 @@ def code_layer(
 
 
 def measure_factors(
-    work: TeacherRun, outputs: Outputs, numbers: Sequence[int], records: Sequence[NewRecord], manifest: Manifest
+    work: TeacherRun, outputs: Outputs, numbers: Sequence[int], records: Sequence[NewRecord], form: Factors
 ) -> CodecError:
     """What coding cost the merged maps of these records (CACHE-110), from outputs with check outputs.
 
@@ -70,7 +70,7 @@ def measure_factors(
         outputs: what came back.
         numbers: of the records' samples in the batch.
         records: as they will be stored.
-        manifest: of the cache.
+        form: of the manifest.
 
     Raises:
         ShdError: ``graph-unsupported`` as ``check_factors``.
@@ -78,25 +78,26 @@ def measure_factors(
     errors = []
     for number, record in zip(numbers, records, strict=True):
         first, n = record.first, record.length
-        _compare_maps(work, outputs, number, first, n, manifest)
+        _compare_maps(work, outputs, number, first, n, form)
         if record.mixing is None:
             continue
         for layer, factors, coded, mixing in zip(
-            work.graph.layers, manifest.factors or (), record.factors, record.mixing, strict=True
+            work.graph.layers, form.factors, record.codes, record.mixing, strict=True
         ):
-            found = _rebuild(factors, manifest.support, *decode_factors(coded), mixing)
+            assert isinstance(coded, CodedFactors)
+            found = _rebuild(factors, form.support, *decode_factors(coded), mixing)
             errors.append(codec_error(outputs[layer.merged][number, :, first:n, first:n], found))
     return merge_codec_errors(errors)
 
 
-def check_factors(work: TeacherRun, outputs: Outputs, mask: NDArray[np.bool_] | None, manifest: Manifest) -> None:
+def check_factors(work: TeacherRun, outputs: Outputs, mask: NDArray[np.bool_] | None, form: Factors) -> None:
     """Refuse a teacher whose maps are not what its queries and keys make, before anything is written (CACHE-103).
 
     Args:
         work: the run.
         outputs: of a batch, with check outputs.
         mask: boolean ``(B, L)``, True = the row counts; None where every row does.
-        manifest: of the cache.
+        form: of the manifest.
 
     Raises:
         ShdError: ``graph-unsupported``; ``inputs-invalid`` for padding between positions that count.
@@ -108,8 +109,8 @@ def check_factors(work: TeacherRun, outputs: Outputs, mask: NDArray[np.bool_] | 
             first, length = counted_range(mask[number])
             if not mask[number, first:length].all():
                 raise _padding_error("a sample")
-        check_mask(manifest, work.graph.layers, outputs, number, first, length)
-        _compare_maps(work, outputs, number, first, length, manifest)
+        check_mask(form, work.graph.layers, outputs, number, first, length)
+        _compare_maps(work, outputs, number, first, length, form)
 
 
 def counted_range(mask: NDArray[np.bool_]) -> tuple[int, int]:
@@ -118,13 +119,11 @@ def counted_range(mask: NDArray[np.bool_]) -> tuple[int, int]:
     return int(counted[0]), int(counted[-1]) + 1
 
 
-def _compare_maps(
-    work: TeacherRun, outputs: Outputs, number: int, first: int, length: int, manifest: Manifest
-) -> None:
+def _compare_maps(work: TeacherRun, outputs: Outputs, number: int, first: int, length: int, form: Factors) -> None:
     limits = load_tolerances()["factored"]["total_variation"]
-    for layer, factors in zip(work.graph.layers, manifest.factors or (), strict=True):
+    for layer, factors in zip(work.graph.layers, form.factors, strict=True):
         queries, keys = factors_of(layer, outputs, number, first, length)
-        made = _rebuild(factors, manifest.support, queries, keys)
+        made = _rebuild(factors, form.support, queries, keys)
         probs = outputs[layer.probs][number, :, first:length, first:length]
         difference = float((0.5 * np.abs(made - probs).sum(axis=-1)).max())
         limit = limits.get(layer.site.dtype, limits["float32"])

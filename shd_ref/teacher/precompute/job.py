@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheWriter, CodecError, NewRecord, Skipped, code_dtype
+from shd_ref.cache import CacheWriter, Errors, Extent, Factors, NewRecord, Skipped
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import compare_with_reference
@@ -18,7 +18,7 @@ from shd_ref.teacher.precompute.manifest import make_manifest
 from shd_ref.teacher.precompute.masks import read_spans
 from shd_ref.teacher.precompute.records import make_records, measure_codec
 from shd_ref.teacher.run.buckets import group_shards
-from shd_ref.teacher.run.faults import Fault, find_faults
+from shd_ref.teacher.run.faults import Fault, Outputs, find_faults
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -53,17 +53,15 @@ class PrecomputeJob:
         self.comparison = compare_with_reference(work.graph, outputs, query_mask=masks)
         self.compared_samples = len(outputs[work.graph.layers[0].codes])
         self.manifest = make_manifest(work, outputs, masks, spans)
-        if work.options.is_factored:
-            check_factors(work, outputs, next(iter(masks.values())), self.manifest)
+        if isinstance(self.manifest.attention, Factors):
+            check_factors(work, outputs, next(iter(masks.values())), self.manifest.attention)
 
     @property
     def window_shards(self) -> int:
         """Shards whose codes fit into ``WINDOW_BYTES`` together, 0 where not even one does."""
-        manifest, longest = self.manifest, max(int(self.work.inputs.lengths.max()), 1)
-        if manifest.factors is not None:
-            return WINDOW_BYTES // (manifest.shards.samples_per_shard * sum(manifest.blob_sizes(longest)))
-        entries = manifest.shards.samples_per_shard * len(manifest.layers) * manifest.num_student_heads * longest**2
-        return WINDOW_BYTES // (entries * code_dtype(manifest.codec).itemsize)
+        longest = Extent(max(int(self.work.inputs.lengths.max()), 1))
+        held = sum(form.held_size(longest) for form in self.manifest.forms)
+        return WINDOW_BYTES // (self.manifest.shards.samples_per_shard * held)
 
     def windows(self, max_shards: int) -> Iterator[Sequence[int]]:
         """Shards whose samples are batched together.
@@ -152,34 +150,37 @@ class PrecomputeJob:
             for shard in sorted(touched & pending.keys()):
                 part = pending[shard]
                 wanted = part.samples - faults.keys()
-                records = make_records(work, batch, outputs, wanted, self.manifest)
+                records = make_records(work, batch, outputs, wanted, self.manifest.attention)
                 part.records += records
                 part.skipped += [
                     Skipped(index, faults[index].key, faults[index].reason, work.inputs.seed(index))
                     for index in indices
                     if index in part.samples & faults.keys()
                 ]
-                if part.codec_error is None and first:
-                    part.codec_error = (
-                        measure_codec(work, batch, outputs, records, self.manifest)
+                if part.errors is None and first:
+                    part.errors = (
+                        self._measure(batch, outputs, records)
                         if whole
                         else self._measure_some([record.index for record in records])
                     )
                 if part.full:
                     del pending[shard]
-                    commits.put(shard, part.records, part.codec_error or _UNMEASURED, part.skipped)
+                    commits.put(shard, part.records, part.errors or _UNMEASURED, part.skipped)
             progress.add(samples=sum(shard_of[index] in missing for index in indices))
             yield
 
-    def _measure_some(self, indices: Sequence[int]) -> CodecError:
+    def _measure_some(self, indices: Sequence[int]) -> Errors:
         """What coding costs as many of these samples as may yield check outputs at once, run for it anew."""
         chosen = indices[: self.work.count_checked(indices)]
         if not chosen:
             return _UNMEASURED
         batch = self.work.inputs.batch(chosen)
         outputs = self.work.squeeze_checked(batch)
-        records = make_records(self.work, batch, outputs, set(chosen), self.manifest)
-        return measure_codec(self.work, batch, outputs, records, self.manifest)
+        records = make_records(self.work, batch, outputs, set(chosen), self.manifest.attention)
+        return self._measure(batch, outputs, records)
+
+    def _measure(self, batch: Batch, outputs: Outputs, records: Sequence[NewRecord]) -> Errors:
+        return Errors(attention=measure_codec(self.work, batch, outputs, records, self.manifest.attention))
 
     def _first_outputs(
         self,
@@ -208,7 +209,7 @@ class PrecomputeJob:
         return faults
 
 
-_UNMEASURED: Final = CodecError(0.0, 0.0, 0.0, 0)
+_UNMEASURED: Final = Errors.unmeasured()
 
 
 class _Pending:
@@ -218,7 +219,7 @@ class _Pending:
         self.samples = set(samples)
         self.records: list[NewRecord] = []
         self.skipped: list[Skipped] = []
-        self.codec_error: CodecError | None = None
+        self.errors: Errors | None = None
 
     @property
     def full(self) -> bool:

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 import shd_ref
 from shd_ref.cache import (
     Dataset,
+    Extent,
+    Factors,
     LayerFactors,
     LayerPair,
     Manifest,
+    Maps,
     Matching,
     SampleInputs,
     ShardPlan,
     dataset_fingerprint,
-    factored_size,
-    packed_size,
 )
 from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
@@ -80,8 +81,11 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
     if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
         return options
     manifest = Manifest.read(folder)
-    same = manifest.matching == matching_of(options, run) and manifest.num_student_heads == options.num_student_heads
-    return replace(options, plans=manifest.layer_plans) if same else options
+    same = (
+        manifest.attention.matching == matching_of(options, run)
+        and manifest.attention.num_student_heads == options.num_student_heads
+    )
+    return replace(options, plans=manifest.attention.layer_plans) if same else options
 
 
 def make_manifest(work: TeacherRun, outputs: Outputs, masks: Masks, spans: Sequence[NDArray[Any]] = ()) -> Manifest:
@@ -97,44 +101,17 @@ def make_manifest(work: TeacherRun, outputs: Outputs, masks: Masks, spans: Seque
     Raises:
         ShdError: ``graph-unsupported``.
     """
-    options, run, inputs = work.options, work.run, work.inputs
-    support, count = find_support(work, outputs, masks), len(inputs)
-    windows: Sequence[int | None] = ()
-    if options.is_factored:
-        support, windows = describe_mask(spans)
-    same = len(set(work.plans)) == 1
-    longest = outputs[work.graph.layers[0].merged].shape[2]
-    own_shapes = not options.is_factored and has_own_shapes(work, outputs)
-    factors = tuple(
-        LayerFactors(each.num_kv_heads, each.d, each.scale, window)
-        for each, window in zip(work.factors, windows, strict=True)
-    )
-    if options.is_factored:
-        sizes = [factored_size(options.factored_codec, work.num_teacher_heads, each, longest) for each in factors]
-    else:
-        shapes = [outputs[layer.merged].shape[2:] for layer in work.graph.layers]
-        sizes = [packed_size(options.codec, support, options.num_student_heads, *shape) for shape in shapes]
-    per_sample = sum(sizes)
+    options, run, inputs, count = work.options, work.run, work.inputs, len(work.inputs)
+    attention = describe_attention(work, outputs, masks, spans)
+    rows = outputs[work.graph.layers[0].merged].shape[2]
+    shapes = [outputs[layer.merged].shape[2:] for layer in work.graph.layers] if attention.form == "maps" else []
+    per_sample = sum(attention.blob_sizes(Extent(rows, shapes=tuple((r, k) for r, k in shapes))))
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
     return Manifest(
         spec_version=shd_ref.SPEC_VERSION,
         created_by=f"squeezing-heads {shd_ref.__version__}",
         teacher=work.fingerprint(),
-        num_student_heads=options.num_student_heads,
-        layers=tuple(
-            LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
-        ),
-        plan=work.plans[0] if same else (),
-        plans=None if same else work.plans,
-        matching=matching_of(options, run),
-        strategy=options.strategy,
-        alpha_rule=options.alpha_rule,
-        alpha_per=options.alpha_per,
-        temperature=options.temperature,
-        support=support,
-        codec=options.stored_codec,
-        factors=factors or None,
-        padding="around" if options.is_factored and inputs.firsts.any() else "behind",
+        attention=attention,
         compression=options.compression,
         on_error=options.on_error,
         inputs=SampleInputs(
@@ -148,7 +125,38 @@ def make_manifest(work: TeacherRun, outputs: Outputs, masks: Masks, spans: Seque
             fingerprint=dataset_fingerprint(inputs.key(index) for index in range(count)), num_samples=count
         ),
         shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
-        num_student_layers=work.num_student_layers,
-        kinds=work.kinds,
-        shapes="own" if own_shapes else "length",
     )
+
+
+def describe_attention(
+    work: TeacherRun, outputs: Outputs, masks: Masks, spans: Sequence[NDArray[Any]] = ()
+) -> Maps | Factors:
+    """How attention is stored, see ``make_manifest``."""
+    options, same = work.options, len(set(work.plans)) == 1
+    shared: dict[str, Any] = {
+        "num_student_heads": options.num_student_heads,
+        "layers": tuple(
+            LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
+        ),
+        "plan": work.plans[0] if same else (),
+        "plans": None if same else work.plans,
+        "matching": matching_of(options, work.run),
+        "strategy": options.strategy,
+        "alpha_rule": options.alpha_rule,
+        "alpha_per": options.alpha_per,
+        "codec": options.stored_codec,
+        "num_student_layers": work.num_student_layers,
+        "kinds": work.kinds,
+    }
+    if not options.is_factored:
+        shapes = "own" if has_own_shapes(work, outputs) else "length"
+        return Maps(
+            **shared, support=find_support(work, outputs, masks), temperature=options.temperature, shapes=shapes
+        )
+    support, windows = describe_mask(spans)
+    factors = tuple(
+        LayerFactors(each.num_kv_heads, each.d, each.scale, window)
+        for each, window in zip(work.factors, windows, strict=True)
+    )
+    padding = "around" if work.inputs.firsts.any() else "behind"
+    return Factors(**shared, support=support, factors=factors, padding=padding)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Manifest, row_bounds
+from shd_ref.cache import Factors, row_bounds
 from shd_ref.errors import ShdError
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
 from shd_ref.teacher.run.faults import Outputs
@@ -55,12 +55,12 @@ def read_spans(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) ->
 
 
 def check_mask(
-    manifest: Manifest, layers: Sequence[SqueezedLayer], outputs: Outputs, number: int, first: int, length: int
+    form: Factors, layers: Sequence[SqueezedLayer], outputs: Outputs, number: int, first: int, length: int
 ) -> None:
     """Refuse a teacher that masked this sample in another way than the manifest says (CACHE-103).
 
     Args:
-        manifest: with factors.
+        form: of the manifest.
         layers: of the graph, one for each of the manifest's.
         outputs: of a batch.
         number: of the sample in the batch.
@@ -70,8 +70,8 @@ def check_mask(
     Raises:
         ShdError: ``graph-unsupported``.
     """
-    for layer, factors in zip(layers, manifest.factors or (), strict=True):
-        low, high = row_bounds(length - first, manifest.support, factors.window)
+    for layer, factors in zip(layers, form.factors, strict=True):
+        low, high = row_bounds(length - first, form.support, factors.window)
         expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
         found = outputs[str(layer.spans)][number, :, first:length]
         wrong = np.argwhere((found != expected).any(axis=-1))
@@ -82,7 +82,7 @@ def check_mask(
                 "graph-unsupported",
                 f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
                 f"and a window say, {wanted[2]} from {wanted[0]} to {wanted[1]} for row {first + row} "
-                f"({manifest.support}, window {factors.window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
+                f"({form.support}, window {factors.window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
                 f"{head}: it has a mask of its own; use --form maps",
                 "CACHE-103",
             )

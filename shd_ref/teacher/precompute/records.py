@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CodecError, Manifest, NewRecord, codec_error, decode, encode, merge_codec_errors
+from shd_ref.cache import CodecError, Factors, Maps, NewRecord, codec_error, decode, encode, merge_codec_errors
 from shd_ref.mixing import compose_mixing
 from shd_ref.teacher.precompute.factored import code_factors, measure_factors
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
@@ -21,7 +21,7 @@ CODED_IN_GRAPH = "sqrt8-row"
 
 
 def make_records(
-    work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int], manifest: Manifest
+    work: TeacherRun, batch: Batch, outputs: Outputs, wanted: Container[int], form: Maps | Factors
 ) -> list[NewRecord]:
     """The batch as records: codes, alphas before clipping, and the mixing that they compose to.
 
@@ -30,7 +30,7 @@ def make_records(
         batch: what was fed.
         outputs: what came back.
         wanted: indices of the samples to make a record of.
-        manifest: of the cache.
+        form: of the manifest.
 
     Raises:
         ShdError: as ``code_factors``, for factored records.
@@ -38,12 +38,16 @@ def make_records(
     numbers = [number for number, index in enumerate(batch.indices) if index in wanted]
     if not numbers:
         return []
-    codec, inputs, factored = work.options.codec, work.inputs, work.options.is_factored
+    inputs = work.inputs
     # A batch that goes into one shard whole needs no copy; a view of a part would keep the rest alive.
     part = slice(len(numbers)) if len(numbers) == len(batch.indices) else numbers
-    codes = [] if factored else [_codes_of(work, batch, outputs, layer, part) for layer in work.graph.layers]
-    if codec != CODED_IN_GRAPH:
-        codes = [encode(codec, maps) for maps in codes]
+    codes = (
+        []
+        if isinstance(form, Factors)
+        else [_codes_of(work, batch, outputs, layer, part) for layer in work.graph.layers]
+    )
+    if form.codec != CODED_IN_GRAPH:
+        codes = [encode(form.codec, maps) for maps in codes]
     alphas = _stack_layers([outputs[layer.alphas][numbers] for layer in work.graph.layers])
     # Weights by row follow from the alphas and would double a record; weights by map are small.
     mixings = mixings_of(work, alphas) if work.options.alpha_per == "map" else None
@@ -57,13 +61,16 @@ def make_records(
                 index=index,
                 key=inputs.key(index),
                 length=length,
-                codes=[layer[place] for layer in codes],
+                codes=code_factors(work, batch, outputs, number, length, form)
+                if isinstance(form, Factors)
+                else [layer[place] for layer in codes],
                 alphas=alphas[place],
                 mixing=None if mixings is None else mixings[place],
                 seed=inputs.seed(index),
-                factors=code_factors(work, batch, outputs, number, length, manifest) if factored else (),
-                first=int(inputs.firsts[index]) if factored else 0,
-                shapes=shapes_of(work, batch, outputs, number) if manifest.shapes == "own" else (),
+                first=int(inputs.firsts[index]) if isinstance(form, Factors) else 0,
+                shapes=shapes_of(work, batch, outputs, number)
+                if isinstance(form, Maps) and form.shapes == "own"
+                else (),
             )
         )
     return records
@@ -99,7 +106,7 @@ def _stack_layers(alphas: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
 
 
 def measure_codec(
-    work: TeacherRun, batch: Batch, outputs: Outputs, records: Sequence[NewRecord], manifest: Manifest
+    work: TeacherRun, batch: Batch, outputs: Outputs, records: Sequence[NewRecord], form: Maps | Factors
 ) -> CodecError:
     """What coding cost the rows of these samples that count, from outputs with check outputs.
 
@@ -108,21 +115,21 @@ def measure_codec(
         batch: what was fed.
         outputs: what came back.
         records: what ``make_records`` made of it.
-        manifest: of the cache.
+        form: of the manifest.
 
     Raises:
         ShdError: ``graph-unsupported`` for maps that queries and keys do not make.
     """
     numbers = [batch.indices.index(record.index) for record in records]
-    if work.options.is_factored:
-        return measure_factors(work, outputs, numbers, records, manifest)
+    if isinstance(form, Factors):
+        return measure_factors(work, outputs, numbers, records, form)
     errors = []
     for layer in work.graph.layers:
         mask = work.query_mask(batch, layer.site)
         merged = np.array(outputs[layer.merged][numbers], dtype=np.float32)
         if mask is not None:
             merged = np.where(mask[numbers, None, :, None], merged, np.float32(0))  # rows without mass do not count
-        coded = decode(work.options.codec, encode(work.options.codec, merged))
+        coded = decode(form.codec, encode(form.codec, merged))
         errors.append(codec_error(merged, coded))
     return merge_codec_errors(errors)
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CodecError, Manifest, Receipt, merge_codec_errors
+from shd_ref.cache import Errors, Manifest, Receipt
 from shd_ref.cache.ranges import ShardFile
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import is_address, open_storage
@@ -33,10 +33,10 @@ class PrecomputeSummary:
         resumed: those of its share of the shards that were there already.
         skipped: samples without a record, because the teacher failed on them.
         seconds: of this run.
-        stored_bytes: of all codes in the cache; ``float32_bytes`` is the same maps, unpadded, as float32.
+        coded_bytes: of all codes in the cache; ``float32_bytes`` is what they teach, unpadded, as float32.
         alphas: alphas before clipping ``(n,)`` of the first shards; empty for strategies without any.
         num_clipped, num_degenerate: counted over them.
-        codec_error: over the rows that were measured.
+        errors: what coding cost, over the rows that were measured.
         compared_samples: how many the first batch held, where teacher, reference and graph were all at hand.
         comparison: what it showed.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
@@ -51,12 +51,12 @@ class PrecomputeSummary:
     resumed: int
     skipped: int
     seconds: float
-    stored_bytes: int
+    coded_bytes: int
     float32_bytes: int
     alphas: NDArray[np.float32] = field(repr=False)
     num_clipped: int
     num_degenerate: int
-    codec_error: CodecError
+    errors: Errors
     compared_samples: int
     comparison: Comparison
     remarks: tuple[str, ...] = ()
@@ -80,18 +80,17 @@ def summarise(
 ) -> PrecomputeSummary:
     """The summary of what is committed in a cache."""
     storage = open_storage(folder)
-    samples, skipped, stored, float32, errors = 0, 0, 0, 0, []
+    samples, skipped, coded, float32, errors = 0, 0, 0, 0, []
     alphas: list[NDArray[np.float32]] = []
     for shard in committed_shards(storage.names(RECEIPTS_NAME)):
         receipt = Receipt.read(storage, shard, manifest)
         samples += len(receipt.records)
         skipped += len(receipt.skipped)
-        errors.append(receipt.codec_error)
-        stored += sum(blob.end - blob.start for record in receipt.records for blob in record.layers)
-        shapes = (manifest.map_shapes(record.length, record.shapes) for record in receipt.records)
-        float32 += sum(4 * rows * keys for of_layers in shapes for rows, keys in of_layers)
+        errors.append(receipt.errors)
+        coded += receipt.coded_bytes(manifest)
+        float32 += receipt.plain_bytes(manifest)
         if sum(map(len, alphas)) < MAX_ALPHAS:
-            alphas.append(_read_alphas(storage, receipt))
+            alphas.append(_read_alphas(storage, receipt, manifest))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])
     return PrecomputeSummary(
         folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
@@ -101,12 +100,12 @@ def summarise(
         resumed=resumed,
         skipped=skipped,
         seconds=seconds,
-        stored_bytes=stored,
-        float32_bytes=float32 * manifest.num_student_heads,
+        coded_bytes=coded,
+        float32_bytes=float32,
         alphas=found,
         num_clipped=int(((found < 0) | (found > 1)).sum()),
-        num_degenerate=int((found == 0.5).sum()) if manifest.strategy == "shd" else 0,
-        codec_error=merge_codec_errors(errors),
+        num_degenerate=int((found == 0.5).sum()) if manifest.attention.strategy == "shd" else 0,
+        errors=Errors.merged(errors),
         compared_samples=compared_samples,
         comparison=comparison,
         remarks=remarks,
@@ -115,7 +114,8 @@ def summarise(
     )
 
 
-def _read_alphas(storage: Storage, receipt: Receipt) -> NDArray[np.float32]:
+def _read_alphas(storage: Storage, receipt: Receipt, manifest: Manifest) -> NDArray[np.float32]:
     file = ShardFile(storage, receipt.shard)
-    blobs = [file.read(record.alphas.start, record.alphas.end) for record in receipt.records]
+    places = (blob for _, part, blob in receipt.stored_parts(manifest) if part.name == "alphas")
+    blobs = [file.read(blob.start, blob.end) for blob in places]
     return np.concatenate([blob.view("<f4") for blob in blobs] or [np.empty(0, np.float32)])

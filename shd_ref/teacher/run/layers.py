@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shd_ref.cache.documents.members import KINDS, KindLayers
+from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.find import AttentionSite

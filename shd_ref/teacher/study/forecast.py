@@ -16,18 +16,18 @@ from shd_ref.cache import (
     CODECS,
     FACTORED_CODECS,
     CodecError,
-    Manifest,
+    Extent,
+    Factors,
     codec_error,
     decode,
     encode,
-    factored_size,
     merge_codec_errors,
     pack,
     packed_size,
 )
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.manifest import find_support, make_manifest
+from shd_ref.teacher.precompute.manifest import describe_attention, find_support
 from shd_ref.teacher.precompute.masks import read_spans
 from shd_ref.teacher.precompute.records import make_records, measure_codec
 from shd_ref.teacher.run.faults import Outputs
@@ -263,39 +263,43 @@ def _forecast_factored(
         factored = work.as_factored()
         outputs = [factored.squeeze_checked(batch) for batch in batches]
         masks, spans = factored.query_masks(batches[0]), read_spans(factored, batches[0], outputs[0], 0)
-        manifest = make_manifest(factored, outputs[0], masks, spans)
-        errors = {codec: _factored_error(factored, batches, outputs, codec, manifest) for codec in FACTORED_CODECS}
+        form = describe_attention(factored, outputs[0], masks, spans)
+        assert isinstance(form, Factors)
+        errors = {
+            codec: _factored_error(factored, batches, outputs, replace(form, codec=codec))
+            for codec in FACTORED_CODECS
+        }
     except ShdError as error:
         if error.code not in ("graph-unsupported", "inputs-invalid"):
             raise
         return ()
     heads, pairs = work.num_teacher_heads, sum(len(one_round) for one_round in work.plans[0])
     floats = 4.0 * len(work.layers) * (pairs + work.options.num_student_heads * heads)
-    layers, counted = manifest.factors or (), lengths - work.inputs.firsts
+    counted = lengths - work.inputs.firsts
     forecasts = []
     for codec, measured in errors.items():
         if measured is None:
             continue
-        sizes = [sum(factored_size(codec, heads, layer, int(length)) for layer in layers) for length in counted]
+        coded = replace(form, codec=codec)
+        sizes = [coded.held_size(Extent(int(length))) for length in counted]
         per_sample = floats + float(np.mean(sizes))
         forecasts.append(FactoredForecast(codec, per_sample, per_sample * num_samples, measured))
     return tuple(forecasts)
 
 
 def _factored_error(
-    work: TeacherRun, batches: Sequence[Batch], outputs: Sequence[Outputs], codec: str, manifest: Manifest
+    work: TeacherRun, batches: Sequence[Batch], outputs: Sequence[Outputs], form: Factors
 ) -> CodecError | None:
     """What coding costs the merged maps of the sampled samples; None where the codec cannot hold their numbers."""
-    manifest = replace(manifest, codec=codec)
     errors = []
     for batch, output in zip(batches, outputs, strict=True):
         try:
-            records = make_records(work, batch, output, set(batch.indices), manifest)
+            records = make_records(work, batch, output, set(batch.indices), form)
         except ShdError as error:
             if error.code != "argument-value":
                 raise
             return None
-        errors.append(measure_codec(work, batch, output, records, manifest))
+        errors.append(measure_codec(work, batch, output, records, form))
     return merge_codec_errors(errors)
 
 

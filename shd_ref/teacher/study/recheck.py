@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheReader, factored_kl_bound
+from shd_ref.cache import CacheReader, Maps, factored_kl_bound
 from shd_ref.cache.codecs.distortion import row_tv_bound
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import hash_teacher
@@ -61,7 +61,7 @@ def recheck_records(
         ShdError: ``cache-mismatch`` for another teacher, other inputs or maps that differ; ``sample-missing``.
     """
     reader = CacheReader(cache)
-    manifest = reader.manifest
+    form = reader.manifest.attention
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
@@ -71,10 +71,9 @@ def recheck_records(
         outputs = work.squeeze_checked(batch)
         for number, index in enumerate(batch.indices):
             record = reader.read(work.inputs.key(index))
-            for student_layer, layer in zip(manifest.student_layers, work.graph.layers, strict=True):
+            for student_layer, layer in zip(form.student_layers, work.graph.layers, strict=True):
                 stored = reader.decode(record, student_layer)
-                shapes = manifest.map_shapes(record.length, record.shapes)
-                n, keys = shapes[manifest.student_layers.index(student_layer)]
+                n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
                 again = np.asarray(outputs[layer.merged][number, :, :n, :keys], dtype=np.float32).copy()
                 again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
                 mask = work.query_mask(batch, layer.site)
@@ -91,7 +90,7 @@ def recheck_records(
                         "cache-mismatch",
                         f"{cache}: record {record.index} (key {record.key}) layer {student_layer} head {head} "
                         f"row {row} must equal what the teacher gives now within a total variation of "
-                        f"{limits[head, row]:.4f}, which is what {manifest.codec} and another run of the teacher may "
+                        f"{limits[head, row]:.4f}, which is what {form.codec} and another run of the teacher may "
                         f"cost it; got {difference[head, row]:.4f}: the cache was made another way",
                         "CACHE-91",
                     )
@@ -102,17 +101,17 @@ def _limit_rows(
     reader: CacheReader, layer: SqueezedLayer, outputs: Outputs, number: int, first: int, merged: NDArray[Any]
 ) -> NDArray[np.float64]:
     """``(H_s, n)``: the total variation that each row may have, by CACHE-91."""
-    manifest, tolerances = reader.manifest, load_tolerances()
+    form, tolerances = reader.manifest.attention, load_tolerances()
 
     def of_dtype(name: str) -> float:
         table = tolerances[name]["total_variation"]
-        return float(table.get(manifest.teacher.dtype, table["float32"]))
+        return float(table.get(reader.manifest.teacher.dtype, table["float32"]))
 
-    if manifest.factors is None:
-        return of_dtype("recheck") + row_tv_bound(manifest.codec, merged)
-    factors = manifest.factors[manifest.student_layers.index(layer.student_layer)]
+    if isinstance(form, Maps):
+        return of_dtype("recheck") + row_tv_bound(form.codec, merged)
+    factors = form.factors[form.column(layer.student_layer)]
     queries, keys = factors_of(layer, outputs, number, first, merged.shape[-1])
-    bound = factored_kl_bound(manifest.codec, queries, keys, factors.scale, manifest.support)
+    bound = factored_kl_bound(form.codec, queries, keys, factors.scale, form.support)
     # A merged row is moved at most as far as the row of its head that is moved the most.
     limits = np.full(merged.shape[:-1], of_dtype("recheck") + of_dtype("factored"))
     limits[:, first:] += np.sqrt(bound.max(axis=0) / 2)
@@ -133,7 +132,7 @@ def rerun_teacher(
     Raises:
         ShdError: ``cache-mismatch`` for another teacher or other inputs.
     """
-    manifest = reader.manifest
+    manifest, form = reader.manifest, reader.manifest.attention
     load_teacher(teacher)  # refuses external data outside the folder before anything is hashed
     found = hash_teacher(teacher)
     if found != manifest.teacher.sha256:
@@ -143,19 +142,18 @@ def rerun_teacher(
             f"{manifest.teacher.sha256[:16]}..., and {teacher} has {found[:16]}...",
         )
     options = PrecomputeOptions(
-        num_student_heads=manifest.num_student_heads,
-        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in manifest.layers),
-        plans=manifest.layer_plans,
-        strategy=manifest.strategy,
-        alpha_rule=manifest.alpha_rule,
-        alpha_per=manifest.alpha_per,
-        temperature=manifest.temperature,
+        num_student_heads=form.num_student_heads,
+        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
+        plans=form.layer_plans,
+        strategy=form.strategy,
+        alpha_rule=form.alpha_rule,
+        alpha_per=form.alpha_per,
+        temperature=form.bound_temperature or 1.0,
+        form=form.form,
         on_error=manifest.on_error,
     )
     options = (
-        replace(options, codec=manifest.codec)
-        if manifest.factors is None
-        else replace(options, form="factored", factored_codec=manifest.codec)
+        replace(options, codec=form.codec) if isinstance(form, Maps) else replace(options, factored_codec=form.codec)
     )
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun(Path(teacher), inputs, options, run, input_names=manifest.inputs.names)

@@ -1,0 +1,276 @@
+"""What both forms of attention share: who teaches whom, by which plan, with which weights (CACHE-20, CACHE-47)."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.packing import SUPPORTS
+from shd_ref.cache.forms.form import F32, U8, Extent, Form, NewRecord, Part, StoredRecord, misfit, require
+from shd_ref.cache.storage.documents import MAX_INTEGER, optional
+from shd_ref.cache.storage.layout import MAX_LAYERS
+from shd_ref.errors import ShdError
+
+MAX_HEADS: Final = 10_000
+ALPHA_PER: Final = ("map", "row")
+KINDS: Final = ("encoder", "decoder", "cross")
+"""Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-115)."""
+
+Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A student layer and the teacher's attention site that supervises it."""
+
+    student_layer: int
+    teacher_layer: int
+    site: str
+    num_teacher_heads: int
+
+    def __post_init__(self) -> None:
+        layer, heads, teacher = self.student_layer, self.num_teacher_heads, self.teacher_layer
+        require(0 <= teacher <= MAX_INTEGER, f"teacher_layer must be 0 to {MAX_INTEGER}", teacher)
+        require(0 <= layer < MAX_LAYERS, f"student_layer must be 0 to {MAX_LAYERS - 1}", layer)
+        require(1 <= heads <= MAX_HEADS, f"num_teacher_heads must be 1 to {MAX_HEADS}", heads)
+
+
+@dataclass(frozen=True)
+class KindLayers:
+    """How many attention calls of one kind the student was meant to make (CACHE-115)."""
+
+    kind: str
+    num_student_layers: int
+
+    def __post_init__(self) -> None:
+        require(self.kind in KINDS, f"kind must be one of {KINDS}", self.kind)
+        count = self.num_student_layers
+        require(1 <= count <= MAX_LAYERS, f"num_student_layers must be 1 to {MAX_LAYERS}", count)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How the plans were chosen on the data set itself (CACHE-18).
+
+    Attributes:
+        by: ``"residual"`` or ``"similarity"``; the cache only compares it.
+        samples: how many samples the pairs were chosen on.
+        seed: of the choice of these samples.
+    """
+
+    by: str
+    samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        require(1 <= self.samples <= MAX_INTEGER, f"matching.samples must be 1 to {MAX_INTEGER}", self.samples)
+        require(0 <= self.seed <= MAX_INTEGER, f"matching.seed must be 0 to {MAX_INTEGER}", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Form):
+    """The squeeze that made the supervision of attention, whichever form it is stored in.
+
+    Attributes:
+        num_student_heads: H_s.
+        layers: by ascending student layer.
+        plan: rounds of pairs of positions in the pool of heads; empty where ``plans`` has them.
+        plans: of each layer, where they differ (CACHE-17).
+        matching: how the plans were matched on the data, or None.
+        strategy: name from the specification, as are alpha_rule and alpha_from; the cache only compares them.
+        alpha_per: ``"map"`` or ``"row"``.
+        support: ``"full"`` or ``"causal"``.
+        codec: of the form.
+        num_student_layers: L_s, how many attention calls the student was meant to make; None where explicit pairs
+            name the layers that are taught, whichever others there are (CACHE-114).
+        kinds: where attention of several kinds is told apart: which, and how many calls of each the student was meant
+            to make. Student layers are numbered kind after kind (CACHE-115).
+
+    Raises:
+        ShdError: ``argument-value`` for a number or name outside its range.
+    """
+
+    SUBJECT: ClassVar[str] = "attention"
+
+    num_student_heads: int
+    layers: tuple[LayerPair, ...]
+    plan: Plan
+    plans: tuple[Plan, ...] | None = optional(None)
+    matching: Matching | None = optional(None)  # noqa: RUF009  (None, which cannot change)
+    strategy: str
+    alpha_rule: str
+    alpha_from: str = "teacher"
+    alpha_per: str
+    support: str
+    num_student_layers: int | None = optional(None)
+    kinds: tuple[KindLayers, ...] = optional(())
+
+    def __post_init__(self) -> None:
+        require(1 <= len(self.layers) <= MAX_LAYERS, f"layers must be 1 to {MAX_LAYERS}", len(self.layers))
+        students = self.student_layers
+        require(students == sorted(set(students)), "student layers must ascend", students)
+        if self.num_student_layers is not None:
+            meant, last = self.num_student_layers, students[-1]
+            require(last < meant <= MAX_LAYERS, f"num_student_layers must be {last + 1} to {MAX_LAYERS}", meant)
+        self._check_kinds()
+        heads = {layer.num_teacher_heads for layer in self.layers}
+        require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
+        limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
+        require(1 <= wanted_heads <= limit, f"num_student_heads must be 1 to num_teacher_heads={limit}", wanted_heads)
+        self._check_plans()
+        require(self.alpha_per in ALPHA_PER, f"alpha_per must be one of {ALPHA_PER}", self.alpha_per)
+        require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
+
+    @property
+    def num_teacher_heads(self) -> int:
+        """H_t, the same in every layer."""
+        return self.layers[0].num_teacher_heads
+
+    @property
+    def student_layers(self) -> list[int]:
+        """The student layers that have supervision, ascending."""
+        return [layer.student_layer for layer in self.layers]
+
+    @property
+    def num_alphas(self) -> int:
+        """n: pairs in all rounds of a plan. A strategy without pairwise weights stores none (CACHE-47)."""
+        return _count_pairs(self.layer_plans[0])
+
+    @property
+    def layer_plans(self) -> tuple[Plan, ...]:
+        """The plan of every layer, in the order of ``layers`` (CACHE-17)."""
+        return (self.plan,) * len(self.layers) if self.plans is None else self.plans
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Weights and mixing matrices of all layers, then a blob a layer (CACHE-44)."""
+        blobs = (Part(f"L{layer:02d}", U8, layer=layer) for layer in self.student_layers)
+        return Part("alphas", F32, optional=True), Part("mixing", F32, optional=self.mixing_is_optional), *blobs
+
+    def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
+        """``(layers, n_pairs)`` and ``(layers, H_s, H_t)``, with a last axis by row, and the size of each blob."""
+        rows = (extent.num_rows,) if self.alpha_per == "row" else ()
+        layers = len(self.layers)
+        alphas = (layers, self.num_alphas, *rows)
+        mixing = (layers, self.num_student_heads, self.num_teacher_heads, *rows)
+        return alphas, mixing, *((size,) for size in self.blob_sizes(extent))
+
+    def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
+        """Alphas, unless the strategy has none, and mixing."""
+        for values in (record.alphas if record.alphas.size else None, record.mixing):
+            if values is None or self.alpha_per == "map":
+                yield values
+            else:
+                yield values[..., : record.extent.num_rows]
+
+    def check(self, record: NewRecord) -> None:
+        """Refuse a record whose layers, alphas or mixing do not fit."""
+        if len(record.codes) != len(self.layers):
+            raise misfit(record, f"codes must be {len(self.layers)}, one for each layer", len(record.codes))
+        self.check_codes(record)
+        alphas, mixing, *_ = self.part_shapes(record.extent)
+        num_alphas = record.alphas.shape[1] if record.alphas.ndim > 1 else -1
+        if num_alphas not in (0, self.num_alphas):
+            raise misfit(record, f"alphas must hold {self.num_alphas} pairs, or none", record.alphas.shape)
+        _check_floats(record, "alphas", record.alphas, (alphas[0], num_alphas, *alphas[2:]))
+        if record.mixing is not None:
+            _check_floats(record, "mixing", record.mixing, mixing)
+        elif not self.mixing_is_optional:
+            raise misfit(record, f"mixing must be {mixing}", None)
+
+    def plain_size(self, extent: Extent) -> int:
+        """Bytes of the merged maps as float32."""
+        return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
+
+    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """A record decoded, by the names of its parts: what an export holds."""
+        for layer in record.blobs:
+            yield f"L{layer:02d}", self.decode(record, layer)
+        yield "alphas", record.alphas
+        if record.mixing is not None:
+            yield "mixing", record.mixing
+
+    def map_shapes(self, extent: Extent) -> tuple[tuple[int, int], ...]:
+        """Rows and keys of each layer's maps in a record: n and n, unless the record says otherwise (CACHE-116)."""
+        return extent.shapes or ((extent.length, extent.length),) * len(self.layers)
+
+    def column(self, layer: int) -> int:
+        """The place of a student layer among ``layers``."""
+        return self.student_layers.index(layer)
+
+    @property
+    @abstractmethod
+    def mixing_is_optional(self) -> bool:
+        """Whether a record may lack its mixing matrices."""
+
+    @property
+    @abstractmethod
+    def bound_temperature(self) -> float | None:
+        """The attention temperature that the supervision is bound to; None where it serves any."""
+
+    @abstractmethod
+    def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
+        """Bytes of each layer's blob, before compression."""
+
+    @abstractmethod
+    def check_codes(self, record: NewRecord) -> None:
+        """Refuse codes whose shapes or types do not fit."""
+
+    @abstractmethod
+    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+        """The merged maps of one student layer, ``(H_s, rows, keys)``."""
+
+    @abstractmethod
+    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The teacher's queries and keys of one student layer, where they are what is stored.
+
+        Raises:
+            ShdError: ``argument-value`` for maps.
+        """
+
+    def _check_kinds(self) -> None:
+        names = [each.kind for each in self.kinds]
+        wanted = [kind for kind in KINDS if kind in names]
+        require(names == wanted, f"kinds must be some of {KINDS} in this order", names)
+        if self.kinds:
+            count = sum(each.num_student_layers for each in self.kinds)
+            meant = self.num_student_layers
+            require(meant == count, f"num_student_layers must be {count}, the sum of all kinds", meant)
+
+    def _check_plans(self) -> None:
+        limit = self.num_teacher_heads
+        for plan in (self.plan, *(self.plans or ())):
+            positions = [position for one_round in plan for pair in one_round for position in pair]
+            require(all(0 <= p < limit for p in positions), f"plan positions must be below {limit}", plan)
+        if self.plans is None:
+            return
+        require(len(self.plans) == len(self.layers), f"plans must be {len(self.layers)}", len(self.plans))
+        require(not self.plan, "plan must be empty where layers have plans of their own", self.plan)
+        require(len(set(self.plans)) > 1, "plans must not all be equal: then plan holds them", self.plans)
+        pairs = {_count_pairs(plan) for plan in self.plans}
+        require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs))
+
+    def _describe_merge(self) -> str:
+        return f"{self.support} support, one alpha per {self.alpha_per}"
+
+
+def _count_pairs(plan: Plan) -> int:
+    return sum(len(one_round) for one_round in plan)
+
+
+def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
+    by_row = len(shape) > 2 + (name == "mixing")
+    padded_rows = by_row and values.ndim == len(shape) and values.shape[-1] >= shape[-1]
+    if values.shape != ((*shape[:-1], values.shape[-1]) if padded_rows else shape):
+        raise misfit(record, f"{name} must be {shape}", values.shape)
+    if values.dtype != np.float32:
+        message = f"record {record.index}: {name} must be float32; got {values.dtype}"
+        raise ShdError("argument-dtype", message, "CACHE-47")
+    if not np.isfinite(values).all():
+        raise ShdError("not-finite", f"record {record.index}: {name} must be finite; got NaN or infinity", "CACHE-47")

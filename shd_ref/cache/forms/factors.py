@@ -1,0 +1,128 @@
+"""Factored records: the teacher's queries and keys in place of maps (CACHE-100 to CACHE-113)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.factored import (
+    CodedFactors,
+    LayerFactors,
+    check_coded_factors,
+    check_layers,
+    decode_factors,
+    factored_size,
+    pack_factors,
+    rebuild_maps,
+    unpack_factors,
+)
+from shd_ref.cache.forms.attention import Attention
+from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
+from shd_ref.cache.storage.documents import optional
+from shd_ref.errors import ShdError
+
+PADDING: Final = ("behind", "around")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors(Attention):
+    """Records hold the teacher's queries and keys, from which its maps are made, and the mixing matrices.
+
+    Attributes:
+        form: ``"factored"``.
+        factors: how each layer's queries and keys make its maps (CACHE-101).
+        padding: ``"around"`` where records may have padding in front too, else ``"behind"`` (CACHE-113).
+    """
+
+    form: str = field(default="factored", init=False)
+    factors: tuple[LayerFactors, ...]
+    padding: str = optional("behind")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.factors) == len(self.layers), f"factors must be {len(self.layers)}", len(self.factors))
+        problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
+        if problem is not None:
+            raise ShdError("argument-value", problem, "CACHE-101")
+        require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per)
+        require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding)
+
+    @property
+    def mixing_is_optional(self) -> bool:
+        """Nothing else says how the teacher's maps are merged."""
+        return False
+
+    @property
+    def bound_temperature(self) -> None:
+        """Logits are divided by a temperature where the student is trained (CACHE-111)."""
+        return None
+
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        """Padding in front is left out where the manifest says so; maps are square."""
+        if not 0 <= extent.first < max(extent.length, 1) or (extent.first and self.padding == "behind"):
+            yield f"first must be 0, or below length {extent.length} where padding is around; got {extent.first}"
+        if extent.shapes:
+            yield f"shapes must be left out for factors; got {str(extent.shapes)[:80]}"
+
+    def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
+        """By CACHE-107."""
+        length, heads = extent.length - extent.first, self.num_teacher_heads
+        return tuple(factored_size(self.codec, heads, layer, length) for layer in self.factors)
+
+    def held_size(self, extent: Extent) -> int:
+        """As many bytes as are stored."""
+        return sum(self.blob_sizes(extent))
+
+    def check_codes(self, record: NewRecord) -> None:
+        """Queries must be ``(H_t, n - first, d)``, keys ``(H_kv, n - first, d)``, both with steps for int8."""
+        length, heads = record.length - record.first, self.num_teacher_heads
+        dtype, has_steps = np.dtype(self.codec), self.codec == "int8"
+        for factors, coded in zip(self.factors, record.codes, strict=True):
+            if not isinstance(coded, CodedFactors):
+                raise misfit(record, "codes must be queries and keys for factors", coded.shape)
+            parts = ((heads, coded.queries, coded.query_steps), (factors.num_key_heads, coded.keys, coded.key_steps))
+            for count, codes, steps in parts:
+                if codes.shape != (count, length, factors.width):
+                    raise misfit(record, f"factors must be ({count}, {length}, {factors.width})", codes.shape)
+                if (steps is not None) != has_steps or (steps is not None and steps.shape != (count, length)):
+                    found = None if steps is None else steps.shape
+                    raise misfit(record, f"steps must be ({count}, {length}) for int8, else None", found)
+                if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
+                    message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
+                    raise ShdError("argument-dtype", message, "CACHE-102")
+
+    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+        """One blob a layer (CACHE-107).
+
+        Raises:
+            ShdError: as ``check_coded_factors``.
+        """
+        for coded in record.codes:
+            assert isinstance(coded, CodedFactors)  # refused by check
+            check_coded_factors(coded)
+            yield pack_factors(coded)
+
+    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+        """``(H_s, n, n)`` float32, made from queries and keys (CACHE-110)."""
+        assert record.mixing is not None  # refused by the receipt
+        queries, keys = self.decode_factors(record, layer)
+        column = self.column(layer)
+        factors, mixing = self.factors[column], record.mixing[column]
+        return rebuild_maps(
+            queries, keys, factors.scale, self.support, mixing, window=factors.window, first=record.first
+        )
+
+    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32, without padding in front."""
+        factors, length = self.factors[self.column(layer)], record.length - record.first
+        return decode_factors(
+            unpack_factors(record.blobs[layer], self.codec, self.num_teacher_heads, factors, length)
+        )
+
+    def describe(self) -> list[tuple[str, str]]:
+        """For a listing and a report."""
+        return [("form", f"queries and keys, {self._describe_merge()}, any temperature"), ("codec", self.codec)]

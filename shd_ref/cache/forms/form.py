@@ -1,0 +1,191 @@
+"""The noun: what a cache asks of a form, and the sample that forms store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.factored import CodedFactors
+from shd_ref.errors import ShdError
+
+F32 = "F32"
+"""Stored as it is: binary32, aligned."""
+U8 = "U8"
+"""Coded, and compressed where the cache is."""
+
+
+class Part(NamedTuple):
+    """One tensor of a record.
+
+    Attributes:
+        name: what follows the sample's number in its name (CACHE-3).
+        dtype: ``F32`` or ``U8``.
+        optional: whether a record may lack it.
+        layer: the student layer that it belongs to, or None.
+    """
+
+    name: str
+    dtype: str
+    optional: bool = False
+    layer: int | None = None
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return self.name if self.layer is None else f"layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What decides the sizes of a record's tensors.
+
+    Attributes:
+        length: n.
+        first: positions of padding in front (CACHE-113).
+        shapes: rows and keys of each layer's maps, where they are not n and n (CACHE-116).
+    """
+
+    length: int
+    first: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Of the layer that has most: the last axis of weights by row."""
+        return max((rows for rows, _ in self.shapes), default=self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class NewRecord:
+    """A sample to be written. Padding behind ``length`` is cut off; it must carry no probability.
+
+    Attributes:
+        index: position in the data set.
+        key: ``sample_key`` of its inputs.
+        length: n, counted positions, at least 1.
+        codes: per layer of the manifest: for maps ``(H_s, L, L)`` codes with L >= n, for factors the queries and keys
+            of positions ``first`` to n - 1.
+        alphas: float32 ``(num_layers, n_pairs)``, or ``(num_layers, n_pairs, L)`` where every row has its own; rounds
+            follow each other. ``n_pairs`` is 0 for strategies that have none.
+        mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
+        seed: of the sample's augmentation, where the manifest names a column of seeds.
+        first: positions of padding in front, where the form leaves them out.
+        shapes: rows and keys of each layer's maps, where the manifest has shapes ``own`` (CACHE-116).
+    """
+
+    index: int
+    key: str
+    length: int
+    codes: Sequence[NDArray[Any] | CodedFactors]
+    alphas: NDArray[np.float32]
+    mixing: NDArray[np.float32] | None = None
+    seed: int | None = None
+    first: int = 0
+    shapes: Sequence[tuple[int, int]] = ()
+
+    @property
+    def extent(self) -> Extent:
+        """What decides the sizes of its tensors."""
+        return Extent(self.length, self.first, tuple((rows, keys) for rows, keys in self.shapes))
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRecord:
+    """A sample as stored, its checksums found right.
+
+    Attributes:
+        index: position in the data set.
+        key: what it was found by.
+        length: n.
+        blobs: student layer -> packed codes, uint8; see ``CacheReader.decode``.
+        alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``; ``n_pairs`` is 0 if none.
+        mixing: float32 ``(num_layers, H_s, H_t)`` or ``(num_layers, H_s, H_t, n)``, or None if not stored.
+        seed: of the sample's augmentation, or None.
+        first: positions of padding in front, which the blobs leave out.
+        shapes: rows and keys of each layer of the manifest, where it has shapes ``own``; else empty.
+    """
+
+    index: int
+    key: str
+    length: int
+    blobs: dict[int, NDArray[np.uint8]]
+    alphas: NDArray[np.float32]
+    mixing: NDArray[np.float32] | None
+    seed: int | None = None
+    first: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def extent(self) -> Extent:
+        """What decides the sizes of its tensors."""
+        return Extent(self.length, self.first, self.shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form(ABC):
+    """One form of supervision, as the manifest describes it.
+
+    Attributes:
+        SUBJECT: what it is supervision of; the name of the manifest's member.
+        codec: how it is coded.
+    """
+
+    SUBJECT: ClassVar[str]
+    codec: str
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """The tensors of every record, in stored order."""
+
+    @abstractmethod
+    def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
+        """The shape of each of ``parts`` in a record; of ``U8`` the bytes before compression."""
+
+    @abstractmethod
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        """What keeps a record from being of this extent."""
+
+    @abstractmethod
+    def check(self, record: NewRecord) -> None:
+        """Refuse a record that does not fit: ``argument-shape``, ``argument-dtype``, ``not-finite``."""
+
+    @abstractmethod
+    def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
+        """The ``F32`` parts of a record that was checked, padding cut off; None for one that it lacks."""
+
+    @abstractmethod
+    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+        """The ``U8`` parts of a record that was checked, padding cut off, before compression.
+
+        Raises:
+            ShdError: for codes that no encoder makes, or that would be lost.
+        """
+
+    @abstractmethod
+    def held_size(self, extent: Extent) -> int:
+        """Bytes that the codes of a sample take in memory before they are packed."""
+
+    @abstractmethod
+    def plain_size(self, extent: Extent) -> int:
+        """Bytes of what a record teaches, as float32."""
+
+    @abstractmethod
+    def describe(self) -> list[tuple[str, str]]:
+        """What a listing and a report say of it: names and values."""
+
+
+def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-21") -> None:
+    """Refuse a value: ``argument-value`` unless the rule holds."""
+    if not holds:
+        raise ShdError("argument-value", f"{rule}; got {value!r}", spec_id)
+
+
+def misfit(record: NewRecord, rule: str, value: object) -> ShdError:
+    """The error for a record that is not as the manifest says: ``argument-shape``."""
+    return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", "CACHE-44")

@@ -1,0 +1,120 @@
+"""Merged maps, coded (CACHE-30 to CACHE-43)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.codecs import CODECS, check_codes, code_dtype, decode
+from shd_ref.cache.codecs.factored import CodedFactors
+from shd_ref.cache.codecs.packing import pack, packed_size, unpack
+from shd_ref.cache.forms.attention import Attention
+from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
+from shd_ref.cache.storage.documents import optional
+from shd_ref.errors import ShdError
+
+SHAPES: Final = ("length", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps(Attention):
+    """Records hold the student's merged maps.
+
+    Attributes:
+        form: ``"maps"``.
+        temperature: the attention temperature that the maps are bound to, above 0.
+        shapes: ``"own"`` where records say how many rows and keys the maps of each layer have, else ``"length"``: n
+            and n (CACHE-116).
+    """
+
+    form: str = field(default="maps", init=False)
+    temperature: float
+    shapes: str = optional("length")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
+        super().__post_init__()
+        require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
+        require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
+        require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes)
+        own = self.shapes == "own" and self.support == "causal"
+        require(not own, "shapes must be length for causal support", self.shapes)
+
+    @property
+    def mixing_is_optional(self) -> bool:
+        """The maps are merged already."""
+        return True
+
+    @property
+    def bound_temperature(self) -> float:
+        """Maps are softened before they are merged."""
+        return self.temperature
+
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        """Padding in front is stored, as rows of zeros; shapes are there where the manifest says so."""
+        if extent.first:
+            yield f"first must be 0 for maps; got {extent.first}"
+        wanted = len(self.layers) if self.shapes == "own" else 0
+        sizes = [size for shape in extent.shapes for size in shape]
+        if len(extent.shapes) != wanted or not all(1 <= size < 2**31 for size in sizes):
+            yield f"shapes must be rows and keys, at least 1, of {wanted} layers; got {str(extent.shapes)[:80]}"
+
+    def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
+        """By CACHE-40."""
+        return tuple(
+            packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in self.map_shapes(extent)
+        )
+
+    def held_size(self, extent: Extent) -> int:
+        """A code for every entry, also above the diagonal."""
+        return self.plain_size(extent) // 4 * code_dtype(self.codec).itemsize
+
+    def check_codes(self, record: NewRecord) -> None:
+        """Codes must be ``(H_s, L, L)`` with L >= n, or as large as ``shapes`` says."""
+        heads, shapes = self.num_student_heads, self.map_shapes(record.extent)
+        for layer, codes, (rows, keys) in zip(self.student_layers, record.codes, shapes, strict=True):
+            found = codes.queries.shape if isinstance(codes, CodedFactors) else codes.shape
+            square = bool(record.shapes) or found[1:] == found[1:2] * 2
+            fits = len(found) == 3 and found[0] == heads and found[1] >= rows >= 1 and found[2] >= keys >= 1
+            if isinstance(codes, CodedFactors) or not fits or not square:
+                sizes = f"L, L) with L >= {rows}" if rows == keys else f"L, S) with L >= {rows}, S >= {keys}"
+                raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", found)
+
+    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+        """One blob a layer (CACHE-41).
+
+        Raises:
+            ShdError: as ``codecs.check_codes`` and ``packing.pack``; ``support-mismatch`` when a counted row has mass
+                on padding.
+        """
+        shapes = self.map_shapes(record.extent)
+        for layer, codes, (num_rows, num_keys) in zip(self.student_layers, record.codes, shapes, strict=True):
+            assert not isinstance(codes, CodedFactors)  # refused by check
+            rows = codes[:, :num_rows]
+            if rows[:, :, num_keys:].any():
+                message = f"record {record.index} layer {layer}: keys from {num_keys} on must have no probability"
+                raise ShdError("support-mismatch", message + ": the teacher attends to padding", "CACHE-42")
+            counted = rows[:, :, :num_keys]
+            check_codes(self.codec, counted)
+            yield pack(counted, self.support, self.codec)
+
+    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+        """``(H_s, rows, keys)`` float32; rows sum to one or are zero."""
+        num_rows, num_keys = self.map_shapes(record.extent)[self.column(layer)]
+        heads = self.num_student_heads
+        codes = unpack(record.blobs[layer], self.codec, self.support, heads, num_rows, num_keys)
+        return decode(self.codec, codes)
+
+    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Refused: maps do not tell which queries and keys made them."""
+        message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
+        raise ShdError("argument-value", message, "CACHE-100")
+
+    def describe(self) -> list[tuple[str, str]]:
+        """For a listing and a report."""
+        return [("form", f"maps, {self._describe_merge()}, temperature {self.temperature:g}"), ("codec", self.codec)]
