@@ -78,7 +78,7 @@ def _alone(batch: list[Any]) -> list[Any]:
     return [(sample["number"], record) for sample, record in batch]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("support", "workers"), [("full", 0), ("causal", 2)])
 def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support: str) -> None:
     reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, support=support)))
     joined = SupervisedDataset(TokenData(), reader, layers=[2], preload=workers == 0)

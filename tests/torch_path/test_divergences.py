@@ -170,8 +170,7 @@ def test_logits_of_any_size_are_finite(dtype: str, divergence: str) -> None:
             assert torch.isfinite(shd_torch.softmax(student, temperature=temperature)).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("divergence", "variant"), list(zip(DIVERGENCES, VARIANTS, strict=True)))
 def test_compiles_whole(divergence: str, variant: str) -> None:
     supervision, logits, options = case(variant, "float32")
     teacher = to_tensor(supervision)

@@ -34,7 +34,7 @@ def count_softmax(path: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HF_MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "vit"])  # test_architectures has the others
 def test_hf_graph_is_the_model(name: str, tmp_path: Path) -> None:
     model = hf_model(name).train()
     model.eval()

@@ -19,7 +19,7 @@ def main(address: str, start: str) -> None:
     joined = SupervisedDataset(TokenData(), address, layers=[2])
     reader = joined.cache
     expected = [reader.decode(reader.read(key), 2) for key in joined.keys]  # connections are open before the fork
-    loader = DataLoader(joined, 1, num_workers=2, collate_fn=joined.collate, multiprocessing_context=start)
+    loader = DataLoader(joined, 1, num_workers=1, collate_fn=joined.collate, multiprocessing_context=start)
     seen = []
     for sample, supervision in loader:
         index = int(sample["number"])

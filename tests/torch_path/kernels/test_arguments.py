@@ -91,6 +91,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 import shd_torch, shd_torch.kernels
+assert "shd_torch.kernels.passes" not in sys.modules
 x = torch.zeros(1, 1, 2, 4)
 print(shd_torch.kernels.unsupported_reason(x))
 try:
@@ -102,8 +103,3 @@ except shd_torch.ShdError as error:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("pip install 'squeezing-heads[triton]'") == 1
     assert done.stdout.splitlines()[-1] == "dependency-missing"
-
-
-def test_importing_the_kernels_does_not_import_triton() -> None:
-    code = "import sys, shd_torch.kernels; sys.exit('shd_torch.kernels.passes' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
