@@ -26,7 +26,7 @@ class Adapter(Protocol):
     """An implementation behind one method, for those that need the dtype's name or other arrays."""
 
     def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
-        """Run one operation of ``specs/shd.md``.
+        """Run one operation of ``specs/shd.md``, or of an optional part.
 
         Args:
             operation: its name, such as ``"solve_alpha"``.
@@ -66,6 +66,19 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "value_outputs": ("value_outputs",),
 }
 """The operations of ``specs/shd.md`` with the names of their results, in the order of a tuple that holds them."""
+
+KD_OUTPUTS: dict[str, tuple[str, ...]] = {
+    "hidden_loss": ("loss",),
+    "hidden_loss_gradient": ("dstudent",),
+    "kd_loss": ("loss",),
+    "kd_loss_gradient": ("dz",),
+    "kd_targets_sampled": ("ids", "weights", "entropy", "temperature", "vocab_size"),
+    "kd_targets_topk": ("ids", "log_probs", "log_tail", "temperature", "vocab_size"),
+    "linear_kd_loss": ("loss",),
+    "linear_kd_loss_gradient": ("dhidden", "dweight", "dbias"),
+    "mean_logits": ("logits",),
+}
+"""The operations of ``specs/kd.md``, the same way."""
 
 
 class Missing(unittest.SkipTest):
@@ -215,4 +228,6 @@ def _equal(left: Any, right: Any) -> bool:
         return bool(left.shape == right.shape and left.tobytes() == right.tobytes())
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, Mapping):
+        return set(left) == set(right) and all(_equal(value, right[name]) for name, value in left.items())
     return bool(left is right or left == right or left != left)

@@ -322,6 +322,8 @@ def encode(value: Any) -> Any:
         return encode(value.item())
     if isinstance(value, list | tuple):
         return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"record": {name: encode(item) for name, item in value.items()}}
     if isinstance(value, float) and not np.isfinite(value):
         return {"number": _number(value)}
     return value

@@ -156,6 +156,8 @@ def _decode_input(value: Any, dtype: str) -> Any:
         return value
     if "number" in value:
         return float(value["number"])
+    if "record" in value:
+        return {name: _decode_input(item, dtype) for name, item in value["record"].items()}
     if "recipe" in value:
         array = make_array(value["shape"], value["recipe"])
         return array if array.dtype == np.bool_ else round_to(array, dtype)

@@ -261,7 +261,8 @@ def as_record(targets: Targets) -> Record | None:
 
 
 def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
-    """In place."""
+    """In place; the peak goes first, so that large logits keep their small differences."""
+    z.sub_(z.amax(-1, keepdim=True))
     if temperature != 1.0:
         z.div_(temperature)
     return z.sub_(z.logsumexp(-1, keepdim=True))

@@ -56,6 +56,8 @@ class Adapter:
         """Arrays as tensors, also in a list of layers or rounds; floats in the dtype asked for."""
         if isinstance(value, list | tuple):
             return [self._as_tensors(item, dtype) for item in value]
+        if isinstance(value, Mapping):
+            return {name: self._as_tensors(item, dtype) for name, item in value.items()}
         if not isinstance(value, np.ndarray):
             return value
         tensor = torch.tensor(value, device=self.device)
@@ -72,7 +74,9 @@ def _as_arrays(value: Any) -> Any:
         tensor = value.detach().cpu()
         return tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
     if hasattr(value, "_asdict"):
-        return {name: _as_arrays(item) for name, item in value._asdict().items()}
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: _as_arrays(item) for name, item in value.items()}
     if isinstance(value, maps.SqueezeResult):
         return {name: _as_arrays(item) for name, item in vars(value).items()}
     return type(value)(map(_as_arrays, value)) if isinstance(value, list | tuple) else value

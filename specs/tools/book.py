@@ -135,6 +135,8 @@ def _exact_number(value: Any) -> Any:
 def _json_of(value: Any) -> Any:
     if isinstance(value, Given):
         return value.json
+    if isinstance(value, dict):
+        return {"record": {name: _json_of(item) for name, item in value.items()}}
     if isinstance(value, list):
         return [_json_of(item) for item in value]
     return _plain_number(value) if isinstance(value, float | Fraction) else value
@@ -143,7 +145,10 @@ def _json_of(value: Any) -> Any:
 def _value_of(value: Any) -> Any:
     if isinstance(value, Given):
         return value.value
-    return [_value_of(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, dict):
+        return {name: _value_of(item) for name, item in value.items()}
+    # A list of layers keeps its kind, which tells it from one array.
+    return type(value)(map(_value_of, value)) if isinstance(value, list) else value
 
 
 def is_few_bits(value: Any) -> bool:

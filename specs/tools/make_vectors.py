@@ -1,8 +1,9 @@
 """Write ``specs/vectors/v1/<operation>.json``: inputs, and outputs that an independent oracle found.
 
-The oracle follows ``specs/shd.md`` and imports nothing but the standard library. Run without arguments to write the
-files in place, or with ``--out FOLDER`` to write them elsewhere. New cases are frozen with ``--freeze``: from then on
-an id stands for its inputs and answer. A case is withdrawn (``withdrawn="why"`` where it is defined), never edited.
+The oracle follows ``specs/shd.md``, and with ``--part kd`` ``specs/kd.md`` (``vectors/kd-v1``); it imports nothing
+but the standard library. Run without ``--out`` to write the files in place, or with ``--out FOLDER`` to write them
+elsewhere. New cases are frozen with ``--freeze``: from then on an id stands for its inputs and answer. A case is
+withdrawn (``withdrawn="why"`` where it is defined), never edited.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import cases_alpha
 import cases_bounds
 import cases_gradients
 import cases_gram
+import cases_hidden
+import cases_kd
 import cases_loss
 import cases_maps
 import cases_mixing
@@ -40,22 +44,28 @@ CHAPTERS = (
 )
 
 
+PARTS: dict[str, tuple[tuple[Any, ...], str]] = {"shd": (CHAPTERS, "v1"), "kd": ((cases_kd, cases_hidden), "kd-v1")}
+
+
 def main() -> int:
     """Write all files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=VECTORS / "v1", help="folder of the vector files")
+    parser.add_argument("--part", choices=PARTS, default="shd", help="of the specification")
+    parser.add_argument("--out", type=Path, help="folder of the vector files, if not their own")
     parser.add_argument("--freeze", action="store_true", help="freeze the ids of new cases")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    chapters, version = PARTS[arguments.part]
+    out = arguments.out or VECTORS / version
+    out.mkdir(parents=True, exist_ok=True)
     fingerprints: dict[str, str] = {}
-    for chapter in CHAPTERS:
+    for chapter in chapters:
         for make_book in chapter.BOOKS:
             book = make_book()
             add_full(book)
-            (arguments.out / f"{book.operation}.json").write_text(dump(book.document()), encoding="utf-8")
+            (out / f"{book.operation}.json").write_text(dump(book.document()), encoding="utf-8")
             fingerprints |= {case["id"]: fingerprint(case) for case in book.cases}
     if arguments.freeze:
-        return _freeze(VECTORS / "frozen-v1.json", fingerprints)
+        return _freeze(VECTORS / f"frozen-{version}.json", fingerprints)
     return 0
 
 

@@ -238,3 +238,15 @@ def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool) -> None:
         kd.linear_kd_loss(targets, hidden, weight, check=False, **keywords).backward()
     assert fused.most == 4 * chunk * size  # a chunk of logits, which is larger than all gradients
     assert fused.most < z.nbytes / 4
+
+
+def test_no_gradient_reaches_the_targets() -> None:
+    teacher = tensor(TEACHER).requires_grad_()
+    z = tensor(STUDENT).requires_grad_()
+    for loss in (
+        shd_torch.kd.kd_loss(teacher, z),
+        shd_torch.kd.kd_loss(shd_torch.kd.kd_targets_topk(teacher, 3), z),
+        shd_torch.kd.linear_kd_loss(teacher, z @ tensor(WEIGHT), tensor(WEIGHT)),
+        shd_torch.kd.hidden_loss(z, teacher),
+    ):
+        assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)

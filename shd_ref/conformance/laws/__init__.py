@@ -3,6 +3,7 @@
 from shd_ref.conformance.laws import (
     alphas,
     calls,
+    kd,
     learning,
     maps,
     merging,
@@ -28,6 +29,9 @@ LAWS: tuple[Law, ...] = (
     *student.LAWS,
     *symmetries.LAWS,
 )
-"""Every law, by chapter."""
+"""Every law of ``specs/shd.md``, by chapter."""
 
-__all__ = ["LAWS", "Law", "LawBrokenError", "Trial"]
+LAWS_OF: dict[str, tuple[Law, ...]] = {"shd": LAWS, "kd": kd.LAWS}
+"""The laws of every part of the specification."""
+
+__all__ = ["LAWS", "LAWS_OF", "Law", "LawBrokenError", "Trial"]
