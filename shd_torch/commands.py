@@ -34,7 +34,7 @@ def root() -> None:
 def export(
     model: Annotated[str, Shown("A Hugging Face model: a local folder, or a hub id.")],
     out: Annotated[Path, Shown("The graph to write, such as teacher.onnx.")],
-    opset: Annotated[int, typer.Option(help="ONNX opset.", min=18, max=22)] = 18,
+    opset: Annotated[int, typer.Option(help="ONNX opset.", min=18, max=22, metavar="N")] = 18,
 ) -> None:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
 

@@ -131,11 +131,11 @@ def export_teacher(
     )
 
 
-def load_hf_model(source: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A Hugging Face model with the head it was saved with, in eval mode.
 
     Args:
-        source: a folder, which is read without any network access, or a hub id.
+        model: a folder, which is read without any network access, or a hub id.
         dtype: what to load the weights as; onnxruntime has no bfloat16 attention on the CPU.
 
     Raises:
@@ -148,19 +148,19 @@ def load_hf_model(source: str | os.PathLike[str], *, dtype: torch.dtype = torch.
         )
     import transformers
 
-    is_folder = Path(source).is_dir()
+    is_folder = Path(model).is_dir()
     try:
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=is_folder)
+        config = transformers.AutoConfig.from_pretrained(model, local_files_only=is_folder)
         architecture = next(iter(config.architectures or ()), "")
         model_class = getattr(transformers, architecture, transformers.AutoModel)
-        model: nn.Module = model_class.from_pretrained(source, dtype=dtype, local_files_only=is_folder)
+        loaded: nn.Module = model_class.from_pretrained(model, dtype=dtype, local_files_only=is_folder)
     except (OSError, ValueError) as error:
         raise ShdError(
             "export-failed",
-            f"source must be a folder that save_pretrained wrote, or a hub id that can be reached; got {source}: "
+            f"model must be a folder that save_pretrained wrote, or a hub id that can be reached; got {model}: "
             f"{error}",
         ) from error
-    return model.eval()
+    return loaded.eval()
 
 
 def example_inputs(model: nn.Module) -> dict[str, Tensor]:

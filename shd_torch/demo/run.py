@@ -102,7 +102,7 @@ def run_demo(
             on_done=lambda done, total: bar.update(task, completed=done, total=total),
         )
     rows = summarise([outcome for outcome, _ in results])
-    title = f"test accuracy in %: mean and 95% interval of {seeds} seeds (teacher {accuracy:.1%})"
+    title = f"test accuracy in %: mean and 95% interval of {seeds} seed{'s' * (seeds > 1)} (teacher {accuracy:.1%})"
     console.print(_table(rows, title, "accuracy", "interval", ".1f"))
     title = "gain over CE + KD in points, paired by seed (same images, same initial weights)"
     console.print(_table(rows, title, "gain_over_kd", "gain_interval", "+.1f"))
@@ -193,7 +193,7 @@ def _half_interval(values: NDArray[Any]) -> float:
 
 
 def _table(rows: Sequence[dict[str, Any]], title: str, value: str, interval: str, form: str) -> Table:
-    """One line a method, one column a number of labels; ``form`` formats a percentage."""
+    """A row per method, a column per number of labels; ``form`` formats a percentage."""
     counts = sorted({row["labels"] for row in rows})
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
@@ -201,8 +201,9 @@ def _table(rows: Sequence[dict[str, Any]], title: str, value: str, interval: str
         table.add_column(f"{count} labels", justify="right", no_wrap=True)
     for method in METHODS:
         chosen = {row["labels"]: row for row in rows if row["method"] == method}
-        cells = [f"{100 * chosen[n][value]:{form}} ± {100 * chosen[n][interval]:.1f}" for n in counts]
-        table.add_row(method, *cells)
+        cells = [(100 * chosen[count][value], 100 * chosen[count][interval]) for count in counts]
+        # One seed has no interval.
+        table.add_row(method, *(f"{mean:{form}}" + f" ± {half:.1f}" * (half == half) for mean, half in cells))
     return table
 
 

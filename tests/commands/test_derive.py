@@ -142,7 +142,7 @@ def test_options_that_pages_show_exist(page: str) -> None:
             assert not word.startswith("--") or word in shown, line
 
 
-@pytest.mark.parametrize("module", ["shd_ref.cli"])
+@pytest.mark.parametrize("module", ["shd_ref.cli", "shd_torch.cli"])
 def test_help_loads_nothing_heavy(module: str) -> None:
     if module == "shd_torch.cli":
         pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
