@@ -253,12 +253,14 @@ def _gram_cancelled(trial: Trial) -> None:
         require(bool(within.all()), "the alpha of a gram tensor", "a number from 0 to 1", alpha)
 
 
-def _near_ends(trial: Trial) -> dict[str, Array]:
-    """Pairs, one a sample, whose alphas are nearer and nearer to 1, to 0 and to 1/2, and on either side of them."""
+def near_ends(trial: Trial) -> dict[str, Array]:
+    """Pairs, one a sample, whose ``a*`` come near to 1, to 0 and to 1/2 from either side, and go far from them."""
     u, w = [], []
     for small in (part * 2.0**-power for power in range(4, 15) for part in (1.0, 1.625)):
-        u += [(1.0, 0.0), (0.0, small), (1.0, 0.0), (1.0 + 1.75 * small * small, small)]
+        far = max(small, 2.0**-10)  # a* of 1 / far, and of 1 less than that below 0
+        u += [(1.0, 0.0), (0.0, small), (1.0, 0.0), (1.0 + 1.75 * small * small, small), (1.0, 0.0), (far - 1.0, 0.0)]
         w += [(0.0, small), (1.0, 0.0), (-small * small, small), (1.0 - 1.75 * small * small, small)]
+        w += [(far - 1.0, 0.0), (1.0, 0.0)]
     outputs = [trial.rounded(np.stack([np.array(x), np.zeros((len(x), 2))], axis=1)) for x in (u, w)]
     maps = [trial.rounded(np.tile(row, (len(u), 1, 1))) for row in ([[1.0, 0.0]], [[0.0, 1.0]])]
     names = "probs_p", "probs_q", "value_outputs_p", "value_outputs_q"
@@ -266,14 +268,14 @@ def _near_ends(trial: Trial) -> dict[str, Array]:
 
 
 def _ends(trial: Trial) -> None:
-    pair = _near_ends(trial)
+    pair = near_ends(trial)
     for per in ("map", "row"):
         alpha = _alpha(trial, pair, alpha_per=per)
         _judge_alpha(trial, _solved(pair, per_row=per == "row"), alpha, f"alpha near 0, 1/2 or 1, per {per},")
 
 
 def _gram_ends(trial: Trial) -> None:
-    pair = _near_ends(trial)
+    pair = near_ends(trial)
     p, q, x, y = (array.astype(np.float64) for array in pair.values())
     products = np.einsum("bils,bjsd->bijld", np.stack([p, q], axis=1), np.stack([x, y], axis=1))
     gram = np.einsum("bijld,bmnld->bijmn", products, products)

@@ -54,22 +54,29 @@ def _shift(trial: Trial) -> None:
 
 def _temperature(trial: Trial) -> None:
     logits = trial.numbers(5, 1, 2, 3, 6)
-    for temperature in (2.0, 0.5):
-        divided = trial.numbers_of("softmax", attn_logits=trial.rounded(logits / temperature))
+    for temperature in temperatures(trial.subject.dtype):
+        exps = np.exp((logits.astype(np.float64) - 3.0) / temperature)
         probs = trial.numbers_of("softmax", attn_logits=logits, temperature=temperature)
-        trial.agree(probs, divided, "probs", f"softmax at temperature {temperature:g}, against divided logits,")
+        wanted = exps / exps.sum(-1, keepdims=True)
+        trial.agree(probs, wanted, "probs", f"softmax at temperature {temperature:g}")
+
+
+# As little beside 1 as each dtype tells from it and its tolerance shows, and far from it on either side.
+_NEAR_ONE = {"float64": 2.0**-20, "float32": 2.0**-8, "float16": 2.0**-4, "bfloat16": 2.0**-3}
+
+
+def temperatures(dtype: str) -> tuple[float, ...]:
+    """Temperatures that may be mistaken for 1, for none or for infinity."""
+    near = _NEAR_ONE[dtype]
+    return 2.0, 0.5, 1.0 + near, 1.0 - near, 64.0, 1.0 / 16, 1024.0
 
 
 def _soften(trial: Trial) -> None:
     probs = trial.probs(6, 1, 3, 4, 5)
-    with np.errstate(divide="ignore"):
-        logits = np.log(probs.astype(np.float64))
-    for temperature in (2.0, 0.5):
-        wanted = np.exp(logits / temperature)
+    for temperature in temperatures(trial.subject.dtype):
         softened = trial.numbers_of("soften", attn_probs=probs, temperature=temperature)
-        trial.agree(
-            softened, wanted / wanted.sum(-1, keepdims=True), "probs", f"soften at temperature {temperature:g}"
-        )
+        wanted = soften_maps(probs.astype(np.float64), temperature, "one")
+        trial.agree(softened, wanted, "probs", f"soften at temperature {temperature:g}")
         exactly(softened[probs == 0], 0.0, "the softened probability of a key without mass")
     exactly(trial.numbers_of("soften", attn_probs=probs, temperature=1.0), probs, "soften at temperature 1")
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from shd_ref.conformance.chain import check_chain, soften_maps
 from shd_ref.conformance.compare import Difference, as_plain
+from shd_ref.conformance.laws.alphas import near_ends
 from shd_ref.conformance.laws.bounds import check_diagnosis
 from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, as_array, exactly
+from shd_ref.conformance.laws.maps import temperatures
 from shd_ref.conformance.variants import compute
 
 _MASK = np.array([[True, True, True, True, False], [True, False, True, True, True], [True] * 5])
@@ -237,10 +239,14 @@ def _odd_outputs(trial: Trial) -> None:
     second = [
         [[1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]],
         [[8.0, 2.0], [1.0, 0.0], [8.0, -2.0]],
-        [[0.0, -1.0], [0.0, 1.5], [3.0, -0.5]],
+        [[0.0, -1.0], [0.0, 1.5], [3.0, 0.0]],
         [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
     ]
-    outputs = trial.rounded(np.stack([first, second], axis=1))  # (B, 2, S, D)
+    outputs = np.stack([first, second], axis=1)  # (B, 2, S, D)
+    # The third sample's keys nearly read one direction, and no key reads the third feature, which its heads gave.
+    outputs[2, 1, 1, 1] += 2.0**-17 if trial.subject.dtype == "float64" else 2.0**-6
+    unread = np.array([[0.5, 0.0, -0.5], [-0.5, 0.0, 0.5]])[..., None]
+    outputs = trial.rounded(np.concatenate([outputs, unread * np.array([0, 0, 1, 0])[:, None, None, None]], axis=-1))
     whole = {
         "teacher_probs": trial.rounded(np.broadcast_to(maps, (4, 2, 2, 3))),
         "value_outputs": outputs,
@@ -249,7 +255,7 @@ def _odd_outputs(trial: Trial) -> None:
     more = {  # the same beside a pair that is as others are
         **whole,
         "teacher_probs": np.concatenate([whole["teacher_probs"], trial.probs(257, 4, 2, 2, 3)], axis=1),
-        "value_outputs": np.concatenate([outputs, trial.numbers(258, 4, 2, 3, 2)], axis=1),
+        "value_outputs": np.concatenate([outputs, trial.numbers(258, 4, 2, 3, 3)], axis=1),
     }
     for inputs, students in ((whole, 1), (more, 2)):
         for options in ({}, {"row_sums": "at_most_one"}):
@@ -268,6 +274,34 @@ def _deep(trial: Trial) -> None:
             left = share * left
             left[head] += 1 - share
         trial.agree(got, np.broadcast_to(left, (2, 1, 8)), "alpha", f"compose_mixing of seven rounds, each {share:g}")
+
+
+def _near_ends(trial: Trial) -> None:
+    pair = near_ends(trial)
+    inputs = {
+        "teacher_probs": np.stack([pair["probs_p"], pair["probs_q"]], axis=1),
+        "value_outputs": np.stack([pair["value_outputs_p"], pair["value_outputs_q"]], axis=1),
+        "num_student_heads": 1,
+    }
+    for strategy in ("shd", "hard", "simplex"):
+        for per in ("map", "row"):
+            call = {**inputs, "strategy": strategy, "alpha_per": per}
+            found = check_chain(call, trial.call("squeeze_heads", **call), trial.subject.dtype)
+            if found:
+                problem = f"{found[0]} of {strategy}, alpha per {per}: {found[1].problem}"
+                raise LawBrokenError(Difference(problem, found[1].expected, found[1].got), _LINKS[found[0]])
+
+
+def _temperatures(trial: Trial) -> None:
+    inputs = {"teacher_probs": trial.probs(259, 2, 3, 3, 5), "value_outputs": trial.numbers(260, 2, 3, 5, 3)}
+    for temperature in temperatures(trial.subject.dtype):
+        for source in ("teacher", "softened"):
+            options = {"temperature": temperature, "alpha_from": source}
+            call = {**inputs, "num_student_heads": 2, **options}
+            found = check_chain(call, trial.call("squeeze_heads", **call), trial.subject.dtype)
+            if found:
+                problem = f"{found[0]} at temperature {temperature:g}, solved on {source}: {found[1].problem}"
+                raise LawBrokenError(Difference(problem, found[1].expected, found[1].got), _LINKS[found[0]])
 
 
 def _softened_first(trial: Trial) -> None:
@@ -382,6 +416,22 @@ LAWS = (
         381,
         sinks=True,
         temperature=2.0,
+    ),
+    Law(
+        "law/squeeze-near-ends",
+        ("squeeze_heads",),
+        (*_CHAIN, "MIX-5", "MIX-7"),
+        "Alphas that are nearly 0, 1/2 or 1, or far from all of them, are taken for nothing else.",
+        _near_ends,
+        dtypes=("float64", "float32"),
+    ),
+    Law(
+        "law/squeeze-temperatures",
+        ("squeeze_heads",),
+        (*_CHAIN, "TEMP-2", "TEMP-3"),
+        "A temperature near 1 is not 1, and one far from it neither hardens nor levels maps.",
+        _temperatures,
+        dtypes=("float64", "float32"),
     ),
     Law(
         "law/squeeze-identity",

@@ -102,7 +102,7 @@ def _softmax(trial: Trial, sizes: Sizes) -> None:
     logits = trial.numbers(9001, *shape)
     for axes in range(1, 5):
         mask = trial.numbers(9002, *shape[-axes:], low=0, high=3, shift=0) > 0
-        temperature = 1.0 + axes / 4
+        temperature = 1.0 + axes / 4 if axes % 2 else 2.0**-axes  # the latter leaves keys with next to nothing
         masked = np.where(mask, logits.astype(np.float64), -np.inf) / temperature
         peak = masked.max(-1, keepdims=True)
         exps = np.exp(masked - np.where(np.isneginf(peak), 0.0, peak))
@@ -212,7 +212,12 @@ def _mixed(trial: Trial, maps: Array, mixing: Array, what: str) -> None:
 
 def _squeeze_heads(trial: Trial, sizes: Sizes) -> None:
     inputs = {"teacher_probs": _maps(trial, sizes, 9061), "value_outputs": _outputs(trial, sizes, 9062)}
-    ways: list[dict[str, Any]] = [{"strategy": "hard", "temperature": 1.25}, {"strategy": "simplex"}, *_ways(sizes)]
+    ways: list[dict[str, Any]] = [
+        {"strategy": "hard", "temperature": 1.25},
+        {"strategy": "simplex"},
+        {"strategy": "simplex", "alpha_per": "row", "plan": "balanced", "temperature": 0.875},
+        *_ways(sizes),
+    ]
     for options in ways:
         call = {**inputs, "num_student_heads": sizes.students, **options}
         got = trial.call("squeeze_heads", **call)

@@ -219,4 +219,104 @@ MUTANTS = (
             "for p, q in [(min(x), max(x)) if 0 in x else x for x in one_round]:\n        (a_p",
         ),
     ),
+    mutant(
+        "small-probabilities-dropped",
+        "Of more than 64 keys those with a probability below 1e-4 get 0.",
+        (
+            "attention",
+            "    return exps / np.where(sums == 0.0, 1.0, sums)\n",
+            "    probs = exps / np.where(sums == 0.0, 1.0, sums)\n"
+            "    return np.where((probs < 1e-4) & (probs.shape[-1] > 64), 0.0, probs)\n",
+        ),
+        on=("softmax",),
+    ),
+    mutant(
+        "temperature-near-one-is-one",
+        "A temperature within 0.05 of 1 is taken as 1.",
+        ("attention", "    if temperature == 1.0:\n", "    if abs(temperature - 1.0) < 0.05:\n"),
+        on=("soften", "squeeze_heads"),
+    ),
+    mutant(
+        "large-temperature-levels",
+        "Above a temperature of 50 all keys with mass get the same.",
+        (
+            "attention",
+            "    sums = powers.sum(",
+            "    powers = (probs > 0) * 1.0 if temperature > 50 else powers\n    sums = powers.sum(",
+        ),
+        on=("soften",),
+    ),
+    mutant(
+        "rows-beyond-64-unchecked",
+        "The sums of rows are looked at in the first 64 rows.",
+        (
+            "attention",
+            "    wrong = sums - 1.0 > tolerance\n",
+            "    sums = np.where(np.arange(sums.shape[-1]) < 64, sums, 1.0)\n    wrong = sums - 1.0 > tolerance\n",
+        ),
+        on=("soften", "mix_heads", "squeeze_heads"),
+    ),
+    mutant(
+        "keys-beyond-64-unchecked",
+        "NaN and infinity are looked for among the first 64 keys.",
+        (
+            "attention",
+            "    if bad.any():\n        where = _first(bad)\n        place",
+            "    bad = bad if bad.ndim < 4 else bad & (np.arange(bad.shape[-1]) < 64)\n"
+            "    if bad.any():\n        where = _first(bad)\n        place",
+        ),
+        on=("softmax", "shd_loss"),
+    ),
+    mutant(
+        "hard-far-from-both",
+        "hard takes an a* above 20 for one that could not be solved.",
+        ("pairwise", "solution.raw >= 0.5", "(solution.raw >= 0.5) & (solution.raw < 20.0)"),
+    ),
+    mutant(
+        "simplex-rows-beyond-sixteen",
+        "With a weight a row every row after the seventeenth has that one's weights.",
+        (
+            "simplex",
+            "rows = slice(None) if alpha_per",
+            'i, row = min(i, 16), i\n                rows = slice(row, row + 1) if alpha_per != "map" else '
+            "slice(None) if alpha_per",
+        ),
+    ),
+    mutant(
+        "rank-cut-at-1e-5",
+        "The unconstrained optimum leaves out singular values below 1e-5 of the largest.",
+        ("oracles", "np.linalg.pinv(merged, rcond=cutoff)", "np.linalg.pinv(merged, rcond=1e-5)"),
+        dtype="float64",
+    ),
+    mutant(
+        "nothing-counts-nothing-checked",
+        "Where loss_mask leaves no row the loss is 0, whatever the arguments are.",
+        (
+            "loss",
+            "    maps, logits = as_layers(supervision=supervision, student_logits=student_logits)\n    layers",
+            "    if loss_mask is not None and not np.asarray(loss_mask).any():\n        return 0.0\n"
+            "    maps, logits = as_layers(supervision=supervision, student_logits=student_logits)\n    layers",
+        ),
+        on=("shd_loss",),
+    ),
+    mutant(
+        "four-options-forget-softened",
+        "Solved on softened maps, simplex row by row along a balanced plan takes the maps as given.",
+        (
+            "mixing",
+            "mixing = simplex_mixing(solved_on, outputs,",
+            'by_row = plan == "balanced" and alpha_per == "row"\n'
+            "        mixing = simplex_mixing(probs if by_row else solved_on, outputs,",
+        ),
+    ),
+    mutant(
+        "four-options-forget-temperature",
+        "hard row by row with sinks mixes maps that are not softened.",
+        (
+            "mixing",
+            "mix_maps(softened, mixing))",
+            'mix_maps(probs if (strategy, alpha_per, row_sums) == ("hard", "row", "at_most_one") else softened,'
+            " mixing))",
+        ),
+    ),
 )

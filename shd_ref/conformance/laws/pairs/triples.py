@@ -1,4 +1,4 @@
-"""Laws in which every three values of three options meet: a branch on two options that forgets the third."""
+"""Laws in which every three values of three options meet, or four: a branch on some options that forgets another."""
 
 from __future__ import annotations
 
@@ -122,6 +122,21 @@ def _squeezed(trial: Trial, strategies: tuple[str, ...]) -> None:
 
 
 @cache
+def _four_rows() -> list[Row]:
+    """Options of ``squeeze_heads`` that each have their say, every four values together."""
+    options = _options_of("strategy", "plan", "alpha_per", "alpha_rule", "alpha_from", "row_sums", "query_mask")
+    return cover({**options, "temperature": ("above", "below"), "rounds": ("several",)}, strength=4)
+
+
+def _four(trial: Trial) -> None:
+    def check(number: int, row: Row) -> None:
+        inputs = _inputs(trial, 12_501 + 3 * number, row)
+        check_squeezed(trial, inputs, trial.call("squeeze_heads", **inputs), row)
+
+    each(_four_rows(), check)
+
+
+@cache
 def diagnosis_rows() -> list[Row]:
     """Options of ``diagnose``, every three values together."""
     options = _options_of("rounds", "plan", "alpha_per", "row_sums", "query_mask")
@@ -196,6 +211,14 @@ def _laws() -> Iterator[Law]:
         ("squeeze-simplex", ("simplex",), "MIX-7"),
     ):
         yield _law(name, ("squeeze_heads",), chain + spec, partial(_squeezed, strategies=strategies))
+    yield Law(
+        "law/fours-squeeze",
+        ("squeeze_heads",),
+        tuple((chain + "MIX-6 MIX-7").split()),
+        "Any four options of squeeze_heads do together what each does alone.",
+        _four,
+        _WIDE,
+    )
     yield _law("diagnose", ("diagnose", "squeeze_heads"), "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-5", _diagnosed)
     yield _law("matched-plan", ("matched_plan",), "PLAN-9 PLAN-11 PLAN-12 PLAN-13", _matched)
 

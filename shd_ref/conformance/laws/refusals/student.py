@@ -103,12 +103,15 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
                 for place in _PLACES:
                     bad = _placed(trial, good[name], place, value, add=add)
                     yield Asked(f"{words} at {list(place)} of {name}", codes, operation, {**good, name: bad})
-    for name in _arrays(operation):
-        # The last place of a map larger than what is looked at in one go.
-        good = _good(trial, operation, (9, 18, 2, 2))
-        for words, codes, value, add in _faults(trial, name, {}):
-            bad = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
-            yield Asked(f"{words} at the last of {good[name].shape} of {name}", codes, operation, {**good, name: bad})
+    # The last place of axes longer than what is looked at in one go.
+    for shape in ((9, 18, 2, 2), (1, 2, 131, 2), (1, 2, 2, 67)):
+        good = _good(trial, operation, shape)
+        for name in _arrays(operation):
+            for words, codes, value, add in _faults(trial, name, {}):
+                bad = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
+                if not (add and (bad == good[name]).all()):
+                    inputs = {**good, name: bad}
+                    yield Asked(f"{words} at the last of {good[name].shape} of {name}", codes, operation, inputs)
     maps = _arrays(operation)[0]
     good = _good(trial, operation)
     for place in _PLACES:
@@ -128,8 +131,8 @@ def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Asked]:
     mask_name = "query_mask" if operation == "align_tokens" else "loss_mask"
     for option in _variants(operation):
         good = {**_good(trial, operation), **option}
-        for b, i in ((0, 0), (1, 1), (2, 2)):
-            mask = np.ones((3, 3), dtype=np.bool_)
+        for b, i, others in ((0, 0, True), (1, 1, True), (2, 2, True), (1, 2, False)):  # the last: no row counts
+            mask = np.full((3, 3), others)
             mask[b, i] = False
             for name in _arrays(operation):
                 row = slice(None) if name == "keys" else i

@@ -295,8 +295,8 @@ def _uncounted(call: Subjected, trial: Trial) -> Iterator[Asked]:
     names = [argument.path[0] for argument in call.arguments if argument.role == "maps"]
     for name in names:
         maps = np.asarray(inputs[name])
-        for sample, row in ((0, 1), (1, 0), (2, 3)):
-            mask = np.ones((maps.shape[0], maps.shape[-2]), dtype=np.bool_)
+        for sample, row, others in ((0, 1, True), (1, 0, True), (2, 3, True), (1, 2, False)):  # the last: none counts
+            mask = np.full((maps.shape[0], maps.shape[-2]), others)
             mask[sample, row] = False
             for head in range(maps.shape[1]) if maps.ndim == 4 else (0,):
                 place = (sample, head, row) if maps.ndim == 4 else (sample, row)
@@ -312,7 +312,7 @@ def _uncounted(call: Subjected, trial: Trial) -> Iterator[Asked]:
                     ("a sum of 1/4 at", (), short),
                     ("an entry below zero at", SUMS, negative),
                     ("NaN at", FINITE, broken_row),
-                    ("a sum of 1/4 beside", SUMS, elsewhere),
+                    ("a sum of 1/4 beside", SUMS if others else (), elsewhere),
                 ):
                     given = {**inputs, name: changed, "query_mask": mask}
                     yield Asked(f"{words} {where}", codes, call.operation, given)
@@ -345,6 +345,75 @@ def _gram_axes(trial: Trial) -> Iterator[Asked]:
                     yield Asked(what, SHAPE, "merge_gram", {**given, "alpha": part})
 
 
+_LONG = ((1, 2, 131, 3), (1, 2, 3, 131), (1, 19, 2, 3), (9, 2, 2, 3))
+
+
+def _sized(
+    trial: Trial, operation: str, batch: int, heads: int, rows: int, keys: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A call with axes of these sizes, and the roles of its arrays."""
+    maps, outputs = trial.probs(8111, batch, heads, rows, keys), trial.numbers(8112, batch, heads, keys, 2)
+    projection = trial.numbers(8113, 2 * heads, 3)
+    calls: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+        "softmax": ({"attn_logits": trial.numbers(8114, *maps.shape)}, {"attn_logits": "logits"}),
+        "soften": ({"attn_probs": maps, "temperature": 2.0}, {"attn_probs": "maps"}),
+        "value_outputs": (
+            {"values": outputs, "output_projection": projection},
+            {"values": "numbers", "output_projection": "numbers"},
+        ),
+        "solve_alpha": (
+            {
+                **{f"probs_{name}": maps[:, head].copy() for head, name in enumerate("pq")},
+                **{f"value_outputs_{name}": outputs[:, head].copy() for head, name in enumerate("pq")},
+            },
+            {"probs_p": "maps", "probs_q": "maps", "value_outputs_p": "numbers", "value_outputs_q": "numbers"},
+        ),
+        "mix_heads": (
+            {"teacher_probs": maps, "mixing": trial.probs(8115, batch, 2, heads)},
+            {"teacher_probs": "mixed", "mixing": "sums"},
+        ),
+        "squeeze_heads": (
+            {"teacher_probs": maps, "value_outputs": outputs, "num_student_heads": 1},
+            {"teacher_probs": "maps", "value_outputs": "numbers"},
+        ),
+        "compose_mixing": (
+            {
+                "alphas": [trial.numbers(8116, batch, 1, rows, low=0, high=16, shift=4)] * (heads - 1),
+                "plan": [[[0, 1]]] * (heads - 1),
+                "num_teacher_heads": heads,
+            },
+            {},
+        ),
+    }  # fmt: skip
+    return calls[operation]
+
+
+def _far(operation: str, trial: Trial) -> Iterator[Asked]:
+    """The last entry of axes longer than what is looked at in one go."""
+    for sizes in _LONG:
+        inputs, roles = _sized(trial, operation, *sizes)
+        for name, role in roles.items():
+            array = inputs[name]
+            place = tuple(size - 1 for size in array.shape)
+            faults = [("NaN", np.nan, FINITE)]
+            if role in ("maps", "mixed", "sums"):
+                codes = SUMS if role != "sums" else ("mixing-invalid",)
+                faults += [("a sixteenth too much", array[place] + 0.0625, codes), ("less than zero", -_TINY, codes)]
+            for words, value, codes in faults:
+                changed = array.copy()
+                changed[place] = value
+                given = {**inputs, name: trial.rounded(changed)}
+                yield Asked(f"{words} at the last of {list(array.shape)} of {name}", codes, operation, given)
+        for number in range(len(inputs.get("alphas", ()))):
+            alphas = list(inputs["alphas"])
+            alphas[number] = trial.rounded(
+                np.where(np.arange(alphas[number].size) == 0, 1.0 + 2.0**-7, 0.5)[::-1].reshape(alphas[number].shape)
+            )
+            yield Asked(
+                f"an alpha above one in round {number}", ("mixing-invalid",), operation, {**inputs, "alphas": alphas}
+            )
+
+
 def _law(
     name: str, operation: str, spec: tuple[str, ...], comment: str, calls: Callable[[Trial], Iterator[Asked]]
 ) -> Law:
@@ -359,6 +428,7 @@ def _laws() -> Iterator[Law]:
         "An alpha is (B), or (B, L) per row, and nothing that broadcasts to it.",
         _gram_axes,
     )
+    spec: Any
     sums = {"maps": ("MAP-3", "MAP-9"), "mixed": ("MIX-18",), "mixing": ("MIX-3",), "logits": (), "numbers": ()}
     for call in _CALLS:
         name = call.operation.replace("_", "-")
@@ -398,6 +468,17 @@ def _laws() -> Iterator[Law]:
                 "A row that does not count may have any sum, wherever it stands, and nothing else.",
                 partial(_uncounted, call),
             )
+    for operation, spec in (
+        ("softmax", ()), ("soften", ("MAP-3",)), ("value_outputs", ()), ("solve_alpha", ("MAP-3",)),
+        ("mix_heads", ("MIX-3", "MIX-18")), ("squeeze_heads", ("MAP-3",)), ("compose_mixing", ("MIX-13",)),
+    ):  # fmt: skip
+        yield _law(
+            f"refused-far-{operation.replace('_', '-')}",
+            operation,
+            ("MAP-5", "ERR-1", *spec),
+            f"What {operation} must refuse it refuses at the end of long axes.",
+            partial(_far, operation),
+        )
     yield _law(
         "masks-refused-softmax",
         "softmax",
