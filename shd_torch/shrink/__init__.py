@@ -1,0 +1,9 @@
+"""A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
+
+``families`` alone knows names of modules; ``calibration`` runs a model layer by layer; ``merges``, ``heads``,
+``width`` and ``align`` are the mathematics, written independently of ``shd_ref.shrink``; ``student`` joins them.
+"""
+
+from shd_torch.shrink.student import Shrunk, load_teacher, shrink
+
+__all__ = ["Shrunk", "load_teacher", "shrink"]

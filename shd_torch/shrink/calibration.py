@@ -1,0 +1,215 @@
+"""Running a model layer by layer over the calibration set, and what its attention says on the way (STUDENT-4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_torch.maps.gram import gram_tensor
+from shd_torch.shrink.families import Family, base_of, find_part, has_part
+from shd_torch.shrink.heads import InputMoments
+from shd_torch.shrink.weights import AttentionWeights
+
+_RECORDED = "shd_recorded"
+_GRAM_ENTRIES = 2**24  # of the products of one call: 128 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch of the calibration set at the first layer.
+
+    Attributes:
+        stream: what the first layer reads ``(B, L, D)``.
+        calls: for each layer of the teacher the arguments that follow the stream, by position and by name.
+        counted: boolean ``(B, L)``, True = the row counts.
+    """
+
+    stream: Tensor
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    counted: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStatistics:
+    """What one layer's attention says over the whole calibration set.
+
+    Attributes:
+        gram: the gram tensor, summed ``(H, H, H, H)``, float64.
+        moments: of the inputs.
+        length: of the longest sample.
+    """
+
+    gram: Tensor
+    moments: InputMoments
+    length: int
+
+
+@torch.no_grad()
+def start_batches(model: Any, family: Family, data: Mapping[str, Tensor], batch_size: int) -> list[Batch]:
+    """Every batch as the first layer gets it, with the arguments of all layers; the layers run, the streams go."""
+    layers = family.layers_of(model)
+    device = next(model.parameters()).device
+    sizes = {name: len(values) for name, values in data.items()}
+    if len(set(sizes.values())) != 1 or not min(sizes.values(), default=0):
+        raise ShdError("argument-shape", f"data must hold equally many samples in every input; got {sizes}")
+    found = []
+    with _attention(model, "eager"):  # it gets its masks as tensors
+        for start in range(0, next(iter(sizes.values())), batch_size):
+            part = {name: values[start : start + batch_size].to(device) for name, values in data.items()}
+            found.append(_start_batch(model, layers, part))
+    return found
+
+
+def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor]) -> Batch:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    streams: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(kwargs)
+        stream = args[0] if args else given.pop("hidden_states")
+        if not streams:
+            streams.append(stream.detach())
+        calls.append((args[1:], given))
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    # A cache of keys would be filled by every later run of a layer.
+    extra = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
+    try:
+        model(**inputs, **extra)
+    finally:
+        for handle in handles:
+            handle.remove()
+    counted = torch.ones(streams[0].shape[:2], dtype=torch.bool, device=streams[0].device)
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape == counted.shape:
+        counted = mask.bool()
+    return Batch(streams[0], calls, counted)
+
+
+@torch.no_grad()
+def run_layer(
+    layer: nn.Module,
+    streams: Sequence[Tensor],
+    batches: Sequence[Batch],
+    number: int,
+    watched: Sequence[nn.Module] = (),
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """A layer over every batch: what it returns, and what each watched module read.
+
+    Args:
+        layer: of the teacher or the student.
+        streams: what it reads, batch by batch.
+        batches: their arguments.
+        number: which teacher layer's arguments.
+        watched: modules inside the layer.
+    """
+    for stream, batch in zip(streams, batches, strict=True):
+        read: list[Tensor | None] = [None] * len(watched)
+        handles = [module.register_forward_pre_hook(_keep_input(read, at)) for at, module in enumerate(watched)]
+        args, kwargs = batch.calls[number]
+        try:
+            out = layer(stream, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        yield (out[0] if isinstance(out, tuple) else out), [tensor for tensor in read if tensor is not None]
+
+
+def _keep_input(inputs: list[Tensor | None], at: int) -> Callable[..., None]:
+    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs[at] = args[0]
+
+    return keep
+
+
+@torch.no_grad()
+def study_attention(
+    model: nn.Module,
+    family: Family,
+    number: int,
+    streams: Sequence[Tensor],
+    batches: Sequence[Batch],
+    weights: AttentionWeights,
+) -> AttentionStatistics:
+    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11)."""
+    layer = family.layers_of(model)[number]
+    width, heads = weights.query.shape[1], weights.num_heads
+    first = find_part(layer, family.projections[0])
+    device = streams[0].device
+    gram = torch.zeros((heads,) * 4, dtype=torch.float64, device=device)
+    augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
+    centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
+    rows = 0
+    with _attention(model, _RECORDED) as recorded:
+        for (_, (inputs,)), batch in zip(run_layer(layer, streams, batches, number, [first]), batches, strict=True):
+            probs, values = recorded.pop()
+            _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
+            x = inputs.double() * batch.counted[..., None]
+            counts = batch.counted.sum(1, keepdim=True)[..., None].clamp_min(1)
+            mean = x.sum(1, keepdim=True) / counts
+            away = ((x - mean) * batch.counted[..., None]).flatten(0, 1)
+            ones = torch.cat([x, batch.counted[..., None].double()], dim=2).flatten(0, 1)
+            augmented += ones.mT @ ones
+            centred += away.mT @ away
+            bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
+            query = (x.flatten(0, 1) @ weights.query + bias) * batch.counted.flatten()[:, None]
+            sizes += query.square().sum((1, 2))
+            rows += int(batch.counted.sum())
+    moments = InputMoments(augmented / rows, centred / rows, (sizes / rows / weights.head_dim).sqrt())
+    return AttentionStatistics(gram, moments, max(stream.shape[1] for stream in streams))
+
+
+def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:
+    batch, heads, rows, _ = probs.shape
+    size = max(1, _GRAM_ENTRIES // (heads * heads * rows * values.shape[3]))
+    for start in range(0, batch, size):
+        part = slice(start, start + size)
+        gram += gram_tensor(probs[part], values[part], projection, query_mask=counted[part], check=False).sum(0)
+
+
+def rotary_frequencies(model: nn.Module, family: Family) -> Tensor | None:
+    """Radians a position of each pair of entries; None without rotary positions."""
+    if not family.rotary:
+        return None
+    base = base_of(model)
+    if not has_part(base, "rotary_emb.inv_freq"):
+        raise ShdError("shrink-unsupported", "teacher must have one table of rotary frequencies; got none", "HEAD-14")
+    frequencies: Tensor = find_part(base, "rotary_emb.inv_freq")
+    return frequencies.double()
+
+
+Recorded = list[tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[Recorded]:
+    """The model with another attention function; with ``shd_recorded`` its maps and values are kept."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    recorded: Recorded = []
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        groups = query.shape[1] // key.shape[1]
+        logits = query.double() @ key.double().repeat_interleave(groups, 1).mT * scaling
+        probs = (logits if attention_mask is None else logits + attention_mask).softmax(-1)
+        recorded.append((probs, value))
+        out = probs.to(value.dtype) @ value.repeat_interleave(groups, 1)
+        return out.transpose(1, 2).contiguous(), probs
+
+    before = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS[_RECORDED] = attend
+    model.config._attn_implementation = name
+    try:
+        yield recorded
+    finally:
+        model.config._attn_implementation = before
+        ALL_ATTENTION_FUNCTIONS.pop(_RECORDED)

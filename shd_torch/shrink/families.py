@@ -1,0 +1,275 @@
+"""Where the parts of a layer are, family by family: the only place that knows Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_torch.shrink.weights import AttentionWeights
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the parts of a model, below its base model and below a layer.
+
+    Attributes:
+        layers: the list of layers.
+        projections: queries, keys, values and output; one name for a fused matrix of queries, keys and values.
+        middle: the module whose input is the stream after the attention.
+        end: the module whose input is the stream after the FFN; None: what the layer returns.
+        ffn: what reads the stream, and the last matrix.
+        norms: of the attention and of the FFN; none where a norm lies on the stream.
+        final_norm: after the last layer; None where there is none.
+        norm: ``"rms"``, ``"rms-plus-one"`` (the scale is stored less one) or ``"layer"``.
+        embeddings: parameters that write to the stream, each with the axis of its channels.
+        rotary: whether positions turn queries and keys.
+        grouped: whether the configuration names key and value heads.
+        free_head_dim: whether the configuration may name ``head_dim``.
+        query_norm: a norm of the queries of a head, or None.
+        layer_scales: scales after the two blocks.
+        embedding_scale: whether embeddings are multiplied by ``sqrt(hidden)``.
+    """
+
+    layers: str
+    projections: tuple[str, ...]
+    middle: str
+    end: str | None
+    ffn: tuple[tuple[str, ...], str]
+    norms: tuple[str, str] | None
+    final_norm: str | None
+    norm: str = "layer"
+    embeddings: tuple[tuple[str, int], ...] = ()
+    rotary: bool = False
+    grouped: bool = False
+    free_head_dim: bool = True
+    query_norm: str | None = None
+    layer_scales: tuple[str, str] | None = None
+    embedding_scale: bool = False
+
+    def layers_of(self, model: nn.Module) -> nn.ModuleList:
+        """The layers of a model."""
+        found = find_part(base_of(model), self.layers)
+        if not isinstance(found, nn.ModuleList):
+            raise ShdError("shrink-unsupported", f"{type(model).__name__}.{self.layers} must be a list of layers")
+        return found
+
+    def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> AttentionWeights:
+        """A layer's attention, head by head."""
+        *inputs, last = (find_part(layer, name) for name in self.projections)
+        parts = [read_linear(module) for module in inputs]
+        if len(parts) == 1:
+            matrix, bias = parts[0]
+            biases = [None] * 3 if bias is None else list(bias.chunk(3))
+            parts = list(zip(matrix.chunk(3, dim=1), biases, strict=True))
+        counts = (num_heads, num_kv_heads, num_kv_heads)
+        query, key, value = (
+            matrix.reshape(len(matrix), count, -1).movedim(1, 0)
+            for (matrix, _), count in zip(parts, counts, strict=True)
+        )
+        query_bias, key_bias, value_bias = (
+            None if bias is None else bias.reshape(count, -1) for (_, bias), count in zip(parts, counts, strict=True)
+        )
+        output, output_bias = read_linear(last)
+        if self.layer_scales is not None:
+            scale = find_part(layer, self.layer_scales[0]).double()
+            output, output_bias = output * scale, None if output_bias is None else output_bias * scale
+        output = output.reshape(num_heads, -1, output.shape[1])
+        return AttentionWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias)
+
+    @torch.no_grad()
+    def write_attention(self, layer: nn.Module, weights: AttentionWeights) -> None:
+        """Put an attention into a layer of the right sizes; a scale after the block becomes 1 (WIDTH-7)."""
+        *inputs, last = (find_part(layer, name) for name in self.projections)
+        matrices = [part.movedim(0, 1).flatten(1) for part in (weights.query, weights.key, weights.value)]
+        biases = [weights.query_bias, weights.key_bias, weights.value_bias]
+        if len(inputs) == 1:
+            given = [
+                torch.zeros(part.shape[::2]) if bias is None else bias
+                for part, bias in zip((weights.query, weights.key, weights.value), biases, strict=True)
+            ]
+            matrices, biases = [torch.cat(matrices, dim=1)], [torch.cat([bias.flatten().double() for bias in given])]
+        for module, matrix, bias in zip(inputs, matrices, biases, strict=True):
+            write_linear(module, matrix, None if bias is None else bias.flatten())
+        write_linear(last, weights.output.flatten(0, 1), weights.output_bias)
+        if self.layer_scales is not None:
+            find_part(layer, self.layer_scales[0]).fill_(1.0)
+
+    def read_last(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The FFN's last matrix, as rows ``(F, D)``, and its bias; a scale after the block is folded in (WIDTH-7)."""
+        matrix, bias = read_linear(find_part(layer, self.ffn[1]))
+        if self.layer_scales is None:
+            return matrix, bias
+        scale = find_part(layer, self.layer_scales[1]).double()
+        return matrix * scale, None if bias is None else bias * scale
+
+    @torch.no_grad()
+    def write_last(self, layer: nn.Module, matrix: Tensor, bias: Tensor | None) -> None:
+        """Put the FFN's last matrix into a layer."""
+        write_linear(find_part(layer, self.ffn[1]), matrix, bias)
+        if self.layer_scales is not None:
+            find_part(layer, self.layer_scales[1]).fill_(1.0)
+
+
+_LLAMA = Family(
+    layers="layers",
+    projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    middle="post_attention_layernorm",
+    end=None,
+    ffn=(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+    norms=("input_layernorm", "post_attention_layernorm"),
+    final_norm="norm",
+    norm="rms",
+    embeddings=(("embed_tokens.weight", 1),),
+    rotary=True,
+    grouped=True,
+)
+_VIT = Family(
+    layers="layers",
+    projections=("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
+    middle="layernorm_after",
+    end=None,
+    ffn=(("mlp.fc1",), "mlp.fc2"),
+    norms=("layernorm_before", "layernorm_after"),
+    final_norm="layernorm",
+    embeddings=(
+        ("embeddings.cls_token", 2),
+        ("embeddings.mask_token", -1),
+        ("embeddings.distillation_token", 2),
+        ("embeddings.position_embeddings", 2),
+        ("embeddings.patch_embeddings.projection.weight", 0),
+        ("embeddings.patch_embeddings.projection.bias", 0),
+    ),
+)
+_BERT = Family(
+    layers="encoder.layer",
+    projections=("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
+    middle="attention.output.LayerNorm",
+    end="output.LayerNorm",
+    ffn=(("intermediate.dense",), "output.dense"),
+    norms=None,
+    final_norm=None,
+    free_head_dim=False,
+)
+
+
+def _changed(family: Family, **changes: Any) -> Family:
+    return Family(**{**family.__dict__, **changes})
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _changed(_LLAMA, query_norm="self_attn.q_norm"),
+    "gemma": _changed(_LLAMA, norm="rms-plus-one", embedding_scale=True),
+    "gpt2": Family(
+        layers="h",
+        projections=("attn.c_attn", "attn.c_proj"),
+        middle="ln_2",
+        end=None,
+        ffn=(("mlp.c_fc",), "mlp.c_proj"),
+        norms=("ln_1", "ln_2"),
+        final_norm="ln_f",
+        embeddings=(("wte.weight", 1), ("wpe.weight", 1)),
+        free_head_dim=False,
+    ),
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "vit": _VIT,
+    "deit": _VIT,
+    "dinov2": _changed(
+        _VIT,
+        layers="encoder.layer",
+        middle="norm2",
+        norms=("norm1", "norm2"),
+        layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    ),
+}
+"""By ``config.model_type``."""
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family of a Hugging Face model, or the error that lists those that are known (STUDENT-1)."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "model_type", None)
+    if name not in FAMILIES:
+        raise ShdError(
+            "shrink-unsupported",
+            f"teacher must be of one of the families {', '.join(FAMILIES)}; got {name or type(model).__name__!r}"
+            + ("" if name not in ("gemma2", "gemma3", "gemma3_text") else ": its norms after the blocks do not fold")
+            + ("" if name not in ("bloom", "mpt", "falcon") else ": its position slopes are fixed by the head count"),
+            "STUDENT-1",
+        )
+    family = FAMILIES[name]
+    if getattr(config, "add_cross_attention", False) or getattr(config, "use_swiglu_ffn", False):
+        raise ShdError(
+            "shrink-unsupported",
+            "teacher must be one stack of self-attention and FFNs as its family has them; got add_cross_attention or "
+            "use_swiglu_ffn in its configuration",
+            "STUDENT-1",
+        )
+    return family
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    base = getattr(model, "base_model", model)
+    return base if isinstance(base, nn.Module) else model
+
+
+def find_part(module: nn.Module, path: str) -> Any:
+    """The module or parameter at a dotted path, or the error that says which transformers layout was expected."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            import transformers
+
+            raise ShdError(
+                "shrink-unsupported",
+                f"{type(module).__name__} has no {path}: its layout in transformers "
+                f"{transformers.__version__} is not known",
+                "STUDENT-1",
+            )
+    return found
+
+
+def has_part(module: nn.Module, path: str) -> bool:
+    """Whether the module has something other than None at a dotted path."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found is not None
+
+
+def read_linear(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Rows ``(in, out)`` and bias of a Linear or of GPT-2's Conv1D, float64 copies."""
+    matrix, bias = module.weight.detach().double(), module.bias
+    matrix = matrix.T if isinstance(module, nn.Linear) else matrix
+    return matrix.clone(), None if bias is None else bias.detach().double().clone()
+
+
+@torch.no_grad()
+def write_linear(module: Any, matrix: Tensor, bias: Tensor | None) -> None:
+    """Put rows ``(in, out)`` and a bias into a Linear or a Conv1D; a bias without a place must be zero."""
+    module.weight.copy_(matrix.T if isinstance(module, nn.Linear) else matrix)
+    if module.bias is not None:
+        module.bias.copy_(torch.zeros_like(module.bias) if bias is None else bias)
+    elif bias is not None and bool((bias != 0).any()):
+        raise ShdError(
+            "shrink-unsupported",
+            f"a {type(module).__name__} of the student must hold a bias, which its configuration cannot say",
+            "STUDENT-2",
+        )
+
+
+def layer_types_of(config: Any, kept: Sequence[int]) -> list[str] | None:
+    """What a configuration lists by layer, for the layers that stay (DEPTH-3)."""
+    types = getattr(config, "layer_types", None)
+    return None if types is None else [types[layer] for layer in kept]

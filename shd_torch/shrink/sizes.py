@@ -1,0 +1,162 @@
+"""The student's sizes, checked against what its configuration can say, before anything is computed (STUDENT-2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shd_ref.errors import ShdError
+from shd_torch.shrink.families import Family, layer_types_of
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a teacher or a student.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: entries of a head.
+        layers: how many.
+        hidden: channels of the stream.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    hidden: int
+
+
+def sizes_of(config: Any) -> Sizes:
+    """What a configuration says."""
+    heads = config.num_attention_heads
+    return Sizes(
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+    )
+
+
+def choose_layers(num_teacher_layers: int, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Which teacher layers the student's are copies of, in order (DEPTH-1, DEPTH-2)."""
+    if layers is None:
+        return tuple(range(num_teacher_layers))
+    if isinstance(layers, int) and not isinstance(layers, bool) and 1 <= layers <= num_teacher_layers:
+        if layers == 1:
+            return (num_teacher_layers - 1,)
+        steps = layers - 1
+        return tuple((2 * i * (num_teacher_layers - 1) + steps) // (2 * steps) for i in range(layers))
+    kept = () if isinstance(layers, int) else tuple(layers)
+    valid = bool(kept) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in kept)
+    if not valid or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_teacher_layers:
+        raise ShdError(
+            "layers-invalid",
+            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
+            f"0..{num_teacher_layers - 1}; got {layers!r}",
+            "DEPTH-1",
+        )
+    return kept
+
+
+def choose_sizes(
+    teacher: Sizes,
+    family: Family,
+    *,
+    heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    layers: int,
+    hidden: int | None,
+) -> Sizes:
+    """The student's sizes, with the defaults of HEAD-17 and STUDENT-2."""
+    for name, value, most in (("heads", heads, teacher.heads), ("hidden", hidden, teacher.hidden)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+            code = "heads-exceed" if name == "heads" and isinstance(value, int) and value > most else "argument-value"
+            raise ShdError(code, f"{name} must be an integer of 1..{most}, the teacher's; got {value!r}", "STUDENT-2")
+    heads, hidden = heads or teacher.heads, hidden or teacher.hidden
+    if kv_heads is None:
+        kv_heads = next(count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
+        kv_heads = kv_heads if family.grouped else heads
+    if not 1 <= kv_heads <= heads or heads % kv_heads or (kv_heads != heads and not family.grouped):
+        raise ShdError(
+            "argument-value",
+            f"kv_heads must divide heads={heads}"
+            + ("" if family.grouped else ", and be equal to it in this family")
+            + f"; got {kv_heads!r}",
+            "HEAD-17",
+        )
+    fixed = None if family.free_head_dim else hidden // heads
+    chosen = head_dim or fixed or teacher.head_dim
+    if fixed is not None and (chosen != fixed or hidden % heads):
+        raise ShdError(
+            "shrink-unsupported",
+            f"head_dim is hidden / heads in this family, a whole number; got hidden={hidden}, heads={heads} and "
+            f"head_dim={head_dim}",
+            "STUDENT-2",
+        )
+    if family.rotary and chosen != teacher.head_dim:
+        raise ShdError(
+            "shrink-unsupported",
+            f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it; "
+            f"got {chosen}",
+            "HEAD-14",
+        )
+    return Sizes(heads, kv_heads, chosen, layers, hidden)
+
+
+def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int]) -> Any:
+    """A model of the teacher's class with these sizes, its weights still random; or what its configuration lacks."""
+    config: Any = copy.deepcopy(teacher.config)
+    before = sizes_of(config)
+    try:
+        if family.grouped:
+            config.num_key_value_heads = sizes.kv_heads
+        config.num_attention_heads, config.num_hidden_layers = sizes.heads, sizes.layers
+        types = layer_types_of(config, kept)
+        if types is not None:
+            config.layer_types = types
+        if hasattr(config, "stage_names"):  # a backbone names its layers
+            config.stage_names = ["stem", *(f"stage{layer + 1}" for layer in range(sizes.layers))]
+            config.set_output_features_output_indices(out_features=None, out_indices=None)
+        if family.free_head_dim:
+            config.head_dim = sizes.head_dim
+        if sizes.hidden != before.hidden:
+            _narrow(config, before.hidden, sizes.hidden)
+        if hasattr(config, "validate_architecture"):
+            config.validate_architecture()
+        student = type(teacher)(config)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ShdError):
+            raise
+        raise ShdError(
+            "shrink-unsupported",
+            f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers and hidden "
+            f"{sizes.hidden}: {error}",
+            "STUDENT-2",
+        ) from error
+    example = next(teacher.parameters())
+    return student.to(device=example.device, dtype=example.dtype).eval()
+
+
+def _narrow(config: Any, before: int, hidden: int) -> None:
+    if getattr(config, "n_inner", 0) is None:
+        config.n_inner = 4 * before  # GPT-2: the FFN keeps its width
+    if hasattr(config, "mlp_ratio"):
+        inner = int(before * config.mlp_ratio)
+        if inner % hidden:
+            raise ValueError(f"mlp_ratio must be a whole number, and {inner} neurons are no multiple of {hidden}")
+        config.mlp_ratio = inner // hidden
+    config.hidden_size = hidden
+    config.tie_word_embeddings = False  # the final norm's scale folds into the output layer alone (WIDTH-1)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """How many numbers a model has; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())

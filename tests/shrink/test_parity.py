@@ -1,0 +1,142 @@
+"""The binding's closed forms against the reference's: two computations from one text, compared by products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shd_ref import gram_tensor, merge_plan, softmax
+from shd_ref.shrink import align as ref_align
+from shd_ref.shrink import width as ref_width
+from shd_ref.shrink.heads import HeadWeights, Rotary, attend, concatenate_heads, low_rank_heads, mix_queries
+from shd_ref.shrink.merges import HeadMerge as RefMerge
+from shd_ref.shrink.merges import grouped_plan, pooled_mixing
+from shd_torch.shrink.align import OutputFit
+from shd_torch.shrink.heads import SLOW_ANGLE, InputMoments, squeeze_attention
+from shd_torch.shrink.merges import HeadMerge, merge_heads
+from shd_torch.shrink.weights import AttentionWeights
+from shd_torch.shrink.width import principal_axes
+
+WIDTH, DIM, LENGTH = 10, 6, 8
+FREQUENCIES = np.array([1.0, 0.3, 0.01])  # the last one is slow
+FIELDS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
+
+
+def make_weights(heads: int, kv_heads: int, biases: str) -> HeadWeights:
+    random = np.random.default_rng(heads)
+    shapes = {"query": (heads, WIDTH, DIM), "key": (kv_heads, WIDTH, DIM), "value": (kv_heads, WIDTH, DIM)}
+    shapes |= {"output": (heads, DIM, WIDTH), "query_bias": (heads, DIM), "key_bias": (kv_heads, DIM)}
+    shapes |= {"value_bias": (kv_heads, DIM), "output_bias": (WIDTH,)}
+    return HeadWeights(
+        *(
+            random.normal(size=shapes[name]) / 3 if not name.endswith("bias") or name[0] in biases else None
+            for name in FIELDS
+        )  # type: ignore[arg-type]
+    )
+
+
+def to_torch(weights: HeadWeights) -> AttentionWeights:
+    parts = [getattr(weights, name) for name in FIELDS]
+    return AttentionWeights(*(None if part is None else torch.from_numpy(part) for part in parts))  # type: ignore[arg-type]
+
+
+def to_numpy(weights: AttentionWeights) -> HeadWeights:
+    parts = [getattr(weights, name) for name in FIELDS]
+    return HeadWeights(*(None if part is None else part.numpy() for part in parts))  # type: ignore[arg-type]
+
+
+INPUTS = np.random.default_rng(0).normal(size=(4, LENGTH, WIDTH)) + 0.3
+
+
+def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.concatenate([x, np.ones((*x.shape[:2], 1))], axis=2).reshape(-1, WIDTH + 1)
+    away = (x - x.mean(axis=1, keepdims=True)).reshape(-1, WIDTH)
+    return rows.T @ rows / len(rows), away.T @ away / len(rows)
+
+
+@pytest.mark.parametrize("biases", ["", "qkv", "qkvo"])
+@pytest.mark.parametrize(
+    ("case", "kv_heads", "groups", "own_kv", "head_dim"),
+    [
+        ("queries", 2, ((0, 1), (2, 3)), 2, DIM),
+        ("side-by-side", 4, ((0, 3), (1,), (2,)), 3, 2 * DIM),
+        ("low-rank", 2, ((0, 2), (1, 3)), 1, DIM),
+        ("low-rank", 4, ((0, 2), (1, 3)), 2, DIM + 1),
+        ("rotary", 2, ((0, 2), (1, 3)), 2, DIM),
+        ("rotary", 4, ((0, 1, 2), (3,)), 1, DIM),
+    ],
+)
+def test_squeezed_attention(case: str, kv_heads: int, groups: Any, own_kv: int, head_dim: int, biases: str) -> None:
+    teacher = make_weights(4, kv_heads, biases)
+    mixing = np.zeros((len(groups), 4))
+    for head, group in enumerate(groups):
+        mixing[head, list(group)] = np.random.default_rng(head).dirichlet(np.ones(len(group)))
+    augmented, centred = moments(INPUTS)
+    rotary = Rotary(FREQUENCIES, slow=FREQUENCIES * LENGTH < SLOW_ANGLE) if case in ("rotary", "queries") else None
+    found = squeeze_attention(
+        to_torch(teacher),
+        HeadMerge((), groups, torch.from_numpy(mixing)),
+        InputMoments(torch.from_numpy(augmented), torch.from_numpy(centred), torch.ones(4)),
+        own_kv,
+        head_dim,
+        frequencies=None if rotary is None else torch.from_numpy(FREQUENCIES),
+        length=LENGTH,
+    )
+    merge = RefMerge(mixing, groups)
+    if case == "queries":
+        wanted = mix_queries(teacher, merge)
+    elif case == "side-by-side":
+        wanted = concatenate_heads(teacher, merge, head_dim)
+    else:
+        wanted = low_rank_heads(teacher, merge, own_kv, head_dim, augmented, key_moment=centred, rotary=rotary)
+    assert (found.case, found.exact) == (case, case in ("queries", "side-by-side"))
+    x = np.random.default_rng(5).normal(size=(2, 5, WIDTH))
+    np.testing.assert_allclose(
+        attend(x, to_numpy(found.weights), rotary=rotary), attend(x, wanted, rotary=rotary), atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(("heads", "students", "kv_heads"), [(8, 4, 2), (8, 2, 2), (6, 4, 1), (7, 3, 1), (8, 3, 2)])
+@pytest.mark.parametrize("kind", ["matched", "progressive", "balanced"])
+def test_merges(kind: str, heads: int, students: int, kv_heads: int) -> None:
+    if kind == "matched":
+        pytest.importorskip("networkx")
+    random = np.random.default_rng(heads + students)
+    maps = softmax(2 * random.normal(size=(5, heads, 6, 6)))
+    gram = gram_tensor(maps, random.normal(size=(5, heads, 6, 3)), random.normal(size=(heads * 3, 9))).sum(axis=0)
+    found = merge_heads(torch.from_numpy(gram), students, kind, kv_heads)
+    inside = kv_heads if students % kv_heads == 0 else 1
+    plan = grouped_plan(gram, students, inside) if kind == "matched" else merge_plan(heads, students, kind)
+    wanted = pooled_mixing(gram, plan)
+    assert (found.plan, found.groups) == (plan, wanted.groups)
+    np.testing.assert_allclose(found.mixing.numpy(), wanted.mixing, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_axes(norm: str) -> None:
+    moment = moments(INPUTS)[0][:-1, :-1]
+    for width in (10, 7, 3):
+        wanted = ref_width.principal_axes(moment, width, norm).basis
+        found = principal_axes(torch.from_numpy(moment), width, norm).numpy()
+        np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, atol=1e-9)
+        np.testing.assert_allclose(found.T @ found @ found.T, found.T, atol=1e-9)
+        if norm == "layer":
+            np.testing.assert_allclose((INPUTS @ found).mean(-1), 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_alignment(biased: bool) -> None:
+    random = np.random.default_rng(3)
+    z, t, w, b = (random.normal(size=size) for size in ((30, 5), (30, 4), (5, 4), 4))
+    fit = OutputFit(torch.from_numpy(w), torch.from_numpy(b) if biased else None, 0.2)
+    for part in (slice(0, 12), slice(12, 30)):
+        fit.add(torch.from_numpy(z[part]), torch.from_numpy(t[part]))
+    found = fit.solve()
+    wanted = ref_align.align_output(z, t, w, b if biased else None, ridge=0.2)
+    np.testing.assert_allclose(found[0].numpy(), wanted[0], atol=1e-10)
+    assert (found[1] is None) == (wanted[1] is None)
+    if found[1] is not None and wanted[1] is not None:
+        np.testing.assert_allclose(found[1].numpy(), wanted[1], atol=1e-10)

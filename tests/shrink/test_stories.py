@@ -1,0 +1,69 @@
+"""A real language model, shrunk without training: losses in nats on sequences that the calibration has not seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+
+from shrink.stories import load_llama
+
+from shd_torch.shrink import shrink
+
+
+@pytest.fixture(scope="module")
+def stories(shared_data: Path) -> tuple[Any, torch.Tensor]:
+    folder = shared_data / "stories260K"
+    tokens = np.load(folder / "self_sampled_1024x256_uint16.npy").astype(np.int64)
+    return load_llama(folder / "stories260K.bin"), torch.from_numpy(tokens)
+
+
+@torch.no_grad()
+def measure(model: Any, tokens: torch.Tensor) -> float:
+    total = 0.0
+    for part in tokens.split(32):
+        logits = model(input_ids=part).logits[:, :-1]
+        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+    return total / tokens[:, 1:].numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"heads": 4}, 1.34),
+        ({"heads": 2}, 1.909),
+        ({"heads": 4, "layers": 3}, 3.39),
+        ({"heads": 4, "hidden": 48}, 2.42),
+        ({"heads": 4, "hidden": 32}, 3.34),
+    ],
+    ids=lambda value: str(value),
+)
+def test_loss_before_any_training(stories: tuple[Any, torch.Tensor], options: dict[str, int], most: float) -> None:
+    teacher, tokens = stories
+    made = shrink(teacher, {"input_ids": tokens[:64]}, **options)
+    assert measure(made.student, tokens[-128:, :128]) <= most
+
+
+def test_half_the_heads_of_a_short_calibration(stories: tuple[Any, torch.Tensor]) -> None:
+    """Sixteen short sequences are enough for the order: teacher, aligned, closed form."""
+    teacher, tokens = stories
+    valid, data = tokens[-16:, :64], {"input_ids": tokens[:16, :64]}
+    losses = [
+        measure(model, valid)
+        for model in (
+            teacher,
+            shrink(teacher, data, heads=4).student,
+            shrink(teacher, data, heads=4, align=False).student,
+            type(teacher)(teacher.config),
+        )
+    ]
+    assert losses[0] < losses[1] < losses[2] + 0.05
+    assert losses[2] < losses[0] + 0.3
+    assert losses[3] > 5.0

@@ -1,0 +1,207 @@
+"""Students of every family: exact where the specification says so, saved, loaded again, and refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+
+from shrink.models import WIDTH, make_data, make_teacher, mixed_logits
+
+from shd_ref.errors import ShdError
+from shd_torch.shrink import shrink
+
+# Norms in float32 (Llama's) turn the last bit of float64 into one of float32, seldom.
+ATOL = {"float64": 1e-10}
+FAMILIES = ["llama", "mistral", "qwen2", "gemma", "gpt2", "bert", "vit", "deit", "dinov2"]
+
+
+def run(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(**data).logits
+    return out if "attention_mask" not in data else out[data["attention_mask"].bool()]
+
+
+def merges_of(report: dict[str, Any]) -> list[Any]:
+    return [(layer["groups"], layer["mixing"]) for layer in report["layers"]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_the_heads_are_the_teacher_with_mixed_logits(name: str) -> None:
+    """At another batch size and length than those of the calibration."""
+    teacher = make_teacher(name)
+    options = {"head_dim": 12} if name in ("vit", "deit", "dinov2") else {}
+    made = shrink(teacher, make_data(name), heads=2, align=False, **options)
+    assert {layer["exact"] for layer in made.report["layers"]} == {True}
+    expected_case = "queries" if name in ("llama", "mistral", "qwen2", "gemma") else "side-by-side"
+    assert {layer["case"] for layer in made.report["layers"]} == {expected_case}
+    other = make_data(name, samples=3, length=13, seed=5)
+    with mixed_logits(teacher, merges_of(made.report)):
+        wanted = run(teacher, other)
+    torch.testing.assert_close(run(made.student, other), wanted, atol=ATOL["float64"], rtol=0.0)
+    assert float((wanted - run(teacher, other)).abs().max()) > 1e-3  # the merge changes something
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3"])
+def test_all_heads_and_layers_are_the_teacher(name: str) -> None:
+    teacher, data = make_teacher(name), make_data(name)
+    made = shrink(teacher, data, align=False)
+    assert {layer["case"] for layer in made.report["layers"]} == {"copied"}
+    torch.testing.assert_close(run(made.student, data), run(teacher, data), atol=ATOL["float64"], rtol=0.0)
+    assert max(layer["layer_error"] for layer in made.report["layers"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3"])
+def test_smaller_students_save_and_load(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    teacher, data = make_teacher(name), make_data(name)
+    lines: list[str] = []
+    made = shrink(teacher, data, heads=2, layers=2, out=tmp_path / "student", progress=lines.append)
+    assert len(lines) == 2
+    report = json.loads((tmp_path / "student" / "shrink.json").read_text(encoding="utf-8"))
+    assert report == made.report
+    assert (report["layer_map"], report["holes"]) == ([[0, 0], [1, 2]], [1])
+    assert report["student"]["parameters"] < report["teacher"]["parameters"]
+    loaded = type(teacher).from_pretrained(tmp_path / "student", dtype=torch.float64).eval()
+    torch.testing.assert_close(run(loaded, data), run(made.student, data), atol=1e-5, rtol=0.0)
+    base = transformers.AutoModel.from_pretrained(tmp_path / "student")
+    assert base.config.num_attention_heads == 2
+    assert all(0 <= layer["layer_error"] < 1.5 for layer in report["layers"])
+    assert float((run(made.student, data) - run(teacher, data)).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "gpt2", "vit", "deit", "dinov2"])
+def test_width(name: str, tmp_path: Path) -> None:
+    teacher, data = make_teacher(name), make_data(name, samples=24)
+    errors = []
+    for hidden in (16, 8) if name == "dinov2" else (20, 8):
+        made = shrink(teacher, data, hidden=hidden, out=tmp_path / str(hidden))
+        loaded = type(teacher).from_pretrained(tmp_path / str(hidden), dtype=torch.float64).eval()
+        torch.testing.assert_close(run(loaded, data), run(made.student, data), atol=1e-5, rtol=0.0)
+        wanted = run(teacher, data)
+        errors.append(float((run(made.student, data) - wanted).norm() / (wanted - wanted.mean(0)).norm()))
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "vit", "dinov2"])
+def test_a_stream_that_never_leaves_some_axes_is_cut_exactly(name: str) -> None:
+    """What the teacher does not use costs nothing: folding, rotation, cut and the norms' scale are exact."""
+    teacher, data = make_teacher(name, layers=2), make_data(name)
+    random = torch.Generator().manual_seed(3)
+    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=random).double())[0]
+    if name not in ("llama", "gemma"):  # LayerNorms: stay orthogonal to the ones
+        turn = torch.cat([torch.ones(WIDTH, 1).double(), turn], 1)
+        turn = torch.linalg.qr(turn)[0][:, 1:]
+    flat = turn[:, :15] @ turn[:, :15].mT
+    writers = (
+        "embed_tokens",
+        "o_proj",
+        "down_proj",
+        "fc2",
+        "cls_token",
+        "position",
+        "patch_embeddings",
+        "mask_token",
+    )
+    with torch.no_grad():
+        for label, parameter in teacher.named_parameters():
+            if any(part in label for part in writers):
+                axis = next(a for a, size in enumerate(parameter.shape) if size == WIDTH)
+                if "o_proj.weight" in label:
+                    axis = 0
+                if "embed_tokens" in label:
+                    axis = 1
+                moved = parameter.movedim(axis, -1)
+                parameter.copy_((moved @ flat).movedim(-1, axis))
+            elif "layer_scale" in label:
+                parameter.fill_(0.7)
+    made = shrink(teacher, data, hidden=16 if name == "dinov2" else 20, align=False)
+    other = make_data(name, samples=3, length=12, seed=9)
+    torch.testing.assert_close(run(made.student, other), run(teacher, other), atol=2e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
+    teacher, data = make_teacher(name), make_data(name, samples=32, length=12)
+    found = {align: shrink(teacher, data, heads=2, layers=[0, 2], align=align) for align in (False, True)}
+    errors = {align: [layer["layer_error"] for layer in made.report["layers"]] for align, made in found.items()}
+    assert errors[True][0] < errors[False][0]
+    assert errors[True][1] < errors[False][1]
+
+
+def test_rows_that_do_not_count_change_nothing() -> None:
+    teacher, data = make_teacher("llama"), make_data("llama")
+    first = shrink(teacher, data, heads=2)
+    data["input_ids"] = torch.where(data["attention_mask"].bool(), data["input_ids"], 7)
+    second = shrink(teacher, data, heads=2)
+    for one, two in zip(first.student.parameters(), second.student.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-9, rtol=0.0)
+
+
+def test_batches_change_nothing() -> None:
+    teacher, data = make_teacher("gpt2"), make_data("gpt2")
+    students = [shrink(teacher, data, heads=2, batch_size=size).student for size in (2, 6)]
+    for one, two in zip(*(student.parameters() for student in students), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-8, rtol=0.0)
+
+
+def test_teacher_is_left_as_it_was() -> None:
+    teacher, data = make_teacher("llama").train(), make_data("llama")
+    before = {name: part.clone() for name, part in teacher.state_dict().items()}
+    implementation = teacher.config._attn_implementation
+    shrink(teacher, data, heads=2, layers=2, hidden=20)
+    assert teacher.training
+    assert teacher.config._attn_implementation == implementation
+    assert teacher.config.num_attention_heads == 4
+    assert all(torch.equal(part, before[name]) for name, part in teacher.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "says"),
+    [
+        ("llama", {"heads": 5}, "heads-exceed", "1..4"),
+        ("llama", {"heads": 0}, "argument-value", "heads"),
+        ("llama", {"heads": True}, "argument-value", "heads"),
+        ("llama", {"layers": [0, 3]}, "layers-invalid", "0..2"),
+        ("llama", {"layers": [2, 0]}, "layers-invalid", "rising"),
+        ("llama", {"layers": 4}, "layers-invalid", "1..3"),
+        ("llama", {"heads": 2, "head_dim": 12}, "shrink-unsupported", "rotary"),
+        ("llama", {"hidden": 23}, "shrink-unsupported", "cannot say"),
+        ("llama", {"heads": 3, "kv_heads": 2}, "argument-value", "kv_heads"),
+        ("llama", {"plan": "best"}, "argument-value", "plan"),
+        ("qwen3", {"heads": 1}, "shrink-unsupported", "normed"),
+        ("gpt2", {"heads": 2, "head_dim": 6}, "shrink-unsupported", "hidden / heads"),
+        ("gpt2", {"heads": 2, "kv_heads": 1}, "argument-value", "kv_heads"),
+        ("bert", {"hidden": 12}, "shrink-unsupported", "post-norm"),
+    ],
+)
+def test_refusals(name: str, options: dict[str, Any], code: str, says: str) -> None:
+    with pytest.raises(ShdError, match=says) as error:
+        shrink(make_teacher(name), make_data(name), **options)
+    assert error.value.code == code
+
+
+def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    t5 = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=9)
+    with pytest.raises(ShdError, match="t5") as error:
+        shrink(transformers.T5ForConditionalGeneration(t5), {"input_ids": torch.ones(1, 2, dtype=torch.long)})
+    assert error.value.code == "shrink-unsupported"
+    with pytest.raises(ShdError) as error:
+        shrink(tmp_path / "none", make_data("llama"))
+    assert error.value.code == "read-failed"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ShdError) as error:
+        shrink(make_teacher("llama"), make_data("llama"), out=tmp_path / "full")
+    assert error.value.code == "write-failed"
+    with pytest.raises(ShdError) as error:
+        shrink(make_teacher("llama"), {"input_ids": torch.ones(0, 4, dtype=torch.long)})
+    assert error.value.code == "argument-shape"
