@@ -12,7 +12,7 @@ from rich.table import Table
 from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
 from shd_ref.cache.listing import spans
 from shd_ref.commands.options import AsJson, CacheArgument, refuse_nothing
-from shd_ref.commands.terminal import console, marked, messages, show_progress
+from shd_ref.commands.terminal import console, fact_table, marked, messages, show_progress
 from shd_ref.teacher.run.options import Shown
 
 SHOWN_SPANS = 8
@@ -69,10 +69,8 @@ def merge(
 
     Every byte is checked against its receipt. Caches of different jobs, and shards that differ, are refused.
     """
-    with show_progress("shards") as (bar, task):
-        summary = merge_caches(
-            caches, out, link=link, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with show_progress("shards") as (on_progress,):
+        summary = merge_caches(caches, out, link=link, on_progress=on_progress)
     console.say(f"{summary.copied} shards taken over ({decimal(summary.bytes)}), {summary.present} were there")
     if summary.sealed:
         console.print(marked("sealed", "green", ": the cache is complete"))
@@ -94,10 +92,8 @@ def export(
 
     Larger than the cache, as the maps become float32; each sample's .json has its key.
     """
-    with show_progress("shards") as (bar, task):
-        summary = export_webdataset(
-            cache, out, on_progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with show_progress("shards") as (on_progress,):
+        summary = export_webdataset(cache, out, on_progress=on_progress)
     console.say(
         f"{format}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
         f"{summary.present} files were there"
@@ -106,7 +102,7 @@ def export(
 
 def _listing_table(listing: CacheListing) -> Table:
     manifest = listing.manifest
-    table = Table(title=f"cache {listing.folder}", title_justify="left", show_header=False)
+    table = fact_table(f"cache {listing.folder}")
     total, missing = manifest.shards.num_shards, listing.missing
     if listing.sealed:
         table.add_row("state", marked("sealed", "green", ": complete"))
@@ -126,7 +122,7 @@ def _listing_table(listing: CacheListing) -> Table:
     for name, text in attention.describe():
         table.add_row(name, text)
     table.add_row("compression", manifest.compression)
-    table.add_row("error", f"KL {listing.errors.attention.kl_mean:.2g} nats a row")
+    table.add_row("error", f"KL {listing.errors.attention.kl_mean:.2g} nats per row")
     skipped = f", {listing.skipped} skipped" if listing.skipped else ""
     mean = listing.positions / max(listing.samples, 1)
     table.add_row(

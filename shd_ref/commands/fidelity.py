@@ -37,14 +37,8 @@ def fidelity(
     from shd_ref.teacher.study.fidelity import measure_fidelity
 
     source = inputs.open()
-    with show_progress("batches") as (bar, task):
-        report = measure_fidelity(
-            teacher,
-            source,
-            options,
-            run,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with show_progress("batches") as (on_progress,):
+        report = measure_fidelity(teacher, source, options, run, on_progress=on_progress)
     commands = {
         heads: _precompute_command([str(teacher), *inputs.words], result, options, run)
         for heads, result in report.best().items()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,10 +60,10 @@ def precompute(
     if dry_run:
         _measure(teacher, source, [options(num_student_heads=heads) for heads in student_heads], run)
         return
-    with _told() as told:
+    with show_progress("inputs read", "samples") as (on_read, on_progress):
+        told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
         if engine == "ray":
-            told["workers"] = workers
-            summaries = _run_on_ray(teacher, inputs, out, options, student_heads, run, told)
+            summaries = _run_on_ray(teacher, inputs, out, options, student_heads, run, told | {"workers": workers})
         else:
             summaries = _run_here(teacher, source, out, options, student_heads, run, told)
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
@@ -82,21 +80,6 @@ def _measure(teacher: Path, source: Source, students: list[PrecomputeOptions], r
     for options, forecast in zip(students, forecasts, strict=True):
         print_forecast(forecast, options.num_student_heads)
     print_remarks(*(remark for forecast in forecasts for remark in forecast.remarks), source.remark)
-
-
-@contextmanager
-def _told() -> Iterator[dict[str, Any]]:
-    """The callbacks of a run, which move two bars."""
-    with show_progress("samples") as (bar, task):
-        reading = bar.add_task("inputs read", total=None)
-
-        def on_progress(done: int, total: int, _: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        def on_read(done: int, total: int) -> None:
-            bar.update(reading, completed=done, total=total)
-
-        yield {"on_progress": on_progress, "on_read": on_read}
 
 
 def _run_here(

@@ -8,14 +8,14 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.commands.terminal import console, marked, narrow_table
+from shd_ref.commands.terminal import console, fact_table, marked, narrow_table
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
 from shd_ref.teacher.study.forecast import CodecForecast, FactoredForecast, Forecast
 
 
 def summary_table(summary: PrecomputeSummary) -> Table:
     """What ``shd precompute`` did."""
-    table = Table(title=f"cache {summary.folder}", title_justify="left", show_header=False)
+    table = fact_table(f"cache {summary.folder}")
     rate = summary.written / max(summary.seconds, 1e-9)
     table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
     if summary.missing_shards:
@@ -41,7 +41,7 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     )
     error = summary.errors.attention
     table.add_row(
-        "codec", f"KL {error.kl_mean:.2g} nats a row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
+        "codec", f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
     )
     table.add_row(
         "graph = reference",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich import box
@@ -15,9 +15,6 @@ from rich.text import Text
 
 from shd_ref.errors import ShdError
 from shd_ref.printable import printable
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 
 class PlainConsole(Console):
@@ -48,6 +45,14 @@ messages = PlainConsole(stderr=True)
 def marked(word: str, style: str, rest: str = "") -> Text:
     """A word in a style, and what follows it."""
     return Text.assemble((printable(word), style), printable(rest))
+
+
+def fact_table(title: str) -> Table:
+    """A table of names and what is said of them; long hashes and paths are folded."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    return table
 
 
 def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
@@ -87,8 +92,15 @@ def print_remarks(*remarks: str | None) -> None:
 
 
 @contextmanager
-def show_progress(unit: str) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar on a terminal while work is done, and its task; it goes when the work ends, also with an error."""
+def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
+    """Bars on a terminal while work is done; they go when it ends, also with an error.
+
+    Args:
+        units: what is counted, a bar each.
+
+    Yields:
+        For each, what to call with the numbers done and in all; what follows them is ignored.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -107,6 +119,11 @@ def show_progress(unit: str) -> Iterator[tuple[Progress, TaskID]]:
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    bar = Progress(*columns, console=messages, transient=True)
-    with bar if messages.is_interactive else nullcontext():
-        yield bar, bar.add_task(unit, total=None)
+    bars = Progress(*columns, console=messages, transient=True)
+
+    def teller(unit: str) -> Callable[..., None]:
+        task = bars.add_task(unit, total=None, visible=False)
+        return lambda done, total, *_: bars.update(task, completed=done, total=total, visible=True)
+
+    with bars if messages.is_interactive else nullcontext():
+        yield tuple(teller(unit) for unit in units)

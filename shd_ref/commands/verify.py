@@ -30,8 +30,8 @@ def verify(
     from shd_ref.cache import verify_cache
 
     check_both(teacher, inputs)
-    with show_progress("shards") as (bar, task):
-        report = verify_cache(cache, on_progress=lambda done, total: bar.update(task, completed=done, total=total))
+    with show_progress("shards") as (on_progress,):
+        report = verify_cache(cache, on_progress=on_progress)
     if count := len(report.problems):
         messages.say(marked(f"{count} problem{'s' * (count > 1)}", "bold red", f" in {cache}:"))
         for problem in report.problems:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, verify_cache
 from shd_ref.cli import load_app
+from shd_ref.commands.terminal import console
 from shd_ref.teacher.run.inputs import ModelInputs
 
 NUM_SAMPLES = 12
@@ -28,9 +29,10 @@ def make_tokens() -> dict[str, NDArray[Any]]:
     return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 6)) * mask, "attention_mask": mask}
 
 
-def shd(*words: str | Path, code: int = 0) -> str:
+def shd(*words: str | Path, code: int = 0, columns: int = 250) -> str:
     """What a command prints; its exit code is asserted, and anything but an exit is raised as it is."""
-    result = CliRunner().invoke(APP, [str(word) for word in words], env={"COLUMNS": "250"}, catch_exceptions=False)
+    env = {"COLUMNS": str(columns)}
+    result = CliRunner().invoke(APP, [str(word) for word in words], env=env, catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.output
 
@@ -202,6 +204,37 @@ def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
     monkeypatch.setattr(ModelInputs, "_read_all", never)
     assert said in shd("precompute", *run_of(made), "--out", "new", *words, code=1)
     assert contents(tmp_path) == before
+
+
+def test_tables_fit_a_terminal(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 columns, without a word cut short; commands and errors are single lines, so that they can be copied."""
+    monkeypatch.chdir(made)
+    monkeypatch.setattr(console, "_width", 80)  # read from the environment when it was made
+    words = "t.onnx", "--inputs", "d.npz", "--student-heads", "2"
+    part = ("precompute", *words, "--out", tmp_path / "part", "--samples-per-shard", "5", "--shards", "0/3")
+    several = "progressive,matched", "--matched-by", "residual,similarity", "--strategy", "shd,constant,simplex"
+    for command in (
+        ("inspect", "t.onnx", "--factored"),
+        ("plan", *words),
+        ("fidelity", *words, "--plan", *several),
+        part,
+        ("ls", tmp_path / "part"),
+        *((name, "--help") for name in ("inspect", "plan", "fidelity", "precompute", "verify", "report", "merge")),
+    ):
+        output = shd(*command, columns=80)
+        for line in output.splitlines():
+            assert len(line) <= 80 or line.startswith(("next: ", "  shd ")), line
+            assert "…" not in line, line
+    monkeypatch.setattr(console, "_width", 250)
+    assert "2 of 3 shards are missing" in shd("ls", tmp_path / "part")
+
+
+def test_an_error_stands_alone(made: Path, tmp_path: Path) -> None:
+    """Without the bar of the work that it ended."""
+    words = "precompute", *run_of(made)[:-1]
+    too_many, twice = (shd(*words, heads, "--out", tmp_path / "c", code=1) for heads in ("9", "2,2"))
+    assert too_many.startswith("error (heads-exceed): --student-heads must be at most")
+    assert twice.startswith("error (argument-value): --student-heads must be distinct")
 
 
 HOSTILE = "x[/b][red]:smile:\x1b[31m"
