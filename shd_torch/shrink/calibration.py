@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_torch.maps.gram import gram_tensor
 from shd_torch.shrink.families import Family, base_of, find_part, has_part
-from shd_torch.shrink.heads import InputMoments
+from shd_torch.shrink.heads import AttentionStatistics
 from shd_torch.shrink.weights import AttentionWeights
 
 _RECORDED = "shd_recorded"
@@ -33,21 +33,6 @@ class Batch:
     stream: Tensor
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     counted: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionStatistics:
-    """What one layer's attention says over the whole calibration set.
-
-    Attributes:
-        gram: the gram tensor, summed ``(H, H, H, H)``, float64.
-        moments: of the inputs.
-        length: of the longest sample.
-    """
-
-    gram: Tensor
-    moments: InputMoments
-    length: int
 
 
 @torch.no_grad()
@@ -161,8 +146,10 @@ def study_attention(
             query = (x.flatten(0, 1) @ weights.query + bias) * batch.counted.flatten()[:, None]
             sizes += query.square().sum((1, 2))
             rows += int(batch.counted.sum())
-    moments = InputMoments(augmented / rows, centred / rows, (sizes / rows / weights.head_dim).sqrt())
-    return AttentionStatistics(gram, moments, max(stream.shape[1] for stream in streams))
+    length = max(stream.shape[1] for stream in streams)
+    return AttentionStatistics(
+        gram, augmented / rows, centred / rows, (sizes / rows / weights.head_dim).sqrt(), length
+    )
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:

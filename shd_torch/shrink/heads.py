@@ -20,18 +20,22 @@ Roots: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class InputMoments:
-    """Second moments of an attention's inputs over the calibration set.
+class AttentionStatistics:
+    """What one layer's attention says over the whole calibration set, float64.
 
     Attributes:
-        augmented: of ``[x, 1]``, ``(D + 1, D + 1)``.
-        centred: of x less its mean over the sample, ``(D, D)``.
+        gram: the gram tensor, summed ``(H, H, H, H)``.
+        augmented: second moment of the inputs with a one, ``[x, 1]``, ``(D + 1, D + 1)``.
+        centred: of the inputs less their mean over the sample, ``(D, D)``.
         query_size: root mean square of each head's queries ``(H,)``.
+        length: of the longest sample.
     """
 
+    gram: Tensor
     augmented: Tensor
     centred: Tensor
     query_size: Tensor
+    length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +50,11 @@ class Squeezed:
 def squeeze_attention(
     weights: AttentionWeights,
     merge: HeadMerge,
-    moments: InputMoments,
+    statistics: AttentionStatistics,
     num_kv_heads: int,
     head_dim: int,
     *,
     frequencies: Tensor | None = None,
-    length: int = 0,
     query_norm: bool = False,
 ) -> Squeezed:
     """The best case that applies (HEAD's table).
@@ -59,11 +62,10 @@ def squeeze_attention(
     Args:
         weights: of the teacher.
         merge: groups and C.
-        moments: of the inputs.
+        statistics: of the layer.
         num_kv_heads: of the student.
         head_dim: of the student.
         frequencies: of rotary positions, one a pair of entries i and ``i + d / 2``; None without.
-        length: of a calibration sample: which pairs are slow.
         query_norm: whether queries are normed before their product with keys.
     """
     same_shape = num_kv_heads == weights.num_kv_heads and head_dim == weights.head_dim
@@ -71,7 +73,7 @@ def squeeze_attention(
         return Squeezed(weights, "copied", True)
     if same_shape and merge.shares_keys(num_kv_heads):
         if query_norm:
-            merge = replace(merge, mixing=merge.mixing / moments.query_size)
+            merge = replace(merge, mixing=merge.mixing / statistics.query_size)
         return Squeezed(_mix_queries(weights, merge), "queries", not query_norm)
     if query_norm:
         raise ShdError(
@@ -85,8 +87,8 @@ def squeeze_attention(
     if frequencies is None and fits:
         return Squeezed(_lay_side_by_side(weights, merge, head_dim), "side-by-side", True)
     case = "low-rank" if frequencies is None else "rotary"
-    slow = None if frequencies is None else frequencies * length < SLOW_ANGLE
-    return Squeezed(_factor_heads(weights, merge, moments, num_kv_heads, head_dim, slow), case, False)
+    slow = None if frequencies is None else frequencies * statistics.length < SLOW_ANGLE
+    return Squeezed(_factor_heads(weights, merge, statistics, num_kv_heads, head_dim, slow), case, False)
 
 
 def _mix_queries(weights: AttentionWeights, merge: HeadMerge) -> AttentionWeights:
@@ -130,7 +132,7 @@ def _lay_side_by_side(weights: AttentionWeights, merge: HeadMerge, head_dim: int
 def _factor_heads(
     weights: AttentionWeights,
     merge: HeadMerge,
-    moments: InputMoments,
+    statistics: AttentionStatistics,
     num_kv_heads: int,
     head_dim: int,
     slow: Tensor | None,
@@ -144,10 +146,10 @@ def _factor_heads(
     queries, keys = _augment(weights.query, weights.query_bias), _augment(weights.key, weights.key_bias)[reads]
     values = _augment(weights.value, weights.value_bias if weights.output_bias is None else None)[reads]
     c = merge.mixing * (head_dim / weights.head_dim) ** 0.5
-    whole = _roots(moments.augmented)
+    whole = _roots(statistics.augmented)
     if slow is None:
         forms = torch.einsum("ht,tik,tjk->hij", c, queries, keys)[:, :, :-1]
-        centred = _roots(moments.centred)
+        centred = _roots(statistics.centred)
     else:
         first = torch.arange(len(slow), device=query.device)
         real = torch.complex(queries[..., first], queries[..., first + len(slow)])

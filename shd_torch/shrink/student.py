@@ -26,6 +26,7 @@ from shd_torch.shrink.width import Turn, check_width, final_readers, principal_a
 
 FORMAT = 1
 Squeezer = Callable[..., Squeezed]
+Axes = Callable[[Tensor, int, str], Tensor]
 Progress = Callable[[str], None]
 
 
@@ -82,6 +83,7 @@ def shrink(
     batch_size: int = 16,
     out: str | os.PathLike[str] | None = None,
     squeezer: Squeezer = squeeze_attention,
+    axes: Axes = principal_axes,
     progress: Progress | None = None,
 ) -> Shrunk:
     """A student with fewer heads, fewer layers or a narrower stream, which starts as its squeezed teacher.
@@ -100,7 +102,8 @@ def shrink(
         ridge: of the alignment.
         batch_size: samples that run together.
         out: a new folder for the student, with ``shrink.json`` beside it.
-        squeezer: what makes a layer's attention; another one is for comparison.
+        squeezer: what makes a layer's attention; another than the default is for comparison.
+        axes: what chooses the kept axes from the moment of WIDTH-3, also.
         progress: gets a line a layer.
 
     Returns:
@@ -131,7 +134,7 @@ def shrink(
         batches = start_batches(
             model, family, {name: torch.as_tensor(part) for name, part in data.items()}, batch_size
         )
-        turn = _find_turn(model, family, batches, sizes.hidden) if narrower else None
+        turn = _find_turn(model, family, batches, sizes.hidden, axes) if narrower else None
         work = _Work(
             teacher=model,
             student=student,
@@ -220,13 +223,11 @@ def _make_layer(
     squeezed = work.squeezer(
         weights,
         merge,
-        statistics.moments,
+        statistics,
         work.sizes.kv_heads,
         work.sizes.head_dim,
         frequencies=work.frequencies,
-        length=statistics.length,
         query_norm=family.query_norm is not None,
-        **({} if work.squeezer is squeeze_attention else {"gram": statistics.gram}),
     )
     middles = [read for _, (read,) in run_layer(layer, taught, batches, source, [find_part(layer, family.middle)])]
     _fill_layer(work, layer, target, squeezed, taught, middles)
@@ -408,7 +409,7 @@ def _choose_plan(work: _Work, given: Sizes) -> str:
     return "matched" if find_spec("networkx") is not None else "balanced"
 
 
-def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int) -> Turn:
+def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int, axes: Axes) -> Turn:
     """One rotation for all layers: principal axes of what all norms give (WIDTH-3)."""
     assert family.norms is not None  # check_width
     assert family.final_norm is not None
@@ -430,7 +431,7 @@ def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int) ->
         add([read[0] for _, read in found])
         streams = [stream for stream, _ in found]
     add(streams)
-    return Turn(principal_axes(moment, hidden, family.norm), family.norm, eps)
+    return Turn(axes(moment, hidden, family.norm), family.norm, eps)
 
 
 def _copy_ends(work: _Work) -> None:

@@ -15,7 +15,7 @@ from shd_ref.shrink.heads import HeadWeights, Rotary, attend, concatenate_heads,
 from shd_ref.shrink.merges import HeadMerge as RefMerge
 from shd_ref.shrink.merges import grouped_plan, pooled_mixing
 from shd_torch.shrink.align import OutputFit
-from shd_torch.shrink.heads import SLOW_ANGLE, InputMoments, squeeze_attention
+from shd_torch.shrink.heads import SLOW_ANGLE, AttentionStatistics, squeeze_attention
 from shd_torch.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.weights import AttentionWeights
 from shd_torch.shrink.width import principal_axes
@@ -79,11 +79,12 @@ def test_squeezed_attention(case: str, kv_heads: int, groups: Any, own_kv: int, 
     found = squeeze_attention(
         to_torch(teacher),
         HeadMerge((), groups, torch.from_numpy(mixing)),
-        InputMoments(torch.from_numpy(augmented), torch.from_numpy(centred), torch.ones(4)),
+        AttentionStatistics(
+            torch.zeros(4, 4, 4, 4), torch.from_numpy(augmented), torch.from_numpy(centred), torch.ones(4), LENGTH
+        ),
         own_kv,
         head_dim,
         frequencies=None if rotary is None else torch.from_numpy(FREQUENCIES),
-        length=LENGTH,
     )
     merge = RefMerge(mixing, groups)
     if case == "queries":

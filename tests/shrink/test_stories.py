@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 
-from shrink.stories import load_llama
+from support.shrink.stories import load_llama, measure_loss
 
 from shd_torch.shrink import shrink
 
@@ -22,15 +21,6 @@ def stories(shared_data: Path) -> tuple[Any, torch.Tensor]:
     folder = shared_data / "stories260K"
     tokens = np.load(folder / "self_sampled_1024x256_uint16.npy").astype(np.int64)
     return load_llama(folder / "stories260K.bin"), torch.from_numpy(tokens)
-
-
-@torch.no_grad()
-def measure(model: Any, tokens: torch.Tensor) -> float:
-    total = 0.0
-    for part in tokens.split(32):
-        logits = model(input_ids=part).logits[:, :-1]
-        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
-    return total / tokens[:, 1:].numel()
 
 
 @pytest.mark.slow
@@ -48,7 +38,7 @@ def measure(model: Any, tokens: torch.Tensor) -> float:
 def test_loss_before_any_training(stories: tuple[Any, torch.Tensor], options: dict[str, int], most: float) -> None:
     teacher, tokens = stories
     made = shrink(teacher, {"input_ids": tokens[:64]}, **options)
-    assert measure(made.student, tokens[-128:, :128]) <= most
+    assert measure_loss(made.student, tokens[-128:, :128]) <= most
 
 
 def test_half_the_heads_of_a_short_calibration(stories: tuple[Any, torch.Tensor]) -> None:
@@ -56,7 +46,7 @@ def test_half_the_heads_of_a_short_calibration(stories: tuple[Any, torch.Tensor]
     teacher, tokens = stories
     valid, data = tokens[-16:, :64], {"input_ids": tokens[:16, :64]}
     losses = [
-        measure(model, valid)
+        measure_loss(model, valid)
         for model in (
             teacher,
             shrink(teacher, data, heads=4).student,

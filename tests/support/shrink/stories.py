@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_path.stories import load_stories
+import torch.nn.functional as F
+
+from support.binding.stories import load_stories
 
 
 def load_llama(path: Path) -> Any:
@@ -49,3 +51,13 @@ def load_llama(path: Path) -> Any:
             there.input_layernorm.weight.copy_(given.attn_norm.weight)
             there.post_attention_layernorm.weight.copy_(given.mlp_norm.weight)
     return model
+
+
+@torch.no_grad()
+def measure_loss(model: Any, tokens: torch.Tensor) -> float:
+    """Cross entropy of the next token, in nats."""
+    total = 0.0
+    for part in tokens.split(32):
+        logits = model(input_ids=part).logits[:, :-1]
+        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+    return total / tokens[:, 1:].numel()

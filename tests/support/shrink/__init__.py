@@ -1,0 +1,1 @@
+"""Teachers that tests shrink, and one of them with mixed attention logits."""
