@@ -5,14 +5,16 @@ A row of ``RowCode`` is, in this order and little-endian:
 | part | bytes |
 |---|---|
 | ``log_tail``, float16: log of the mass outside of the head | 2 |
-| ``spread``, float16: how far the head's smallest log-probability lies below its largest; only with a head | 2 |
 | ``entropy``, float16; only with draws | 2 |
-| head: a code c of ``value_bits`` bits a class, ``c * spread / (2^value_bits - 1)`` below the largest | packed |
+| head: a code c of ``value_bits`` bits a class, ``(c / (2^value_bits - 1))^3`` of the largest probability | packed |
 | ids of the head, ascending | Elias-Fano |
 | ids of the draws, ascending, each weighing ``exp(log_tail) / draws`` | Elias-Fano |
 
 The head's probabilities are scaled to ``1 - exp(log_tail)``, so that a row sums to one however it was rounded. Bits
-fill bytes from the lowest up, and the last byte of a part with zeros. Elias-Fano of m ascending ids below V: with
+fill bytes from the lowest up, and the last byte of a part with zeros. A cube lies between steps of equal size in the
+probability, which lose small classes, and in its logarithm, which round large ones as coarsely as small ones: at the
+same bits it left the least error in a student's gradient (``benchmarks/kd_targets.py``). No code is 0, so that every
+class of a head has a logarithm. Elias-Fano of m ascending ids below V: with
 ``l = floor(log2(V / m))`` (0 where that is negative) the l low bits of each id, then a string of
 ``m + floor((V - 1) / 2^l) + 1`` bits in which bit ``i + (id_i >> l)`` is one. That is below ``l + 3`` bits an id,
 within 2 of the least that any code of a set of m ids can do; ids in order of probability would cost
@@ -34,8 +36,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Ids: TypeAlias = NDArray[np.int64]
 
 MAX_VOCABULARY = 1 << 24
-MAX_SPREAD = 24.0
-"""Nats: what lies farther below the row's largest is taken as lying there, at most 4e-11 of it."""
 _EPS = 2.0**-11  # half a unit in the last place of a float16, relative
 _TINY = 2.0**-25  # and absolute, below its normal numbers
 
@@ -93,7 +93,7 @@ class RowCode:
 
     def _parts(self) -> tuple[int, int, int, int]:
         """Bytes of the numbers, of the head's codes, and of both lists of ids."""
-        numbers = 2 + 2 * (self.head > 0) + 2 * (self.draws > 0)
+        numbers = 2 + 2 * (self.draws > 0)
         values = -(-self.head * self.value_bits // 8)
         return numbers, values, _id_bytes(self.head, self.vocab_size), _id_bytes(self.draws, self.vocab_size)
 
@@ -128,11 +128,8 @@ class RowCode:
         parts: list[Bytes] = []
         if self.head:
             values = np.asarray(log_probs, np.float64)
-            below = np.minimum(values.max(axis=-1, keepdims=True) - values, MAX_SPREAD)
-            spread = _round_up(below.max(axis=-1))
-            fields.append(spread)
-            steps = spread.astype(np.float64) / self._levels
-            codes = np.rint(below / np.where(steps == 0.0, 1.0, steps)[:, None]).astype(np.int64)
+            roots = np.exp((values - values.max(axis=-1, keepdims=True)) / 3)
+            codes = np.maximum(np.rint(roots * self._levels), 1).astype(np.int64)
             parts += [_pack(codes, self.value_bits), _pack_ids(np.asarray(head_ids), self.vocab_size)]
         if self.draws:
             fields.append(_as_half(np.asarray(entropy, np.float64), "entropy"))
@@ -141,7 +138,7 @@ class RowCode:
         return np.concatenate((header, *parts), axis=-1)
 
     def decode(self, rows: Bytes) -> DecodedRows:
-        """What was coded, within ``log_prob_bound``; bytes from elsewhere are checked.
+        """What was coded, within ``bound``; bytes from elsewhere are checked.
 
         Args:
             rows: ``(R, row_bytes)``.
@@ -158,31 +155,43 @@ class RowCode:
         if np.isnan(header).any() or (log_tail > 0.0).any() or not np.isfinite(header[:, 1:]).all():
             raise _corrupt("a number of a row is not finite, or log_tail is above 0")
         if (header[:, 1:] < 0.0).any():
-            raise _corrupt("spread and entropy of a row must be at least 0")
+            raise _corrupt("the entropy of a row must be at least 0")
         at = numbers + values
         head_ids = _unpack_ids(rows[:, at : at + head_bytes], self.head, self.vocab_size, 1)
         draw_ids = _unpack_ids(rows[:, at + head_bytes :], self.draws, self.vocab_size, 0)
         log_probs = np.zeros((len(rows), 0))
         if self.head:
-            codes = _unpack(rows[:, numbers:at], self.head, self.value_bits)
-            below = codes * (header[:, 1] / self._levels)[:, None]
-            scale = np.log(np.exp(-below).sum(axis=-1)) - _log_rest(log_tail)
-            log_probs = -below - scale[:, None]
+            shares = self._shares(rows)
+            log_probs = np.log(shares / shares.sum(axis=-1, keepdims=True)) + _log_rest(log_tail)[:, None]
         return DecodedRows(head_ids, log_probs, log_tail, draw_ids, header[:, -1] if self.draws else None)
 
-    def log_prob_bound(self, rows: Bytes) -> Array:
-        """How far a decoded log-probability of the head may be from what was encoded, for each row ``(R,)``.
+    def bound(self, rows: Bytes) -> Array:
+        """How far a decoded probability of the head may be from what was encoded ``(R, head)``.
 
-        Half a step for the code and half for the scale that all share, and what rounding ``log_tail`` moves. It holds
-        for classes within ``MAX_SPREAD`` of the row's largest and rows that summed to one.
+        With h half a step, a class whose share of the largest is ``x^3`` is off by ``(x + 2h)^3 - x^3`` at most, and
+        the scale that all share by the sum of these; ``log_tail`` moves that scale by what float16 rounds. It holds
+        for rows that summed to one.
         """
-        header = np.ascontiguousarray(rows[:, : self._parts()[0]]).view("<f2").astype(np.float64)
-        step = header[:, 1] / self._levels if self.head else np.zeros(len(rows))
-        log_tail = header[:, 0]
+        shares = self._shares(rows)
+        off = (np.cbrt(shares) + 1 / self._levels) ** 3 - shares
+        whole, total = shares.sum(axis=-1, keepdims=True), off.sum(axis=-1, keepdims=True)
+        log_tail = np.ascontiguousarray(rows[:, :2]).view("<f2").astype(np.float64)
+        head = np.exp(_log_rest(log_tail))
         moved = np.where(np.isneginf(log_tail), 0.0, np.abs(log_tail) * 2 * _EPS + _TINY)
-        tail = np.exp(np.minimum(log_tail + moved, -_TINY))
-        bound: Array = step + moved * tail / (1 - tail) + 1e-12
+        by_tail = np.exp(log_tail + moved) * moved
+        certain = whole > total
+        scaled = head * (off + shares * total / whole) / np.where(certain, whole - total, 1.0)
+        bound: Array = np.where(certain, scaled, 1.0) + 2 * by_tail * shares / whole + 1e-12
         return bound
+
+    def _shares(self, rows: Bytes) -> Array:
+        """The head's probabilities as shares of the largest ``(R, head)``."""
+        numbers, values, _, _ = self._parts()
+        codes = _unpack(rows[:, numbers : numbers + values], self.head, self.value_bits)
+        if codes.size and codes.min() < 1:
+            raise _corrupt("the code of a probability must be at least 1")
+        shares: Array = (codes / self._levels) ** 3
+        return shares
 
     @property
     def _levels(self) -> int:
@@ -200,13 +209,6 @@ def _as_half(numbers: Array, name: str) -> NDArray[np.float16]:
     if not (halves < np.inf).all():
         raise ShdError("argument-value", f"{name} must be numbers that float16 holds; got {numbers.max():.6g}")
     return halves
-
-
-def _round_up(numbers: Array) -> NDArray[np.float16]:
-    """The smallest float16 that is not below."""
-    halves = numbers.astype(np.float16)
-    # What was decoded is not raised again by its own rounding.
-    return np.where(halves < numbers * (1 - 1e-9), np.nextafter(halves, np.float16(np.inf)), halves)
 
 
 def _id_low_bits(count: int, vocab_size: int) -> int:

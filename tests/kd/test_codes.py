@@ -9,7 +9,7 @@ import pytest
 
 from shd_ref import ShdError
 from shd_ref.kd import kd_targets_sampled, kd_targets_topk, systematic_uniforms
-from shd_ref.kd.codes import MAX_SPREAD, RowCode
+from shd_ref.kd.codes import RowCode
 
 RNG = np.random.default_rng(3)
 SHAPES = [
@@ -49,8 +49,8 @@ def test_round_trip_within_the_bound(shape: tuple[int, int, int, int], scale: fl
     got = code.decode(rows)
     np.testing.assert_array_equal(got.head_ids, given["head_ids"])
     if code.head:
-        distance = np.abs(got.log_probs - given["log_probs"])
-        assert (distance <= code.log_prob_bound(rows)[:, None]).all()
+        distance = np.abs(np.exp(got.log_probs) - np.exp(given["log_probs"]))
+        assert (distance <= code.bound(rows)).all()
         sums = np.exp(got.log_probs).sum(-1) + np.exp(got.log_tail)
         np.testing.assert_allclose(sums, 1.0, atol=1e-7 if scale else 1e-3)
     if code.draws:
@@ -62,15 +62,26 @@ def test_round_trip_within_the_bound(shape: tuple[int, int, int, int], scale: fl
 
 
 def test_bytes_of_a_row() -> None:
-    assert RowCode(151936, 50).row_bytes == 4 + 50 + 69 + 16
+    assert RowCode(151936, 50).row_bytes == 2 + 50 + 69 + 16
     assert RowCode(151936, 50, value_bits=6).row_bytes < 50 * 18 // 8 + 16
     assert RowCode(32000, 0, 32).row_bytes == 4 + 36 + 12
 
 
-def test_far_below_the_largest_is_held() -> None:
+def test_bound_says_something() -> None:
+    code = RowCode(512, 50)
+    given, rows = rows_of(code)
+    bound = code.bound(rows)
+    probs = np.exp(given["log_probs"])
+    assert (bound.max(-1) < 0.05 * probs.max(-1)).all()
+    assert (bound > np.abs(np.exp(code.decode(rows).log_probs) - probs)).all()
+    finer = RowCode(512, 50, value_bits=16)
+    assert (finer.bound(finer.encode(**given)).max(-1) < bound.max(-1) / 20).all()
+
+
+def test_far_below_the_largest_keeps_a_logarithm() -> None:
     code = RowCode(4, 2)
     got = code.decode(code.encode([[0, 3]], [[0.0, -500.0]], [-np.inf]))
-    assert got.log_probs[0, 1] == pytest.approx(-MAX_SPREAD, abs=0.02)
+    assert got.log_probs[0, 1] == pytest.approx(-3 * np.log(255), abs=1e-6)
     assert np.isneginf(got.log_tail[0])
 
 

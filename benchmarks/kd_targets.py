@@ -1,0 +1,240 @@
+"""How wrong is a student's gradient from sparse targets, for a byte? Ours against a renormalised top k.
+
+Every form is a teacher's rows as they would be stored: coded, decoded, and given to ``kd_loss`` (forward KL). Against
+the gradient from whole rows:
+
+- ``logits``: relative error of the gradient of a token's logits, root mean square over tokens;
+- ``body``: the same for the gradient of what the head reads, which is all that the student's body sees of it;
+- ``batch``: relative error of the gradient of the head's weights, summed over all tokens; ``quarter`` is that of a
+  quarter of them, root mean square over the four. Errors of draws are unbiased, so that four times the tokens halve
+  them; what truncation loses stays.
+
+A renormalised top k is charged twice: what a float16 takes for each value, and what DistillKit's codec takes (ids in
+the fewest bits, 16-bit numbers for the exact values and for the terms of the curve that it fits to the others). Both
+are given their probabilities without any rounding, which flatters the second most.
+
+Vocabularies: 512, the trained teacher stories260K on its own samples; 32,000 and 151,936, seeded mixtures of a Zipf
+distribution with directions of a context, of the entropy that is printed. A student is ``late`` (the teacher
+disturbed a little) or ``early`` (a layer missing, or half of the context unknown).
+
+Prints tables and writes ``kd_targets.json`` beside this file. python benchmarks/kd_targets.py [--tokens 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shd_ref.kd.codes import RowCode
+from shd_ref.kd.targets import systematic_uniforms
+from shd_torch.kd import SampledTargets, TopkTargets, kd_loss, kd_targets_sampled, kd_targets_topk
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
+
+RESULT = Path(__file__).with_suffix(".json")
+STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+SYNTHETIC = (32000, 151936)
+WIDTH = 64  # of the synthetic head
+ROWS = 32  # at once
+# head, draws, bits of a head's value
+CODES = ((4, 0, 8), (8, 0, 8), (16, 0, 6), (16, 0, 8), (32, 0, 6), (32, 0, 8), (50, 0, 6), (50, 0, 8), (50, 0, 12))
+CODES += ((128, 0, 6), (128, 0, 8), (128, 0, 12))
+CODES += ((0, 16, 8), (0, 64, 8), (8, 8, 8), (16, 16, 8), (32, 16, 8), (32, 32, 8), (50, 50, 8))
+# k, exact values and terms: DistillKit's small budget and its recommendation
+RIVALS = ((50, 1, 3), (128, 16, 6))
+
+
+class Rows(NamedTuple):
+    """Some tokens: the teacher's logits, what the student's head reads, and the head."""
+
+    teacher: Tensor  # (R, V)
+    hidden: Tensor  # (R, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None
+
+
+def stories_rows(tokens: int, student: str) -> Iterator[Rows]:
+    """The trained teacher on its own samples."""
+    teacher = load_stories(STORIES / "stories260K.bin")
+    pupil = copy.deepcopy(teacher)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        if student == "early":
+            pupil.layers = nn.ModuleList(list(pupil.layers)[:-1])
+        else:
+            for parameter in pupil.layers.parameters():
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.05)
+        ids = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+        logits = teacher(ids[: math.ceil(tokens / 256)])
+        kept: list[Tensor] = []
+        pupil.norm.register_forward_hook(lambda module, given, made: kept.append(made))
+        pupil(ids[: math.ceil(tokens / 256)])
+    weight = pupil.embed.weight.detach().double()
+    pairs = zip(logits.flatten(0, 1)[:tokens].split(ROWS), kept[0].flatten(0, 1)[:tokens].split(ROWS), strict=True)
+    return (Rows(u.double(), h.double(), weight, None) for u, h in pairs)
+
+
+def synthetic_rows(vocab_size: int, tokens: int, student: str) -> Iterator[Rows]:
+    """Zipf's law plus what a context of ``WIDTH`` directions says; ids by frequency, as tokenizers learn them."""
+    draw = torch.Generator().manual_seed(vocab_size)
+    weight = torch.randn(vocab_size, WIDTH, generator=draw, dtype=torch.float64) * 3.4 / math.sqrt(WIDTH)
+    bias = -torch.arange(1, vocab_size + 1, dtype=torch.float64).log()
+    known = {"late": 0.95, "early": 0.6}[student]
+    for start in range(0, tokens, ROWS):
+        rows = min(ROWS, tokens - start)
+        # Contexts differ in how much they say: some tokens are nearly certain, some are open.
+        strength = 0.3 + 1.2 * torch.rand(rows, 1, generator=draw, dtype=torch.float64)
+        context, other = torch.randn(2, rows, WIDTH, generator=draw, dtype=torch.float64)
+        hidden = strength * (known * context + math.sqrt(1 - known**2) * other)
+        yield Rows((strength * context) @ weight.T + bias, hidden, weight, bias)
+
+
+def coded(teacher: Tensor, code: RowCode, seed: int) -> TopkTargets | SampledTargets:
+    """A teacher's rows after they were stored."""
+    head = code.head
+    if not code.draws:
+        topk = kd_targets_topk(teacher, head)
+        got = code.decode(code.encode(*(field.numpy() for field in topk[:3])))
+        return topk._replace(log_probs=torch.from_numpy(got.log_probs), log_tail=torch.from_numpy(got.log_tail))
+    uniforms = torch.from_numpy(systematic_uniforms((len(teacher),), code.draws, seed))
+    drawn = kd_targets_sampled(teacher, uniforms, keep=head)
+    ids, weights = drawn.ids.numpy(), drawn.weights.numpy()
+    got = code.decode(
+        code.encode(
+            ids[:, :head],
+            np.log(weights[:, :head]),
+            np.minimum(np.log(weights[:, head:].sum(-1)), 0.0),
+            np.sort(ids[:, head:], axis=-1),
+            drawn.entropy.numpy(),
+        )
+    )
+    each = np.repeat(np.exp(got.log_tail)[:, None] / code.draws, code.draws, axis=-1)
+    return drawn._replace(
+        ids=torch.from_numpy(np.concatenate((got.head_ids, got.draw_ids), -1)),
+        weights=torch.from_numpy(np.concatenate((np.exp(got.log_probs), each), -1)),
+    )
+
+
+def renormalised(teacher: Tensor, k: int) -> TopkTargets:
+    """The top k as if there were nothing else."""
+    topk = kd_targets_topk(teacher, k)
+    return topk._replace(log_probs=topk.log_probs.log_softmax(-1), log_tail=torch.full_like(topk.log_tail, -math.inf))
+
+
+def forms(vocab_size: int) -> dict[str, tuple[float, Any]]:
+    """By name: bytes a token, and what makes the targets of rows."""
+    bits = math.ceil(math.log2(vocab_size))
+    made: dict[str, tuple[float, Any]] = {}
+    for k, exact, terms in RIVALS:
+        for name, size in (("float16", k * (bits + 16)), ("curve", k * bits + 16 * (exact + terms))):
+            make = partial(renormalised, k=k)
+            made[f"renormalised top {k}, {name}"] = (size / 8, lambda u, seed, make=make: make(u))
+    for head, draws, value_bits in CODES:
+        code = RowCode(vocab_size, head, draws, value_bits)
+        name = f"top {head} + tail, {value_bits} bits" if not draws else f"top {head} + {draws} draws"
+        made[name] = (code.row_bytes, lambda u, seed, code=code: coded(u, code, seed))
+    return made
+
+
+def gradient(targets: Any, rows: Rows) -> Tensor:
+    """That of each token's logits."""
+    logits = rows.hidden @ rows.weight.T + (0.0 if rows.bias is None else rows.bias)
+    logits.requires_grad_()
+    kd_loss(targets, logits, reduction="sum", check=False).backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def measure(vocab_size: int, tokens: int, student: str) -> dict[str, Any]:
+    """Errors of every form, and what the rows are like."""
+    source = stories_rows(tokens, student) if vocab_size == 512 else synthetic_rows(vocab_size, tokens, student)
+    made = forms(vocab_size)
+    squares = {name: np.zeros(2) for name in made}
+    blocks = -(-tokens // ROWS)
+    sums: dict[str, Any] = {name: [0.0] * 4 for name in made}
+    whole, exact_sum, entropy, divergence = np.zeros(2), [0.0] * 4, 0.0, 0.0
+    for number, rows in enumerate(source):
+        exact = gradient(rows.teacher, rows)
+        whole += [float(exact.square().sum()), float((exact @ rows.weight).square().sum())]
+        exact_sum[4 * number // blocks] += exact.T @ rows.hidden
+        log_p = rows.teacher.log_softmax(-1)
+        entropy -= float((log_p.exp() * log_p).sum())
+        logits = rows.hidden @ rows.weight.T + (0.0 if rows.bias is None else rows.bias)
+        divergence += float(kd_loss(rows.teacher, logits, reduction="sum", check=False))
+        for name, (_, make) in made.items():
+            off = gradient(make(rows.teacher, number), rows) - exact
+            squares[name] += [float(off.square().sum()), float((off @ rows.weight).square().sum())]
+            sums[name][4 * number // blocks] += off.T @ rows.hidden
+    scale = float(sum(exact_sum).norm())
+    return {
+        "vocabulary": vocab_size,
+        "student": student,
+        "tokens": tokens,
+        "entropy": entropy / tokens,
+        "kl": divergence / tokens,
+        "forms": {
+            name: {
+                "bytes": made[name][0],
+                "logits": math.sqrt(squares[name][0] / whole[0]),
+                "body": math.sqrt(squares[name][1] / whole[1]),
+                "batch": float(sum(sums[name]).norm()) / scale,
+                "quarter": math.sqrt(sum(float(part.square().sum()) for part in sums[name]) / 4) / (scale / 4),
+            }
+            for name in made
+        },
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"\nV = {found['vocabulary']}, {found['student']} student: {found['tokens']} tokens, "
+        f"entropy {found['entropy']:.2f}, KL {found['kl']:.3f} nats"
+    )
+    print(f"{'form':<30}{'bytes':>6}{'logits':>9}{'body':>9}{'batch':>9}{'quarter':>9}")
+    for name, row in found["forms"].items():
+        errors = "".join(f"{row[by]:>9.4f}" for by in ("logits", "body", "batch", "quarter"))
+        print(f"{name:<30}{row['bytes']:>6.0f}{errors}")
+    for rival in [name for name in found["forms"] if name.startswith("renormalised")]:
+        for by in ("body", "batch"):
+            bound = found["forms"][rival][by]
+            ours = [
+                (row["bytes"], name)
+                for name, row in found["forms"].items()
+                if row[by] <= bound and not name.startswith("renormalised")
+            ]
+            said = "{:.0f} bytes ({})".format(*min(ours)) if ours else "none of ours"
+            print(f"  no worse than {rival} by {by}: {said} against {found['forms'][rival]['bytes']:.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    vocabularies = ([512] if STORIES.is_dir() else []) + [*SYNTHETIC]
+    if len(vocabularies) == 2:
+        print(f"without the real vocabulary: no folder {STORIES.name} in the shared data")
+    results = []
+    for vocab_size in vocabularies:
+        for student in ("late", "early"):
+            results.append(measure(vocab_size, arguments.tokens * (8 if vocab_size == 512 else 1), student))
+            show(results[-1])
+    document = {"machine": platform.machine(), "torch": torch.__version__, "results": results}
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
