@@ -111,6 +111,7 @@ def test_no_argument_can_be_ignored(operation: str, name: str) -> None:
         assert any(result.status is Status.FAILED for result in results), f"{operation} may ignore {name}"
 
 
+@pytest.mark.slow
 def test_tolerances_hold_ten_times_over(monkeypatch: pytest.MonkeyPatch) -> None:
     published = load_tolerances()
     tenth = {

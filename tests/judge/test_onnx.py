@@ -59,6 +59,7 @@ def two_heads(**changes: Any) -> dict[str, Any]:
 # --- the judge --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_what_the_functions_lack_is_missing() -> None:
     refused = {item.id for item in cases(ITEMS) if getattr(item, "codes", ())}
     report = judge(OnnxAdapter("onnx.reference"), dtype="float32", only=ITEMS)
@@ -78,6 +79,7 @@ def test_only_what_the_functions_lack_is_missing() -> None:
     assert sum(name.startswith("solve_alpha/") for name in passed) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["factors", "threshold", "columns"])
 def test_a_wrong_function_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def swap(name: str) -> Any:

@@ -9,6 +9,8 @@ from judge.pairs.options import OPTIONS
 from shd_ref.conformance import OUTPUTS, cases
 from shd_ref.conformance.laws import LAWS
 
+pytestmark = pytest.mark.slow  # every test stands on a run of all laws
+
 # Operations whose pairs are all checked.
 COMPLETE = (
     "align_tokens",

@@ -154,6 +154,7 @@ def test_rounding() -> None:
         round_to(numbers, "float8")
 
 
+@pytest.mark.slow
 def test_variants_are_right_by_default(vectors: Path) -> None:
     """The small operations behind the hints agree with the reference on everything that the laws ask."""
     from shd_ref.conformance.adapter import take_output

@@ -441,6 +441,7 @@ def test_learned_bias_gets_its_gradient(shape: tuple[int, ...]) -> None:
 
 
 # The compiler makes an instance of torch.autograd.Function, which torch itself deprecates.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("value", "backend"), [("exact", "sdpa"), ("surrogate", "dense")])
 def test_compiles_whole(value: str, backend: str) -> None:

@@ -134,6 +134,7 @@ def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, c
 
 
 # The compiler makes an instance of torch.autograd.Function, which torch itself deprecates.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("support", "codec", "backend"), [("full", "u4", "dense"), ("causal", "sqrt8-row", "sdpa")])
 def test_codes_compile_whole(support: str, codec: str, backend: str) -> None:

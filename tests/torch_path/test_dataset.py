@@ -78,6 +78,7 @@ def _alone(batch: list[Any]) -> list[Any]:
     return [(sample["number"], record) for sample, record in batch]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("support", "workers"), [("full", 0), ("causal", 2)])
 def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support: str) -> None:
     reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, support=support)))
@@ -104,6 +105,7 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
     assert seen != sorted(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
     address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))

@@ -29,6 +29,8 @@ from shd_torch.maps import squeeze_heads
 from shd_torch.maps.attention import value_outputs
 from shd_torch.training.trainer import SHDTrainer
 
+pytestmark = pytest.mark.slow  # every test stands on a large export
+
 ENCODER_LENGTHS, DECODER_LENGTHS = (9, 5, 7, 9, 4, 6, 8), (3, 6, 6, 2, 5, 6, 4)
 HEADS = 2
 LAYERS = {"encoder": 1, "decoder": 1, "cross": 1}

@@ -156,6 +156,7 @@ def test_half_precision(tmp_path: Path) -> None:
     assert next(model.parameters()).dtype == torch.float16
 
 
+@pytest.mark.slow
 def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, images, path = PlainViT().eval(), torch.randn(2, 3, 16, 16), tmp_path / "vit.onnx"

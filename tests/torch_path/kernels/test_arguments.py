@@ -85,6 +85,7 @@ def test_a_host_without_interpreter_is_refused() -> None:
         )
 
 
+@pytest.mark.slow
 def test_without_triton_the_package_imports_and_a_call_says_what_to_install() -> None:
     code = """
 import sys
