@@ -22,6 +22,8 @@ TORCHLESS_TESTS = (
     "tests/judge",
     "tests/teacher",
     "tests/report",
+    "tests/kd",
+    "tests/shrink",
 )
 
 

