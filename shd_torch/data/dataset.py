@@ -58,7 +58,7 @@ class CacheJoin:
     def collate_with(
         self, collate: Callable[[list[Any]], Any]
     ) -> Callable[[Sequence[tuple[Any, StoredRecord]]], tuple[Any, CachedSupervision]]:
-        """The same with another collation of the samples, such as one that pads them (on the right).
+        """Like ``collate``, with another collation of the samples, such as one that pads them (on the right).
 
         Args:
             collate: from a list of samples to a batch; where it can be pickled, so can the result.
@@ -114,7 +114,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     Raises:
         ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
             ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; whatever opening the
-            cache raises. When a sample is read, ``inputs-invalid`` too, where it is no longer what it was.
+            cache raises. When a sample is read, ``inputs-invalid`` too, where it has changed since.
     """
 
     def __init__(
@@ -156,15 +156,22 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, StoredRecord]]:
         """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order.
 
-        The records are views of it, and keep it alive.
+        The records are views of it. A collation that is given another list of them copies their codes.
         """
         wanted = list(indices)
-        # Queries and keys are taken apart again, and what has been read or is made another way has no buffer.
+        # Queries and keys are taken apart again; records in memory, or of a subclass's own making, have no buffer.
         is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
         if not is_own or self._records is not None or not isinstance(self.cache.manifest.attention, Maps):
             return [self[index] for index in wanted]
-        records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=_allocate)
-        return [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
+        buffers: list[Tensor] = []
+
+        def allocate(size: int) -> NDArray[np.uint8]:
+            buffers.append(_allocate(size))
+            return buffers[0].numpy()
+
+        records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=allocate)
+        pairs = [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
+        return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
 
     def _seen_sample(self, index: int) -> Any:
         """A sample, found to be what the teacher saw (CACHE-86)."""
@@ -325,14 +332,40 @@ class CodedSupervision:
         return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
 
 
-def pack_supervision(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CodedSupervision:
-    """Put the records of a batch into one buffer, layer by layer, so that it crosses processes and devices once."""
-    blobs = [record.blobs[layer] for layer in layers for record in records]
-    buffer = _find_buffer(blobs)
+class ReadBatch(list[tuple[Any, StoredRecord]]):
+    """Samples and records as ``__getitems__`` read them together, with the buffer that holds all codes.
+
+    Args:
+        pairs: samples and records.
+        buffer: uint8, the codes layer by layer, in it sample by sample.
+        layers: student layers in the buffer's order.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, StoredRecord]], buffer: Tensor, layers: tuple[int, ...]) -> None:
+        super().__init__(pairs)
+        self._read = [record for _, record in self]
+        self._buffer, self._layers = buffer, layers
+
+    def buffer_of(self, layers: Sequence[int]) -> Tensor | None:
+        """The buffer, where it holds these layers of what is in the list now; else None."""
+        unchanged = len(self) == len(self._read) and all(a is b for (_, a), b in zip(self, self._read, strict=True))
+        return self._buffer if unchanged and tuple(layers) == tuple(self._layers) else None
+
+
+def pack_records(
+    batch: Sequence[tuple[Any, StoredRecord]], manifest: Manifest, layers: Sequence[int]
+) -> CachedSupervision:
+    """The records of a batch in one buffer, layer by layer, so that they cross processes and devices once."""
+    records = [record for _, record in batch]
     form = manifest.attention
+    if not isinstance(form, Maps):
+        return pack_factored(records, manifest, layers)
+    buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
+    if buffer is None:
+        buffer = torch.from_numpy(np.concatenate([record.blobs[layer] for layer in layers for record in records]))
     columns = [form.column(layer) for layer in layers] if any(record.shapes for record in records) else []
     return CodedSupervision(
-        buffer=torch.from_numpy(np.concatenate(blobs)) if buffer is None else buffer,
+        buffer=buffer,
         lengths=tuple(record.length for record in records),
         layers=taught_layers(manifest, layers),
         num_student_heads=form.num_student_heads,
@@ -349,38 +382,17 @@ def _shape_of(padded: Sequence[Any], place: int) -> tuple[int, int]:
     return rows, keys
 
 
-def _allocate(size: int) -> NDArray[np.uint8]:
+def _allocate(size: int) -> Tensor:
     """Memory for the codes of a batch; in a worker of a ``DataLoader`` what it shares with the training process."""
     if get_worker_info() is None:
-        return torch.empty(size, dtype=torch.uint8).numpy()
+        return torch.empty(size, dtype=torch.uint8)
     # As PyTorch's own collation does it: a tensor that is shared only afterwards is copied.
     storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-
-
-def _find_buffer(blobs: Sequence[NDArray[np.uint8]]) -> Tensor | None:
-    """The tensor that holds nothing but these blobs, in this order; None where there is none."""
-    owner: object = blobs[0].base if blobs else None
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    if not isinstance(owner, Tensor) or owner.dtype != torch.uint8 or owner.numel() != sum(map(len, blobs)):
-        return None
-    place = owner.data_ptr()
-    for blob in blobs:
-        if blob.__array_interface__["data"][0] != place:
-            return None
-        place += len(blob)
-    return owner
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
 """A batch of a cache of maps, or of queries and keys: both ``supervise`` and ``decode`` alike."""
-
-
-def pack_records(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> CachedSupervision:
-    """Put the records of a batch into one buffer, in the form that their cache has."""
-    pack = pack_supervision if isinstance(manifest.attention, Maps) else pack_factored
-    return pack(records, manifest, layers)
 
 
 def check_cache(
@@ -447,5 +459,4 @@ def _collate(
     manifest: Manifest,
     layers: tuple[int, ...],
 ) -> tuple[Any, CachedSupervision]:
-    samples, records = zip(*batch, strict=True)
-    return collate(list(samples)), pack_records(records, manifest, layers)
+    return collate([sample for sample, _ in batch]), pack_records(batch, manifest, layers)

@@ -1,4 +1,4 @@
-"""From checked tensors to launched programs, and the reasons why a call cannot be served here.
+"""From a checked request to launched programs, and the reasons why a call cannot be served here.
 
 Triton is imported when a kernel first runs, never with the package.
 """
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
-from shd_torch.kernels.operands import Coded, Factored, Heads, Mask, RowsKl
+from shd_torch.kernels.operands import CodedOperands, FactoredOperands, Heads, Mask, RowsKl
 from shd_torch.kernels.tiles import (
     MASS_TILE,
     MAX_FLOAT32_WIDTH,
@@ -26,6 +25,7 @@ from shd_torch.kernels.tiles import (
     count_unrolled,
     pad_width,
 )
+from shd_torch.supervision.mask import AttentionRule
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
@@ -82,16 +82,12 @@ def is_interpreted() -> bool:
     return not isinstance(passes.rows_pass, triton.JITFunction)
 
 
-def require_support(*tensors: Tensor) -> None:
-    """An error where ``unsupported_reason`` has one.
-
-    Raises:
-        ShdError: ``dependency-missing`` without Triton, else ``argument-value``.
-    """
-    reason = unsupported_reason(*tensors)
-    if reason is not None:
-        missing = importlib.util.find_spec("triton") is None
-        raise ShdError("dependency-missing" if missing else "argument-value", reason)
+def make_mask(rule: AttentionRule, queries: Tensor, keys: Tensor) -> Mask:
+    """Window and key mask of a rule as the kernels read them."""
+    key_mask = rule.attn_mask
+    if key_mask is not None:
+        key_mask = key_mask[:, 0, 0].expand(queries.shape[0], keys.shape[2]).contiguous().view(torch.uint8)
+    return Mask(key_mask=key_mask, window=rule.window, num_rows=queries.shape[2], num_keys=keys.shape[2])
 
 
 def make_heads(queries: Tensor, keys: Tensor, scale: float, temperature: float) -> Heads:
@@ -132,7 +128,7 @@ def compute_lse(heads: Heads, mask: Mask, is_causal: bool) -> Tensor:
     return lse
 
 
-def compute_masses(coded: Coded, mask: Mask, is_causal: bool, is_triangular: bool) -> None:
+def compute_masses(coded: CodedOperands, mask: Mask, is_causal: bool, is_triangular: bool) -> None:
     """Fill ``coded.masses``: what a row's entries sum to; NaN where one lies outside the student's mask."""
     from shd_torch.kernels import passes
 
@@ -150,15 +146,14 @@ def compute_masses(coded: Coded, mask: Mask, is_causal: bool, is_triangular: boo
 
 def run_passes(
     student: Heads,
-    supervision: Factored | Coded,
+    supervision: FactoredOperands | CodedOperands,
     mask: Mask,
     row_weights: Tensor,
     *,
     is_causal: bool,
     is_triangular: bool,
     group_sizes: set[int],
-    scale: float,
-    temperature: float,
+    factor: float,
     deterministic: bool,
     want_value: bool,
 ) -> RowsKl:
@@ -167,16 +162,16 @@ def run_passes(
 
     batch, num_heads, num_rows, width = student.queries.shape
     num_kv_heads, num_keys = student.keys.shape[1:3]
-    teacher = supervision.teacher if isinstance(supervision, Factored) else student
+    teacher = supervision.teacher if isinstance(supervision, FactoredOperands) else student
     teacher_width = teacher.queries.shape[-1]
     row_bytes = max(_row_bytes(student), _row_bytes(teacher))
     is_float32 = torch.float32 in (student.queries.dtype, teacher.queries.dtype)
     members = None
-    if isinstance(supervision, Factored):
+    if isinstance(supervision, FactoredOperands):
         members = count_unrolled(group_sizes, row_bytes, is_float32=is_float32)
     capability = _capability(student.queries)
     options: dict[str, Any] = {
-        "CODED": isinstance(supervision, Coded),
+        "CODED": isinstance(supervision, CodedOperands),
         "MEMBERS": members or 0,
         "TRIANGULAR": is_triangular,
         "CAUSAL": is_causal,
@@ -191,7 +186,8 @@ def run_passes(
     make_dk = torch.empty if deterministic else torch.zeros
     dk = make_dk(batch, num_kv_heads, num_keys, width, **fresh)
     kl = torch.empty(batch, num_heads, num_rows, **fresh) if want_value else None
-    shared = (student, supervision, mask, row_weights, row_weights.abs().amax(), scale / temperature)
+    weights = row_weights.detach().contiguous()
+    shared = (student, supervision, mask, weights, weights.abs().amax(), factor)
     tile = choose_tile("rows", row_bytes, members, capability, is_float32=is_float32)
     with _on_device(dq):
         passes.rows_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](

@@ -14,7 +14,7 @@ class Heads(NamedTuple):
     """Queries and keys of one model."""
 
     queries: Tensor  # (B, H, L, d), the last axis contiguous
-    keys: Tensor  # (B, H / group_size, S, d), likewise
+    keys: Tensor  # (B, H / group_size, S, d), the last axis contiguous
     query_strides: tuple[int, ...]  # of batch, head, row
     key_strides: tuple[int, ...]
     lse: Tensor | None  # (B, H, L), natural log-sum-exp of the scaled and tempered logits
@@ -32,7 +32,7 @@ class Mask(NamedTuple):
     num_keys: int  # S
 
 
-class Factored(NamedTuple):
+class FactoredOperands(NamedTuple):
     """The supervision as the teacher's queries and keys with a mixing matrix."""
 
     teacher: Heads
@@ -45,7 +45,7 @@ class Factored(NamedTuple):
     num_rows: int  # L
 
 
-class Coded(NamedTuple):
+class CodedOperands(NamedTuple):
     """The supervision as stored codes of ``sqrt8-row``."""
 
     codes: Tensor  # uint8, one axis

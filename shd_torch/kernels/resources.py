@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shd_torch.kernels.launch import dot_precision, make_heads
-from shd_torch.kernels.operands import Coded, Factored, Heads, Mask
+from shd_torch.kernels.operands import CodedOperands, FactoredOperands, Heads, Mask
 from shd_torch.kernels.tiles import Tile, choose_tile, pad_width
 
 PROGRAMS: tuple[str, ...] = ("lse", "rows", "keys")
@@ -153,7 +153,7 @@ def _example_arguments(variant: Variant) -> dict[str, Any]:
     rows = empty(batch, num_student_heads, length)
     mixing = empty(batch, num_student_heads, num_teacher_heads)[..., None].expand(-1, -1, -1, length)
     members = empty(num_student_heads, max(variant.members or 0, 2), dtype=torch.int32)
-    factored = Factored(
+    factored = FactoredOperands(
         teacher,
         mixing,
         mixing.stride(),
@@ -165,7 +165,7 @@ def _example_arguments(variant: Variant) -> dict[str, Any]:
     )
     samples = empty(batch, dtype=torch.int32)
     starts = empty(batch, num_student_heads, dtype=torch.int64)
-    coded = Coded(empty(1, dtype=torch.uint8), starts, samples, samples, rows, num_student_heads)
+    coded = CodedOperands(empty(1, dtype=torch.uint8), starts, samples, samples, rows, num_student_heads)
     padded = pad_width(variant.width)
     return {
         "lse": rows,

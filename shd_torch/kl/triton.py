@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import shd_torch.kernels as kernels
-from shd_torch.kernels import PackedCodes, RowsKl
+from shd_torch.kernels import RowsKl
 from shd_torch.kernels.coded import CODECS
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
@@ -31,8 +31,8 @@ def unsupported_reason(request: KlRequest) -> str | None:
         heads = request.queries, request.keys
     else:
         return "it reads a teacher's queries and keys, or a cache's codes, and no maps"
-    if isinstance(taught, Coded) and taught.key_lengths is not None:
-        return "it decodes square maps; got rows and keys of two sequences"
+    if isinstance(taught, Coded) and taught.key_lengths is not None and taught.support == "causal":
+        return "it decodes triangles of square maps; got rows and keys of two sequences"
     if isinstance(taught, Coded) and taught.codec not in CODECS:
         return f"it decodes the codecs {' and '.join(CODECS)}; got {taught.codec}"
     reason = kernels.unsupported_reason(*heads)
@@ -58,37 +58,16 @@ def run(request: KlRequest) -> KlResult:
 
 
 def _run_kernels(request: KlRequest) -> RowsKl:
-    taught, rule = request.supervision, request.rule
     options: dict[str, Any] = {
-        "scale": request.scale,
-        "key_mask": _find_key_mask(rule, request.shape),
-        "is_causal": rule.is_causal,
-        "window": rule.window,
         "temperature": request.temperature,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "want_value": request.wants_value,
     }
-    weights = request.weights.float()
+    taught, weights = request.supervision, request.weights.float()
     if isinstance(taught, Coded):
-        codes = PackedCodes(taught.buffer, taught.starts, taught.lengths, taught.support)
-        return kernels.kl_coded(request.queries, request.keys, codes, weights, **options)
+        return kernels.kl_coded(request.queries, request.keys, taught, weights, request.rule, **options)
     assert isinstance(taught, Factored)  # what else there is was refused
-    mixing = taught.mixing
-    if taught.row_mass is not None:
-        mixing = (mixing[..., None] if mixing.ndim == 3 else mixing) * taught.row_mass[:, None]
-    # Named here: looking for them on the device would wait for it.
-    every_head = tuple(range(taught.queries.shape[1]))
-    return kernels.kl_factored(
-        request.queries,
-        request.keys,
-        taught.queries,
-        taught.keys,
-        mixing,
-        weights,
-        teacher_scale=taught.rule.scale_for(taught.queries.shape[3]),
-        groups=taught.groups or (every_head,) * taught.num_heads,
-        **options,
-    )
+    return kernels.kl_factored(request.queries, request.keys, taught, weights, request.rule, **options)
 
 
 def _logits_reason(request: KlRequest) -> str | None:
@@ -132,9 +111,3 @@ def _is_same(one: AttentionRule, other: AttentionRule) -> bool:
     if a is None or b is None:
         return a is b
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
-
-
-def _find_key_mask(rule: AttentionRule, shape: tuple[int, int, int, int]) -> Tensor | None:
-    if rule.attn_mask is None:
-        return None
-    return rule.attn_mask[:, 0, 0].expand(shape[0], shape[3])

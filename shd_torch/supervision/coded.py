@@ -41,13 +41,14 @@ class Coded(Supervision):
         codec: of the cache (CACHE-26).
         support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
         length: L, to which shorter samples are padded; there rows are 0 and do not count.
-        temperature: T_a of the cache; with None whatever the loss is called with.
+        temperature: T_a of the cache; with None any that the loss is called with.
         key_lengths: keys of each sample, where queries and keys are of two sequences; by default ``lengths``.
         num_keys: S, to which shorter samples are padded; by default L.
         counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
 
     Raises:
-        ShdError: ``argument-shape`` where a sample is longer than ``length``.
+        ShdError: ``argument-shape`` where a sample is longer than ``length``, or the buffer does not hold its codes;
+            ``argument-dtype`` for another buffer than bytes.
 
     Source: CACHE-26.
     """
@@ -67,6 +68,12 @@ class Coded(Supervision):
     _parts: tuple[_Part, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.buffer.dtype != torch.uint8 or self.buffer.ndim != 1:
+            raise ShdError(
+                "argument-dtype",
+                f"buffer must be uint8 with one axis; got {self.buffer.dtype} {tuple(self.buffer.shape)}",
+                "CACHE-30",
+            )
         for name, given, longest in (
             ("length", self.length, max(self.lengths)),
             ("num_keys", self.shape[3], max(self.lengths if self.key_lengths is None else self.key_lengths)),
@@ -153,7 +160,7 @@ class Coded(Supervision):
         return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking), counted=counted)
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
-        """Codes that are numbers themselves must be distributions; all others are, whatever they hold."""
+        """Codes that are numbers themselves must be distributions; all others are by their decoding."""
         if self.codec not in _WIDE_CODES:
             return
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
@@ -187,7 +194,14 @@ class Coded(Supervision):
             expected = [(self.starts[first] + number * size, length, keys) for number in numbers]
             held = zip(self.starts[first:], self.lengths[first:], key_lengths[first:], strict=True)
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, expected, strict=True)))
-            codes = self.buffer[self.starts[first] : self.starts[first] + count * size]
+            start, end = self.starts[first], self.starts[first] + count * size
+            if start < 0 or end > self.buffer.numel():
+                raise ShdError(
+                    "argument-shape",
+                    f"buffer must hold the codes of sample {first + count - 1}, bytes {end - size} to {end}; got "
+                    f"{self.buffer.numel()} bytes, and samples from byte {start} on",
+                )
+            codes = self.buffer[start:end]
             if self.codec in _WIDE_CODES:
                 codes = codes.view(_WIDE_CODES[self.codec])
             codes = codes.view(count, -1)

@@ -260,7 +260,7 @@ class SupervisedCollator:
         mask = joined.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             _check_padding(mask, [self._seen(*pair) for pair in zip(samples, records, strict=True)])
-        joined["supervision"] = pack_records(records, self.manifest, self.layers)
+        joined["supervision"] = pack_records(batch, self.manifest, self.layers)
         alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
         joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
         return joined

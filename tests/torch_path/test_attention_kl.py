@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-import shd_torch
+import shd_torch.maps as shd
 from shd_ref import ShdError
 from shd_ref.tolerances import load_tolerances
 from shd_torch import attention_kl, explain_backend
@@ -484,7 +484,7 @@ def test_intersect() -> None:
     logits = q @ k.mT * case.scale
     allowed = torch.ones(33, 33, dtype=torch.bool).tril() & ~torch.ones(33, 33, dtype=torch.bool).tril(-7)
     options = {"temperature": 1.0, "beta": 1.5, "support": "intersect"}
-    expected = shd_torch.shd_loss(supervision.probs(), logits, attn_mask=allowed, **options)
+    expected = shd.shd_loss(supervision.probs(), logits, attn_mask=allowed, **options)
     loss = attention_kl(q, k, supervision, support="intersect", **case.options())
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, (q, k)), torch.autograd.grad(expected, (q, k)))
@@ -561,6 +561,13 @@ def test_refuses(changes: dict[str, Any], code: str) -> None:
     with pytest.raises(ShdError) as caught:
         attention_kl(**arguments | changes)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("groups", [((0, 1),), ((0, 1), (2, 5)), ((0, 1), (2, 2))])
+def test_groups_name_each_head_of_the_teacher_once(groups: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ShdError, match=r"groups must name heads of 0\.\.4, each once, for each of 2") as refused:
+        replace(make_case(5).supervision(torch.float32), groups=groups)
+    assert refused.value.code == "argument-value"
 
 
 def test_backend_is_explained() -> None:

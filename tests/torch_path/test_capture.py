@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from support.binding.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
 
-import shd_torch
-from shd_torch import ShdError, capture_attention
+import shd_torch.maps as shd
+from shd_torch import ShdError, capture_attention, record_attention
 
 transformers = pytest.importorskip("transformers", reason="the Hugging Face side of capture needs transformers")
 
@@ -74,7 +74,7 @@ def test_hf_training_gradients(name: str, attn_implementation: str) -> None:
             with capture_attention(model) as captured:
                 loss = first_output(model(**inputs)).square().mean()
                 teacher = [torch.softmax(2 * t.detach(), -1) for t in captured.logits]
-                (loss + shd_torch.shd_loss(teacher, captured.logits, beta=beta)).backward()
+                (loss + shd.shd_loss(teacher, captured.logits, beta=beta)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-8, rtol=1e-5)
     assert torch.isfinite(gradients[2]).all()
@@ -201,7 +201,7 @@ class OwnAttention(PlainBlock):
     """Attention in its own way, with the one line that makes it visible."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        logits = shd_torch.record_attention(self, query @ key.mT / query.shape[-1] ** 0.5)
+        logits = record_attention(self, query @ key.mT / query.shape[-1] ** 0.5)
         return logits.softmax(-1) @ value
 
 
@@ -213,7 +213,7 @@ def test_record_attention() -> None:
         assert torch.equal(model(hidden), plain)
     assert captured.logits[0].shape == (2, NUM_HEADS, 7, 7)
     assert captured.logits[0].requires_grad
-    model.attend = lambda q, k, v: shd_torch.record_attention(model, (q @ k.mT)[0])
+    model.attend = lambda q, k, v: record_attention(model, (q @ k.mT)[0])
     with capture_attention(model), pytest.raises(ShdError, match="OwnAttention must be") as caught:
         model(hidden)
     assert caught.value.code == "capture-failed"

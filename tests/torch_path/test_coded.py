@@ -158,3 +158,19 @@ def test_codes_compile_whole(support: str, codec: str, backend: str) -> None:
         results.append((loss.detach(), queries.grad, keys.grad))
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "starts", "code", "part"),
+    [
+        (torch.zeros(127, dtype=torch.uint8), (0,), "argument-shape", "sample 0, bytes 0 to 128; got 127"),
+        (torch.zeros(256, dtype=torch.uint8), (-1,), "argument-shape", "from byte -1"),
+        (torch.zeros(128), (0,), "argument-dtype", "buffer must be uint8"),
+    ],
+)
+def test_a_buffer_that_does_not_hold_the_codes_is_refused(
+    buffer: Tensor, starts: tuple[int, ...], code: str, part: str
+) -> None:
+    with pytest.raises(ShdError, match=part) as refused:
+        Coded(buffer, starts, (8,), 2, "sqrt8-row", "full", 8)
+    assert refused.value.code == code

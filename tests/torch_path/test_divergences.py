@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from support.binding.twins import DTYPES, TWINS, assert_agrees, row_mask, to_float64, to_tensor
 
 import shd_ref
-import shd_torch
+import shd_torch.maps as shd
 from shd_ref import ShdError
 from shd_torch.maps.divergences import DIVERGENCES
 
@@ -54,13 +54,13 @@ def test_value_and_gradients_agree(divergence: str, variant: str, dtype: str) ->
     gradient = shd_ref.shd_loss_gradient(supervision, logits, **options)
     tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
     teacher, student = to_tensor(supervision).requires_grad_(), to_tensor(logits).requires_grad_()
-    loss = shd_torch.shd_loss(teacher, student, **tensors)
+    loss = shd.shd_loss(teacher, student, **tensors)
     loss.backward()
     assert_agrees(loss, np.float64(expected), dtype, "loss")
     assert teacher.grad is None
     assert student.grad is not None
     assert_agrees(student.grad, gradient, dtype, "gradient")
-    closed = shd_torch.shd_loss_gradient(teacher, student, **tensors)
+    closed = shd.shd_loss_gradient(teacher, student, **tensors)
     assert isinstance(closed, torch.Tensor)
     assert not closed.requires_grad
     assert_agrees(closed, gradient, dtype, "gradient")
@@ -77,9 +77,9 @@ def test_gradients_of_queries_and_keys_are_autograds(divergence: str, num_kv_hea
     options = case("plain", "float64")[2] | {"divergence": divergence, "temperature": 1.3}
     supervision = to_tensor(shd_ref.softmax(rng.standard_normal(SHAPE), options["attn_mask"]))
     tensors = {name: to_tensor(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
-    closed = shd_torch.shd_loss_gradient_qk(supervision, q, k, scale=0.5, **tensors)
+    closed = shd.shd_loss_gradient_qk(supervision, q, k, scale=0.5, **tensors)
     logits = 0.5 * q.requires_grad_() @ k.requires_grad_().repeat_interleave(3 // num_kv_heads, dim=1).mT
-    shd_torch.shd_loss(supervision, logits, **tensors).backward()
+    shd.shd_loss(supervision, logits, **tensors).backward()
     torch.testing.assert_close((q.grad, k.grad), closed, rtol=1e-9, atol=1e-12)
 
 
@@ -103,7 +103,7 @@ def test_layers_come_back_as_they_were_given() -> None:
 def test_nothing_counted_is_exactly_zero_and_attached(empty: str, divergence: str) -> None:
     supervision, logits, options = case("plain", "float32")
     student = to_tensor(logits).requires_grad_()
-    loss = shd_torch.shd_loss(
+    loss = shd.shd_loss(
         to_tensor(supervision * (empty != "supervision")),
         student,
         attn_mask=torch.zeros(7, dtype=torch.bool) if empty == "intersection" else to_tensor(options["attn_mask"]),
@@ -126,9 +126,9 @@ def test_uncounted_rows_may_hold_anything_without_checks(divergence: str, row_su
     mask = torch.tensor([[True, False, False, False]])
     student = logits.requires_grad_()
     options: dict[str, Any] = {"loss_mask": mask, "divergence": divergence, "row_sums": row_sums, "check": False}
-    loss = shd_torch.shd_loss(supervision, student, **options)
+    loss = shd.shd_loss(supervision, student, **options)
     loss.backward()
-    closed = shd_torch.shd_loss_gradient(supervision, student, **options)
+    closed = shd.shd_loss_gradient(supervision, student, **options)
     assert torch.isfinite(loss)
     for gradient in (student.grad, closed):
         assert isinstance(gradient, torch.Tensor)
@@ -147,7 +147,7 @@ def test_violations_stay_visible_without_checks(divergence: str) -> None:
         (supervision, logits * torch.nan),
     ):
         attached = student.clone().requires_grad_()
-        loss = shd_torch.shd_loss(teacher, attached, divergence=divergence, check=False)
+        loss = shd.shd_loss(teacher, attached, divergence=divergence, check=False)
         assert not torch.isfinite(loss)
         loss.backward()
 
@@ -161,13 +161,13 @@ def test_logits_of_any_size_are_finite(dtype: str, divergence: str) -> None:
         for temperature in (0.5, 1.0, 8.0):
             student = torch.tensor([[[logits, logits]]], dtype=getattr(torch, dtype), requires_grad=True)
             options: dict[str, Any] = {"divergence": divergence, "temperature": temperature}
-            loss = shd_torch.shd_loss(to_tensor(supervision), student, **options)
+            loss = shd.shd_loss(to_tensor(supervision), student, **options)
             loss.backward()
             assert torch.isfinite(loss)
-            closed = shd_torch.shd_loss_gradient(to_tensor(supervision), student, **options)
+            closed = shd.shd_loss_gradient(to_tensor(supervision), student, **options)
             torch.testing.assert_close(student.grad, closed)
             assert torch.isfinite(closed).all()
-            assert torch.isfinite(shd_torch.softmax(student, temperature=temperature)).all()
+            assert torch.isfinite(shd.softmax(student, temperature=temperature)).all()
 
 
 @pytest.mark.parametrize(("divergence", "variant"), list(zip(DIVERGENCES, VARIANTS, strict=True)))
@@ -177,7 +177,7 @@ def test_compiles_whole(divergence: str, variant: str) -> None:
     tensors = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
 
     def loss_of(student: torch.Tensor) -> torch.Tensor:
-        return shd_torch.shd_loss(teacher, student, divergence=divergence, check=False, **tensors)
+        return shd.shd_loss(teacher, student, divergence=divergence, check=False, **tensors)
 
     torch.compiler.reset()  # every case compiles the same function: together they would pass its limit
     found = []
@@ -192,26 +192,26 @@ def test_compiles_whole(divergence: str, variant: str) -> None:
 def test_gradients_work_in_inference_mode_and_under_functional_transforms() -> None:
     supervision, logits, _ = case("plain", "float64")
     logits = np.where(np.isinf(logits), -3.0, logits)
-    teacher = shd_torch.softmax(to_tensor(supervision) * 0 + to_tensor(logits).flip(-1))
+    teacher = shd.softmax(to_tensor(supervision) * 0 + to_tensor(logits).flip(-1))
     student = to_tensor(logits)
     with torch.inference_mode():
-        closed = shd_torch.shd_loss_gradient(teacher.clone(), student.clone())
-    functional = torch.func.grad(lambda z: shd_torch.shd_loss(teacher, z, check=False))(student)
+        closed = shd.shd_loss_gradient(teacher.clone(), student.clone())
+    functional = torch.func.grad(lambda z: shd.shd_loss(teacher, z, check=False))(student)
     torch.testing.assert_close(functional, closed)
     leaf = student[:1, :1, :2].clone().requires_grad_()
     for divergence in DIVERGENCES:
         assert torch.autograd.gradgradcheck(
-            lambda z, name=divergence: shd_torch.shd_loss(teacher[:1, :1, :2], z, divergence=name), (leaf,)
+            lambda z, name=divergence: shd.shd_loss(teacher[:1, :1, :2], z, divergence=name), (leaf,)
         )
 
 
 def test_violations_are_named() -> None:
     one_key, logits = torch.tensor([[[[1.0, 0.0]]]]), torch.zeros(1, 1, 1, 2)
     with pytest.raises(ShdError, match="layer 0, sample 0, head 0, row 0, key 1") as caught:
-        shd_torch.shd_loss(one_key, logits, divergence="reverse_kl")
+        shd.shd_loss(one_key, logits, divergence="reverse_kl")
     assert caught.value.spec_id == "LOSS-13"
     closed = torch.tensor([True, False])
-    assert float(shd_torch.shd_loss(one_key, logits, divergence="reverse_kl", attn_mask=closed)) == 0.0
+    assert float(shd.shd_loss(one_key, logits, divergence="reverse_kl", attn_mask=closed)) == 0.0
 
 
 def test_nothing_is_written() -> None:
@@ -224,7 +224,7 @@ def test_nothing_is_written() -> None:
     ]
     before = [a.clone() for a in arrays]
     for divergence in DIVERGENCES:
-        shd_torch.shd_loss(arrays[0], arrays[1], divergence=divergence, **tensors)
-        shd_torch.shd_loss_gradient(arrays[0], arrays[1], divergence=divergence, **tensors)
+        shd.shd_loss(arrays[0], arrays[1], divergence=divergence, **tensors)
+        shd.shd_loss_gradient(arrays[0], arrays[1], divergence=divergence, **tensors)
     assert all(torch.equal(a, b) for a, b in zip(arrays, before, strict=True))
     assert to_float64(arrays[0]).shape == SHAPE

@@ -16,7 +16,7 @@ from support.binding.twins import (
 )
 
 import shd_ref
-import shd_torch
+import shd_torch.maps as shd
 from shd_ref import ShdError
 
 
@@ -37,7 +37,7 @@ def loss_case(
 
 def test_equal_maps_cost_nothing() -> None:
     logits = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
-    loss = shd_torch.shd_loss(shd_torch.softmax(logits.detach(), temperature=2.0), logits, temperature=2.0)
+    loss = shd.shd_loss(shd.softmax(logits.detach(), temperature=2.0), logits, temperature=2.0)
     loss.backward()
     assert loss.item() == pytest.approx(0.0, abs=1e-15)
     assert logits.grad is not None
@@ -49,7 +49,7 @@ def test_layers_compile_whole() -> None:
     mask = to_tensor(row_mask(2, 7))
 
     def loss_of(student: torch.Tensor) -> torch.Tensor:
-        return shd_torch.shd_loss(
+        return shd.shd_loss(
             [supervision, supervision],
             [student, 2 * student],
             attn_mask=attn_mask,
@@ -70,8 +70,8 @@ def test_layers_compile_whole() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
 def test_compiles_whole_with_inductor() -> None:
     supervision, logits, attn_mask = (to_tensor(a) for a in loss_case((2, 3, 7, 9), "float32"))
-    compiled = torch.compile(shd_torch.shd_loss, fullgraph=True)
-    eager = shd_torch.shd_loss(supervision, logits, attn_mask=attn_mask)
+    compiled = torch.compile(shd.shd_loss, fullgraph=True)
+    eager = shd.shd_loss(supervision, logits, attn_mask=attn_mask)
     torch.testing.assert_close(compiled(supervision, logits, attn_mask=attn_mask, check=False), eager)
 
 
@@ -79,18 +79,18 @@ def test_support_error_names_where() -> None:
     supervision = torch.full((1, 1, 1, 4), 0.25)
     logits = torch.tensor([[[[0.0, 0.0, 0.0, -torch.inf]]]])
     with pytest.raises(ShdError, match="layer 1, sample 0, head 0, row 0, key 3"):
-        shd_torch.shd_loss([supervision, supervision], [torch.zeros_like(logits), logits])
+        shd.shd_loss([supervision, supervision], [torch.zeros_like(logits), logits])
 
 
 def test_squeeze_then_loss_trains_a_student() -> None:
     """A student that may choose its logits freely reaches the merged maps."""
-    teacher = shd_torch.softmax(torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(0)))
+    teacher = shd.softmax(torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(0)))
     outputs = torch.randn(2, 6, 5, 8, generator=torch.Generator().manual_seed(1))
-    supervision = shd_torch.squeeze_heads(teacher, outputs, 2).probs
+    supervision = shd.squeeze_heads(teacher, outputs, 2).probs
     student = torch.zeros(2, 2, 5, 5, requires_grad=True)
     optimizer = torch.optim.SGD([student], lr=10.0)
     for _ in range(200):
         optimizer.zero_grad()
-        shd_torch.shd_loss(supervision, student).backward()
+        shd.shd_loss(supervision, student).backward()
         optimizer.step()
     np.testing.assert_allclose(to_float64(student.softmax(-1)), to_float64(supervision), atol=1e-3)

@@ -16,7 +16,7 @@ from support.binding.twins import (
 )
 
 import shd_ref
-import shd_torch
+import shd_torch.maps as shd
 from shd_ref import ShdError
 
 
@@ -26,21 +26,21 @@ def test_results_keep_the_dtype(dtype: str) -> None:
     probs, outputs = (to_tensor(array) for array in teacher_case(2, 6, 7, 9, 8, dtype))
     real, wide = probs.dtype, torch.float64 if dtype == "float64" else torch.float32
     logits = torch.zeros_like(probs[:, :2])
-    squeezed = shd_torch.squeeze_heads(probs, outputs, 2, temperature=2.0)
+    squeezed = shd.squeeze_heads(probs, outputs, 2, temperature=2.0)
     assert squeezed.probs.dtype == real
     assert squeezed.mixing.dtype == wide
     for maps in (
-        shd_torch.softmax(logits, temperature=1.7),
-        shd_torch.soften(probs, 0.3),
-        shd_torch.soften(probs, 1.0),
-        shd_torch.mix_heads(probs, squeezed.mixing),
-        shd_torch.align_tokens(probs, [6, 0], [8, 0, 3]).probs,
-        shd_torch.intersect_support(squeezed.probs, logits).supervision,
+        shd.softmax(logits, temperature=1.7),
+        shd.soften(probs, 0.3),
+        shd.soften(probs, 1.0),
+        shd.mix_heads(probs, squeezed.mixing),
+        shd.align_tokens(probs, [6, 0], [8, 0, 3]).probs,
+        shd.intersect_support(squeezed.probs, logits).supervision,
     ):
         assert maps.dtype == real
-    assert shd_torch.gram_tensor(probs, outputs[:, :2], torch.ones(48, 4, dtype=real)).dtype == torch.float64
+    assert shd.gram_tensor(probs, outputs[:, :2], torch.ones(48, 4, dtype=real)).dtype == torch.float64
     student = logits.requires_grad_()
-    loss = shd_torch.shd_loss(squeezed.probs, student)
+    loss = shd.shd_loss(squeezed.probs, student)
     loss.backward()
     assert (loss.shape, loss.dtype) == ((), wide)
     assert student.grad is not None
@@ -51,9 +51,9 @@ def test_rows_that_do_not_count_may_hold_anything_without_checks() -> None:
     probs, outputs = teacher_case(2, 4, 5, 6, 3, "float32")
     mask = row_mask(2, 5)
     mask[:, -1] = False
-    clean = shd_torch.squeeze_heads(to_tensor(probs), to_tensor(outputs), 2, query_mask=to_tensor(mask))
+    clean = shd.squeeze_heads(to_tensor(probs), to_tensor(outputs), 2, query_mask=to_tensor(mask))
     probs[:, :, -1] = np.nan
-    dirty = shd_torch.squeeze_heads(to_tensor(probs), to_tensor(outputs), 2, query_mask=to_tensor(mask), check=False)
+    dirty = shd.squeeze_heads(to_tensor(probs), to_tensor(outputs), 2, query_mask=to_tensor(mask), check=False)
     torch.testing.assert_close(dirty.mixing, clean.mixing)
     torch.testing.assert_close(dirty.residual, clean.residual)
 
@@ -62,7 +62,7 @@ def test_nothing_flows_back_and_nothing_is_written() -> None:
     probs, outputs = (to_tensor(a).requires_grad_() for a in teacher_case(2, 6, 7, 9, 5, "float32"))
     before = probs.detach().clone(), outputs.detach().clone()
     for strategy in ("shd", "constant", "hard", "mean", "simplex"):
-        result = shd_torch.squeeze_heads(probs, outputs, 4, strategy=strategy, temperature=2.0)
+        result = shd.squeeze_heads(probs, outputs, 4, strategy=strategy, temperature=2.0)
         assert not result.probs.requires_grad
         assert not result.mixing.requires_grad
     assert torch.equal(probs, before[0])
@@ -73,7 +73,7 @@ def test_softmax_gradient_is_finite_on_fully_masked_rows() -> None:
     logits = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(2, 1, 4, 5) > 0.4
     mask[0, 0, 1] = False
-    shd_torch.softmax(logits, mask).square().sum().backward()
+    shd.softmax(logits, mask).square().sum().backward()
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[~mask.expand_as(logits)] == 0).all()
@@ -84,7 +84,7 @@ def test_squeeze_heads_compiles_whole(strategy: str) -> None:
     probs, outputs = (to_tensor(a) for a in teacher_case(2, 6, 7, 9, 5, "float32"))
 
     def merge(maps: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        result = shd_torch.squeeze_heads(maps, x, 2, strategy=strategy, temperature=2.0, check=False)
+        result = shd.squeeze_heads(maps, x, 2, strategy=strategy, temperature=2.0, check=False)
         return result.probs, result.residual
 
     compiled = torch.compile(merge, fullgraph=True, backend="eager")
@@ -107,16 +107,16 @@ def test_error_names_where() -> None:
     good = good_arguments()
     probs = to_tensor(changed(good["teacher_probs"], (1, 2, 0, 3), np.nan))
     with pytest.raises(ShdError, match="got nan at sample 1, head 2, row 0, key 3"):
-        shd_torch.squeeze_heads(probs, to_tensor(good["value_outputs"]), 2)
+        shd.squeeze_heads(probs, to_tensor(good["value_outputs"]), 2)
 
 
 def test_without_checks_only_values_pass() -> None:
     good = {k: to_tensor(v) if isinstance(v, np.ndarray) else v for k, v in good_arguments().items()}
-    assert shd_torch.squeeze_heads(**good | {"teacher_probs": good["teacher_probs"] * 0.9}, check=False) is not None
+    assert shd.squeeze_heads(**good | {"teacher_probs": good["teacher_probs"] * 0.9}, check=False) is not None
     sunk = torch.full((1, 2), 0.4)
-    torch.testing.assert_close(shd_torch.soften(sunk, 2.0, check=False), torch.full((1, 2), 0.5))
+    torch.testing.assert_close(shd.soften(sunk, 2.0, check=False), torch.full((1, 2), 0.5))
     with pytest.raises(ShdError, match="H_t=4"):
-        shd_torch.squeeze_heads(**good | {"value_outputs": good["value_outputs"][:, :3]}, check=False)
+        shd.squeeze_heads(**good | {"value_outputs": good["value_outputs"][:, :3]}, check=False)
 
 
 FUNCTIONS = (
@@ -129,7 +129,7 @@ FUNCTIONS = (
 @pytest.mark.parametrize("function", FUNCTIONS.split())
 def test_signatures_are_the_reference_ones_plus_check(function: str) -> None:
     reference = inspect.signature(getattr(shd_ref, function)).parameters
-    binding = dict(inspect.signature(getattr(shd_torch, function)).parameters)
+    binding = dict(inspect.signature(getattr(shd, function)).parameters)
     binding.pop("check", None)
     assert [(p.name, p.kind, p.default) for p in binding.values()] == [
         (p.name, p.kind, p.default) for p in reference.values()
@@ -137,4 +137,4 @@ def test_signatures_are_the_reference_ones_plus_check(function: str) -> None:
 
 
 def test_result_fields_are_the_reference_ones() -> None:
-    assert list(shd_torch.SqueezeResult.__dataclass_fields__) == list(shd_ref.SqueezeResult.__dataclass_fields__)
+    assert list(shd.SqueezeResult.__dataclass_fields__) == list(shd_ref.SqueezeResult.__dataclass_fields__)

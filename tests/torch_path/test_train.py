@@ -92,7 +92,7 @@ def test_without_beta_the_cache_plays_no_part(path: Path) -> None:
 
 
 def test_first_step_loss_is_the_formula_on_the_teachers_own_maps(path: Path) -> None:
-    """From the teacher's live maps through shd_torch.squeeze_heads, against the cache's coded ones."""
+    """From the teacher's live maps through shd.squeeze_heads, against the cache's coded ones."""
     from shd_torch.maps import squeeze_heads, value_outputs
 
     data = load(path)

@@ -51,24 +51,53 @@ def call_adapter(operation: str, inputs: dict[str, Any], dtype: str) -> Any:
 
 
 def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
-    """Call an entry point of ``shd_torch.kernels`` with arrays for tensors, and return arrays."""
+    """Call an entry point of ``shd_torch.kernels`` with arrays for tensors, and return arrays.
+
+    Args:
+        name: of the entry point.
+        arguments: queries, keys and weights; ``scale``, ``key_mask``, ``is_causal`` and ``window``; the teacher's
+            queries, keys, scale, mixing and groups, or ``codes``: ``(B, H_s, L, S)``, or the fields of ``Coded``.
+        device: where to run.
+    """
     import numpy as np
     import torch
 
     from shd_torch import kernels
+    from shd_torch.supervision import AttentionRule, Coded, Factored
     from support.binding.twins import to_tensor
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(convert, value))
-        return to_tensor(value, device) if isinstance(value, np.ndarray) else value
+    def convert(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: to_tensor(value, device) if isinstance(value, np.ndarray) else value for key, value in values.items()
+        }
 
-    given = {key: convert(value) for key, value in arguments.items()}
+    given = convert(arguments)
     before = {key: value.clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
-    result = getattr(kernels, name)(**given)
+    left = dict(given)
+    q, k, weights = left.pop("student_q"), left.pop("student_k"), left.pop("row_weights")
+    key_mask = left.pop("key_mask", None)
+    mask = None if key_mask is None else key_mask[:, None, None]
+    rule = AttentionRule(mask, left.pop("is_causal", False), left.pop("window", None), scale=left.pop("scale"))
+    if name == "kl_factored":
+        of_teacher = (left.pop("teacher_q"), left.pop("teacher_k"), left.pop("mixing"), rule)
+        taught: Any = Factored(*of_teacher, groups=left.pop("groups"), scale=left.pop("teacher_scale"))
+    else:
+        codes = left.pop("codes")
+        taught = Coded(**convert(codes)) if isinstance(codes, dict) else _plain_codes(codes)
+    result = getattr(kernels, name)(q, k, taught, weights, rule.fit(q, k), **left)
     changed = [key for key, value in before.items() if not torch.equal(value, given[key])]
     arrays = {key: None if value is None else value.cpu().numpy() for key, value in result._asdict().items()}
     return arrays | {"changed": changed}
+
+
+def _plain_codes(codes: Any) -> Any:
+    """Codes ``(B, H_s, L, S)`` of whole maps as a cache would hold them."""
+    from shd_torch.supervision import Coded
+
+    batch, heads, rows, keys = codes.shape
+    starts = tuple(range(0, codes.numel(), codes.numel() // batch))
+    shape = {} if rows == keys else {"key_lengths": (keys,) * batch, "num_keys": keys}
+    return Coded(codes.flatten(), starts, (rows,) * batch, heads, "sqrt8-row", "full", rows, **shape)
 
 
 def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:

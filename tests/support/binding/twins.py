@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import shd_ref
-import shd_torch
+import shd_torch.maps as shd
 from shd_ref.tolerances import load_tolerances
 
 DTYPES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def to_float64(tensor: torch.Tensor) -> NDArray[np.float64]:
     return tensor.detach().double().cpu().numpy()
 
 
-TWINS = [Implementation("shd_ref", shd_ref, lambda array: array), Implementation("shd_torch", shd_torch, to_tensor)]
+TWINS = [Implementation("shd_ref", shd_ref, lambda array: array), Implementation("shd_torch.maps", shd, to_tensor)]
 
 
 def assert_agrees(actual: torch.Tensor, expected: NDArray[np.float64], dtype: str, quantity: str) -> None:

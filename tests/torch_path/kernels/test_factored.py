@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,26 +113,6 @@ def test_any_size_of_row_weight_keeps_its_precision(kernel: Kernel, factor: floa
     tolerance = load_tolerances()["kernels"]["gradient"]["float16"]
     assert relative_error(actual["dq"] / factor, dq) <= tolerance
     assert relative_error(actual["dk"] / factor, dk) <= tolerance
-
-
-def test_groups_are_found_in_the_mixing_matrix(kernel: Kernel) -> None:
-    case = CASES[3]
-    *_, weights = case.expect(case.supervision)
-    given = kernel("kl_factored", **case.factored_arguments, row_weights=weights)
-    found = kernel("kl_factored", **(case.factored_arguments | {"groups": None}), row_weights=weights)
-    assert_same(found, given, exactly=False)
-
-
-def test_a_log_sum_exp_may_be_given(kernel: Kernel) -> None:
-    case = replace(CASES[0], temperature=1.5)
-    *_, weights = case.expect(case.supervision)
-    computed = kernel("kl_factored", **case.factored_arguments, row_weights=weights)
-    lse = {}
-    for side in ("student", "teacher"):
-        raw = logits(case.tensors[f"{side}_q"], case.tensors[f"{side}_k"]) / 1.5
-        lse[f"{side}_lse"] = np.log(np.where(case.attn_mask, np.exp(raw), 0.0).sum(-1)).astype(np.float32)
-    given = kernel("kl_factored", **case.factored_arguments, row_weights=weights, **lse)
-    assert_same(given, computed, exactly=False)
 
 
 def test_two_passes_give_the_same_bits_and_the_value_is_optional(kernel: Kernel) -> None:
