@@ -156,6 +156,7 @@ def test_of_racing_manifests_the_first_stays(bucket: str, monkeypatch: pytest.Mo
     assert Manifest.read(storage) == job()
 
 
+@pytest.mark.slow
 def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
     address, moments, committed = f"{bucket}/cache", random.Random(5), 0
     for _ in range(2):

@@ -63,6 +63,7 @@ def exported(names: Sequence[str]) -> tuple[dict[str, AttentionSite], dict[str, 
     return by_name, found, modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.reason is None])
 def test_maps_and_value_outputs_are_those_of_the_model(name: str) -> None:
     sites, found, modules = exported(GROUPS[name])
@@ -77,6 +78,7 @@ def test_maps_and_value_outputs_are_those_of_the_model(name: str) -> None:
     np.testing.assert_allclose(outputs, module.value_outputs.detach().numpy(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.reason is not None])
 def test_what_cannot_be_merged_is_refused_for_its_own_reason(name: str) -> None:
     site = exported(GROUPS[name])[0][name]

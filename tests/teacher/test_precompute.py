@@ -341,6 +341,7 @@ def test_inputs_are_cast_without_loss_and_fixed_batches_are_filled(tmp_path: Pat
     assert sorted(index for batch in batches for index in batch.indices) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(teacher: Path, tmp_path: Path) -> None:
     """The process may not write files above a size; what was committed before stays whole, and a rerun finishes."""
     np.savez(tmp_path / "data.npz", **make_inputs())

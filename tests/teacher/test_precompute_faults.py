@@ -489,6 +489,7 @@ def test_seeds_travel_from_the_inputs_to_the_reader(teacher: Path, tmp_path: Pat
         precompute(teacher, make_tokens(), tmp_path / "other", options, RUN)
 
 
+@pytest.mark.slow
 def test_three_runs_at_once_make_one_cache(teacher: Path, tmp_path: Path) -> None:
     inputs = make_tokens()
     np.savez(tmp_path / "data.npz", **inputs)
@@ -535,6 +536,7 @@ def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path
     assert len(CacheReader(tmp_path)) == NUM_SAMPLES
 
 
+@pytest.mark.slow
 def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Path, bucket: str) -> None:
     inputs = make_tokens()
     np.savez(tmp_path / "data.npz", **inputs)

@@ -103,6 +103,7 @@ def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> 
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_processes_begin_one_folder_at_once(teacher: Path, tmp_path: Path) -> None:
     """They race for the manifest, for temporary files of each other, and for the seal."""
     np.savez(tmp_path / "data.npz", **make_tokens())

@@ -115,6 +115,7 @@ def own_maps(name: str, data: Arrays) -> list[NDArray[np.float64]]:
     return merged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_padding_are_empty_and_all_others_the_models(
     name: str, graphs: dict[str, Path], tmp_path: Path
@@ -174,6 +175,7 @@ def test_the_loss_is_that_of_the_rows_that_count(
                 assert (one - other).norm() <= atol * other.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["maps", "factored"])
 def test_the_trainer_takes_data_as_the_teacher_saw_them(form: str, graphs: dict[str, Path], tmp_path: Path) -> None:
     data = make_data(between=False)
