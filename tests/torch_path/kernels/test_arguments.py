@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from support.binding.kernel_interpreter import call_reason
 
@@ -28,6 +29,7 @@ def test_without_triton_the_package_imports_and_a_call_says_what_to_install() ->
     code = """
 import sys
 sys.modules["triton"] = None
+import pytest
 import torch
 import shd_torch, shd_torch.kernels
 assert "shd_torch.kernels.passes" not in sys.modules
