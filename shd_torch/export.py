@@ -214,7 +214,7 @@ class _Positional(nn.Module):
 
 
 def _first_output(output: Any) -> tuple[str, Tensor]:
-    """The first tensor of whatever a model returns, and what the model calls it, or else ``output``."""
+    """The first tensor of a model's output, and the model's name for it, or else ``output``."""
     name = "output"
     while not isinstance(output, Tensor):
         if isinstance(output, Mapping):
@@ -272,7 +272,7 @@ def _shapes(inputs: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _resized(
     inputs: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]], resize: Callable[[int, str], int]
 ) -> dict[str, Tensor]:
-    """The same inputs with every dynamic axis cut or repeated to ``resize(size, axis name)``."""
+    """The inputs with every dynamic axis cut or repeated to ``resize(size, axis name)``."""
     resized = {}
     for name, given in inputs.items():
         tensor = given
@@ -286,7 +286,7 @@ def _resized(
 
 @contextmanager
 def _ready_for_export(model: nn.Module) -> Iterator[None]:
-    """Eval mode, eager attention, experts without loops, no cache; afterwards all as before, whatever happened."""
+    """Eval mode, eager attention, experts without loops, no cache; afterwards all as before, also after an error."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -337,7 +337,7 @@ def _trace(
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # the exporter raises whatever its parts raise
+    except Exception as error:  # the exporter passes on what its parts raise
         raise ShdError(
             "export-failed", f"the model must be exportable by torch.onnx.export; got {type(error).__name__}: {error}"
         ) from error

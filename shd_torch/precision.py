@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, with autocast off for the device of its first argument that has one, or is a list of such."""
+    """The function, with autocast off for the device of its first argument that has one, or is a list of tensors."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

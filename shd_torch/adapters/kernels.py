@@ -32,7 +32,7 @@ class KernelAdapter(KlAdapter):
         super().__init__("triton", device)
 
     def _loss(self, q: list[Tensor], k: list[Tensor], supervision: list[Dense], **arguments: Any) -> Tensor:
-        # Whatever is wrong with the arguments is said of the maps themselves.
+        # Errors about the arguments are raised for the maps themselves.
         explain_backend(q, k, supervision, **arguments)
         shape = (*q[0].shape[:3], k[0].shape[2])
         arguments |= _describe_mask(arguments.pop("attn_mask", None), shape) | {"check": False}

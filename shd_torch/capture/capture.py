@@ -1,7 +1,7 @@
 """Capture: a student's queries and keys, with gradient, while its own forward pass stays bit for bit the same.
 
 Nothing is re-implemented, so nothing can drift: the model runs its own code, and the arguments of its attention are
-noted where they pass. No logits are computed unless somebody asks for them. There are four such places:
+noted where they pass. No logits are computed unless they are read. There are four such places:
 
 - Hugging Face's table of attention functions: "sdpa", "eager", "flash_attention_*", "flex_attention", and others.
 - ``torch.nn.functional.scaled_dot_product_attention``, through which most other models go.
@@ -84,7 +84,7 @@ class Captured:
     def logits(self) -> Sequence[Tensor]:
         """Attention logits ``(B, H_s, L, S)``, one tensor a layer, each computed when it is read.
 
-        -inf where attending is not allowed. Each read computes anew: keep what is used twice.
+        -inf where attending is not allowed. Each read computes them again: keep what is used twice.
         """
         return _Lazy(self.attention, lambda call: call.compute_logits())
 
@@ -163,9 +163,9 @@ class AttentionCapture:
 
     Args:
         student: as for ``capture_attention``.
-        layers: likewise.
-        keep_values: likewise.
-        ignored_arguments: likewise.
+        layers: as for ``capture_attention``.
+        keep_values: as for ``capture_attention``.
+        ignored_arguments: as for ``capture_attention``.
 
     Raises:
         ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``.
@@ -231,7 +231,7 @@ class AttentionCapture:
         def undo() -> None:
             watched.run = None
             if vars(student).get(name) is not watched:
-                return  # wrapped again by somebody else, whose wrapper stays; ours now only passes on
+                return  # wrapped again by other code, whose wrapper stays; ours now only passes on
             if is_own:
                 setattr(student, name, original)
             else:
@@ -320,7 +320,7 @@ def capture_attention(
     Args:
         student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
         layers: how many attention calls a forward pass must make, or the zero-based numbers of those to keep (the
-            student's side of ``layer_map``); default all, whatever their number. The ``layers`` of a batch's
+            student's side of ``layer_map``); default all, however many. The ``layers`` of a batch's
             supervision also say how many calls there must be.
         keep_values: also keep each call's values and output, as a teacher's are needed.
         ignored_arguments: names of tensors that the student's attention function is given and that change no logit
@@ -387,13 +387,13 @@ def record_query_key(
     Args:
         module: the caller, named in errors.
         query: ``(B, H, L, d_k)`` as it is multiplied: rotated and normalised.
-        key: ``(B, H_kv, S, d_k)``, likewise.
+        key: ``(B, H_kv, S, d_k)``, rotated and normalised too.
         attn_mask: boolean, True = may attend, or added to the scaled logits; broadcastable to ``(B, H, L, S)``.
         is_causal: row i attends to keys 0..i.
         scale: of the products; None for ``1 / sqrt(d_k)``.
         softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before the mask.
         value: ``(B, H_kv, S, d_v)``; a teacher's are needed, a student's are not.
-        output: what the maps make of the values, ``(B, H, L, d_v)``; likewise.
+        output: what the maps make of the values, ``(B, H, L, d_v)``; a teacher's is needed too.
 
     Raises:
         ShdError: ``capture-failed`` where a capture is in progress and the shapes do not fit.

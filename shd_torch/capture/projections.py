@@ -1,7 +1,7 @@
 """The weights that an attention call's output is multiplied with: found by looking, with no list of module names.
 
 The output projection is the matrix that meets exactly the numbers which the call returned, heads side by side. That
-holds for every architecture that projects its heads at all, whatever the module is called and wherever it lies. Where
+holds for every architecture that projects its heads at all, under any name and in any place. Where
 several matrices meet them (an adapter beside the projection) or none does (a gate before it), nothing is guessed.
 """
 
@@ -20,7 +20,7 @@ from shd_torch.capture.taps import RawCall, last_call
 
 
 class Projection(NamedTuple):
-    """An output projection W_o, by its name in the model: one that is moved, trained or loaded anew stays right.
+    """An output projection W_o, by its name in the model, so that a weight may be moved, trained or loaded.
 
     Attributes:
         weight: ``(D, H * d_v)`` as ``torch.nn.Linear`` stores it, or its transpose; or the name of that parameter.

@@ -79,7 +79,7 @@ class _Recorder:
 class _Threads(threading.local):
     """A recorder a thread: attention of other threads passes the same taps, compiled or not, and is not recorded.
 
-    The recorder is an object of its own, as ``torch.compile`` has guards on its attributes, and none on this one's.
+    The recorder is a separate object: ``torch.compile`` guards on its attributes, and not on this one's.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def last_call() -> RawCall | None:
     return _threads.recorder.last if is_recording() else None
 
 
-# One tap for one function: a compiled graph is bound to the tap it was traced with. Few are kept, as somebody may
+# One tap for one function: a compiled graph is bound to the tap it was traced with. Few are kept: a model may
 # make a new function for every pass.
 _once = functools.lru_cache(maxsize=64)
 
@@ -184,7 +184,7 @@ def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable
 
 @never_compiled
 def _install(stack: ExitStack) -> None:
-    # What stands there may be somebody else's (another kernel, context parallelism), and it is what must run.
+    # What is there may be a replacement (another kernel, context parallelism), and it is what must run.
     _replace(stack, F, "scaled_dot_product_attention", _tap_sdpa(F.scaled_dot_product_attention))
     _replace(stack, F, "multi_head_attention_forward", _tap_multi_head(F.multi_head_attention_forward))
     # The inference-only fast path of nn.MultiheadAttention calls neither.
@@ -200,7 +200,7 @@ def _replace(stack: ExitStack, owner: Any, name: str, function: Any) -> None:
 
 
 def _put_back(owner: Any, name: str, original: Any, function: Any) -> None:
-    if getattr(owner, name) is function:  # else somebody replaced it during the pass, for good
+    if getattr(owner, name) is function:  # else it was replaced during the pass, for good
         setattr(owner, name, original)
 
 
@@ -210,7 +210,7 @@ def _tap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         recorder = _threads.recorder
         last, inner = recorder.last, recorder.inner
-        output = original(*args, **kwargs)  # as they are: what stands here may have a signature of its own
+        output = original(*args, **kwargs)  # as they are: a replacement may have another signature
         seen = recorder.last is not last or recorder.inner is not inner  # by a tap inside of it
         if recorder.active and not seen:
             call = _read_sdpa(output, *args, **kwargs)

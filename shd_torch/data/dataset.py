@@ -113,7 +113,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
 
     Raises:
         ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
-            ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; whatever opening the
+            ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; what opening the
             cache raises. When a sample is read, ``inputs-invalid`` too, where it has changed since.
     """
 
@@ -249,11 +249,11 @@ class CodedSupervision:
     shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
-        """The same on another device."""
+        """A copy on another device."""
         return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> CodedSupervision:
-        """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
         return replace(self, buffer=self.buffer.pin_memory())
 
     def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:

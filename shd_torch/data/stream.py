@@ -34,7 +34,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
     counts as given out, unless its own state knows better, as ``StatefulDataLoader``'s does.
 
     Args:
-        data: an iterable that starts anew each time it is iterated, in the same order until ``set_epoch`` changes it.
+        data: an iterable that starts over each time it is iterated, in the same order until ``set_epoch`` changes it.
         cache: a sealed cache, its folder, address or reader.
         model_inputs: as for ``SupervisedDataset``.
         layers: student layers to read; default all of the cache.
@@ -45,7 +45,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             and ``"keep"`` gives some ranks one more than others, for a loop that sees to it, as ``SHDTrainer`` does.
 
     Raises:
-        ShdError: ``argument-value``, and whatever opening the cache raises; while it is iterated ``sample-missing``
+        ShdError: ``argument-value``, and what opening the cache raises; while it is iterated ``sample-missing``
             and ``inputs-invalid``.
     """
 
@@ -60,13 +60,13 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         divide: bool = True,
         remainder: str = "repeat",
     ) -> None:
-        check_option("remainder", remainder, REMAINDERS, "")  # no word of the specification
+        check_option("remainder", remainder, REMAINDERS, "")  # not in the specification
         super().__init__(cache, model_inputs, layers, skipped)
         if iter(data) is data:
             raise ShdError(
                 "argument-value",
-                f"data must be an iterable that can start anew; got the iterator {type(data).__name__}: give the "
-                "list, the data set or an object with __iter__",
+                f"data must be an iterable that can be iterated again; got the iterator {type(data).__name__}: give "
+                "the list, the data set or an object with __iter__",
             )
         self.data = data
         self._divide = divide
@@ -86,7 +86,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._read_by_workers.untyped_storage().is_shared():  # a copy that has workers of its own
+        if not self._read_by_workers.untyped_storage().is_shared():  # a copy with other workers
             self._read_by_workers = _make_shared(torch.bool)
             self._epoch = _make_shared(torch.int64).copy_(self._epoch)
 
@@ -104,14 +104,14 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             raise ShdError(
                 "argument-value",
                 f"state must be of as many ranks and workers as read now, {tuple(share.readers)}; got one of "
-                f"{tuple(self._saved_among)}: load it where they are as many, or start the pass anew",
+                f"{tuple(self._saved_among)}: load it where they are as many, or start the pass over",
             )
         self._given, self._resume, self._saved_among, self._saved_epoch = self._resume, 0, None, None
         self._read_by_workers.fill_(get_worker_info() is not None)
         return self._read(share)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data which pass comes next, so that it may shuffle anew; ``SHDTrainer`` and Accelerate call it.
+        """Tell the data which pass comes next, so that it may shuffle again; ``SHDTrainer`` and Accelerate call it.
 
         It goes to ``data.set_epoch`` where there is one, as streams of ``datasets`` have, also in workers that stay;
         data without one stay as they are. To resume a pass, set its epoch again.

@@ -75,7 +75,7 @@ def attention_kl(
         backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels for
             CUDA devices) or ``"auto"``; see ``explain_backend``.
         product_dtype: of the fused calls; default float32, and float16 for half-precision students on accelerators.
-        check: look at the values and at both supports, which makes the host wait for the device. Without it, teacher
+        check: validate the values and at both supports, which costs a device sync. Without it, teacher
             mass where the student may not attend makes the gradient wrong and may leave the loss finite: check once,
             at set-up, at least.
 

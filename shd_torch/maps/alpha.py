@@ -60,7 +60,7 @@ def solve_alpha(
         rule: ``"least_squares"``, or ``"as_printed"`` for the misprinted N of the source (worse; for comparison).
         alpha_per: ``"map"`` (one per sample) or ``"row"`` (one per sample and query row).
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Returns:
         ``(B,)``, or ``(B, L)`` with ``alpha_per="row"``; float64 or float32.
@@ -207,7 +207,7 @@ def simplex_weights(quadratic: Tensor, linear: Tensor) -> Tensor:
     """The convex weights c that minimise ``c^T Q c + 2 b^T c``, for a whole batch of problems (MIX-7).
 
     Wolfe's active-set method, all problems in step: exact in finitely many steps, usually about k. Each step
-    waits for the device once, to ask whether every problem is solved. Solved in float64 whatever the data.
+    waits for the device once, to ask whether every problem is solved. Solved in float64 for every dtype of the data.
 
     Args:
         quadratic: Q ``(..., k, k)``, positive semi-definite.

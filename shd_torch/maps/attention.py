@@ -34,7 +34,7 @@ def softmax(
         attn_logits: ``(..., L, S)``; -inf marks a masked key.
         attn_mask: boolean, broadcastable to the logits; True = may attend.
         temperature: T_a > 0.
-        check: look for NaN and +inf, which makes the host wait for the device.
+        check: look for NaN and +inf, which costs a device sync.
 
     Returns:
         ``attn_probs`` of the same shape and dtype; masked entries are exactly 0.
@@ -87,7 +87,7 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
         attn_probs: ``(..., L, S)``, rows summing to one or to zero.
         temperature: T_a > 0; above 1 softens, below 1 sharpens.
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, whose rows keep their sums.
-        check: look at the values of the argument, which makes the host wait for the device.
+        check: validate the values of the argument, which costs a device sync.
 
     Returns:
         The softened maps, same shape and dtype; the argument itself at temperature 1.
@@ -124,7 +124,7 @@ def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = Tr
             value head ``i // (H_t / H_kv)``.
         output_projection: W_o ``(H_t * d_v, D)``; rows ``i * d_v .. (i + 1) * d_v`` belong to head i.
             ``torch.nn.Linear`` stores the transpose: pass ``linear.weight.T``.
-        check: look for NaN and infinity, which makes the host wait for the device.
+        check: look for NaN and infinity, which costs a device sync.
 
     Returns:
         X ``(B, H_t, S, D)``, float64 or float32.

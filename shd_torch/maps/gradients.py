@@ -53,8 +53,8 @@ def shd_loss_gradient_qk(
 
     Args:
         supervision: A~ ``(B, H_s, L, S)``, or a list with one tensor a layer.
-        queries: ``(B, H_s, L, d)``, likewise.
-        keys: ``(B, H_kv, S, d)``, likewise; query head h reads key head ``h // (H_s / H_kv)``.
+        queries: ``(B, H_s, L, d)``, or a list with one tensor a layer.
+        keys: ``(B, H_kv, S, d)``, or a list; query head h reads key head ``h // (H_s / H_kv)``.
         scale: a finite number, the same for all layers.
         **keywords: those of ``shd_loss``; masked keys are given by ``attn_mask``.
 

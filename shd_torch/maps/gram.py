@@ -38,7 +38,7 @@ def gram_tensor(
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         alpha_per: ``"map"``, or ``"row"`` for one G per query row.
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Returns:
         G ``(B, H_t, H_t, H_t, H_t)``, or ``(B, H_t, H_t, H_t, H_t, L)`` with ``alpha_per="row"``; float64.
@@ -101,7 +101,7 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
         gram: G ``(B, H, H, H, H)``, or with a last axis L.
         p: a position in the pool.
         q: another.
-        check: look at the values of the tensor, which makes the host wait for the device.
+        check: validate the values of the tensor, which costs a device sync.
 
     Returns:
         ``(B,)``, or ``(B, L)`` per row; the weight of p, in [0, 1]; float64.
@@ -144,7 +144,7 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
         p: a position in the pool.
         q: another.
         alpha: the weight of p, ``(B,)``, or ``(B, L)`` per row.
-        check: look at the values of the tensors, which makes the host wait for the device.
+        check: validate the values of the tensors, which costs a device sync.
 
     Returns:
         G of H - 1 heads; float64.

@@ -39,7 +39,7 @@ class Adapter:
             NotImplementedError: the binding has no such operation.
             ShdError: the inputs are refused.
         """
-        # A gram tensor is float64 whatever the dtype of the maps (GRAM-5): one that was answered is not narrowed.
+        # A gram tensor is float64 for maps of any dtype (GRAM-5): one that was answered is not narrowed.
         arguments = {
             name: self._as_tensors(value, _dtype_of(value) if name == "gram" else dtype)
             for name, value in inputs.items()

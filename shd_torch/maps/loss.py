@@ -70,7 +70,7 @@ def shd_loss(
     Per map: the divergence of a row, then the mean over the rows that count in the whole batch. A row counts
     where ``loss_mask`` is True and the supervision has mass. A map with no such row contributes exactly 0.
 
-    The gradient is that of ``shd_loss_gradient``: exactly 0 on rows that do not count, whatever stands in them.
+    The gradient is that of ``shd_loss_gradient``: exactly 0 on rows that do not count, NaN or not.
     None reaches the supervision. The result is always attached to the student's graph.
 
     Args:
@@ -85,7 +85,7 @@ def shd_loss(
         support: what teacher mass is where the student may not attend: an ``"error"``, or left out of the
             supervision (``"intersect"``, see ``intersect_support``).
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks: a row weighs its mass.
-        check: look at the values (finite, distributions, support), which makes the host wait for the device.
+        check: validate the values (finite, distributions, support), which costs a device sync.
             Without it a violation ends in an infinite or NaN loss instead of an error, and
             ``torch.compile(fullgraph=True)`` works.
 

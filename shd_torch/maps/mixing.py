@@ -46,9 +46,9 @@ class SqueezeResult:
             strategies ``mean`` and ``simplex``, which have no pairwise weights.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
             ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
-        num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, so that nobody
-            waits for a number that nobody reads (``int(...)`` waits).
-        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` likewise.
+        num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, so
+            that no sync is paid for a number that is not read (``int(...)`` syncs).
+        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` on the device.
         plan: the rounds that were run.
     """
 
@@ -93,7 +93,7 @@ def squeeze_heads(
         alpha_per: ``"map"`` or ``"row"``.
         alpha_from: ``"teacher"``, or ``"softened"`` to solve on the softened maps (D-3).
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, which are used as they are.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Raises:
         ShdError: any code of the meaning; see the spec's chapter ERR.
@@ -105,19 +105,8 @@ def squeeze_heads(
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     temperature = check_temperature(temperature)
-    check_real(value_outputs, "value_outputs", check=check, ndim=4)
-    check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
-    batch, num_heads, rows, keys = teacher_probs.shape
-    if value_outputs.shape[:3] != (batch, num_heads, keys):
-        raise ShdError(
-            "argument-shape",
-            f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}; "
-            f"got {tuple(value_outputs.shape)}",
-            "MIX-1",
-        )
-    if query_mask is not None:
-        check_mask(query_mask, "query_mask", (batch, rows))
-    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
+    _check_maps(teacher_probs, value_outputs, query_mask, row_sums, check=check)
+    batch, num_heads, rows, _ = teacher_probs.shape
     rounds = merge_plan(num_heads, num_student_heads, "progressive" if plan is None else plan)
     groups = plan_groups(rounds, num_heads)
 
@@ -143,7 +132,7 @@ def squeeze_heads(
         probs=merged.to(map_dtype(teacher_probs)),
         mixing=mixing,
         alphas=tuple(s.clipped for s in solutions),
-        # The residual is defined on the maps at temperature 1, whatever supervises.
+        # The residual is defined on the maps at temperature 1, also where softened ones supervise.
         residual=_residual(probs, outputs, merged if temperature == 1.0 else _mix(probs, mixing), groups, query_mask),
         num_clipped=sum((((s.raw < 0) | (s.raw > 1)).sum() for s in solutions), none),
         num_degenerate=sum((s.degenerate.sum() for s in solutions), none),
@@ -158,7 +147,7 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     Args:
         teacher_probs: ``(B, H_t, L, S)``; rows may have any sums, as with sinks, or of rows that do not count.
         mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Returns:
         ``(B, H_s, L, S)`` in the dtype of ``teacher_probs``.
@@ -185,6 +174,25 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     if check:
         check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
     return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
+
+
+def _check_maps(
+    teacher_probs: Tensor, value_outputs: Tensor, query_mask: Tensor | None, row_sums: str, *, check: bool
+) -> None:
+    """Maps ``(B, H_t, L, S)``, value outputs ``(B, H_t, S, D)`` and query mask ``(B, L)`` must fit (MIX-1)."""
+    check_real(value_outputs, "value_outputs", check=check, ndim=4)
+    check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
+    batch, num_heads, rows, keys = teacher_probs.shape
+    if value_outputs.shape[:3] != (batch, num_heads, keys):
+        raise ShdError(
+            "argument-shape",
+            f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}; "
+            f"got {tuple(value_outputs.shape)}",
+            "MIX-1",
+        )
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, rows))
+    check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
 
 
 def _mix(probs: Tensor, mixing: Tensor) -> Tensor:
@@ -214,7 +222,7 @@ def compose_mixing(
             at least one, since nothing else tells B.
         plan: the rounds.
         num_teacher_heads: H_t.
-        check: look for NaN and infinity, which makes the host wait for the device.
+        check: look for NaN and infinity, which costs a device sync.
 
     Returns:
         C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)``, float64 or float32.

@@ -45,7 +45,7 @@ def intersect_support(
         loss_mask: boolean ``(B, L)``, True = the row counts; other rows need not be distributions.
         attn_mask: boolean, broadcastable to ``(B, H_s, L, S)``, True = may attend.
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Returns:
         ``supervision`` in the dtype it came in, and ``dropped`` in float64 or float32.

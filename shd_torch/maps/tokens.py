@@ -41,7 +41,7 @@ def align_tokens(
         columns: key positions to keep, in the order wanted; None keeps all.
         query_mask: boolean ``(B, L)``, True = the row counts; other rows need not be distributions.
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: look at the values of the maps, which makes the host wait for the device.
+        check: validate the values of the maps, which costs a device sync.
 
     Returns:
         The aligned maps in the dtype they came in, and the dropped mass of each kept row in float64 or float32.

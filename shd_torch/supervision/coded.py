@@ -155,7 +155,7 @@ class Coded(Supervision):
         return replace(self, counted=loss_mask) if self.codec in _WIDE_CODES else self
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same on another device, with all that its buffer holds."""
+        """A copy on another device, with all that its buffer holds."""
         counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
         return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking), counted=counted)
 

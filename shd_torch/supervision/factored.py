@@ -103,7 +103,7 @@ class Factored(Supervision):
 
     @property
     def row_sums(self) -> str:  # type: ignore[override]  # a fact about the fields
-        """``"at_most_one"`` where rows have a mass of their own."""
+        """``"at_most_one"`` where ``row_mass`` is given."""
         return "one" if self.row_mass is None else "at_most_one"
 
     @property
@@ -175,7 +175,7 @@ class Factored(Supervision):
         return self._sum_pairs(self.pair_weights).expand(self.shape[:3])
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
-        """The same with zeros in rows that do not count; see ``Supervision``."""
+        """A copy with zeros in rows that do not count; see ``Supervision``."""
         dropped = ~loss_mask[:, None, :]
         return replace(
             self,
@@ -196,7 +196,7 @@ class Factored(Supervision):
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same on another device."""
+        """A copy on another device."""
         return replace(
             self,
             queries=self.queries.to(device, non_blocking=non_blocking),
@@ -207,7 +207,7 @@ class Factored(Supervision):
         )
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
-        """Look at the values; see ``Supervision``."""
+        """Check the values; see ``Supervision``."""
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
         for name in ("queries", "keys", "mixing"):
             check_real(getattr(kept, name), f"supervision's {name}", check=True, layer=layer)

@@ -55,11 +55,11 @@ class FactoredCodes:
     firsts: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FactoredCodes:
-        """The same on another device."""
+        """A copy on another device."""
         return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> FactoredCodes:
-        """The same in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
         return replace(self, buffer=self.buffer.pin_memory())
 
     def supervise(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Factored]:

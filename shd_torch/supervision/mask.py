@@ -149,7 +149,7 @@ class AttentionRule:
     # What follows works on a rule that fits.
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionRule:
-        """The same on another device."""
+        """The rule on another device."""
         mask, slopes = (
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for tensor in (self.attn_mask, self.alibi_slopes)

@@ -1,7 +1,7 @@
 """What a student is taught with: merged maps A~ in one of two forms, behind one small interface.
 
 ``Dense`` holds the maps. ``Factored`` (in ``factored.py``) holds the teacher's queries and keys with the mixing
-matrix, and never forms a map that nobody asks for: its memory is linear in the length, and its temperature is
+matrix, and forms a map only when asked for one: its memory is linear in the length, and its temperature is
 free until the loss is computed.
 """
 
@@ -24,7 +24,7 @@ TILE_ENTRIES = 2**19
 """Entries of the largest tile that is formed at once on a processor: its cache holds a few of them."""
 
 ACCELERATOR_TILE_ENTRIES = 2**23
-"""The same on an accelerator: a kernel over fewer entries ends before the next one can be launched."""
+"""``TILE_ENTRIES`` of an accelerator: a kernel over fewer entries ends before the next one can be launched."""
 
 ALL: slice = slice(None)
 
@@ -89,7 +89,7 @@ class Supervision(ABC):
         """The supervision of samples ``start .. stop - 1``."""
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
-        """The same for a loss that does not count some rows: they may hold anything, but make no sum NaN.
+        """A copy for a loss that does not count some rows: they may hold anything, but make no sum NaN.
 
         Args:
             loss_mask: boolean ``(B, L)``, True = the row counts; on the same device.
@@ -98,11 +98,11 @@ class Supervision(ABC):
 
     @abstractmethod
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same on another device."""
+        """A copy on another device."""
 
     @abstractmethod
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
-        """Look at the values, which makes the host wait for the device.
+        """Check the values, which costs a device sync.
 
         Args:
             loss_mask: boolean ``(B, L)``, True = the row counts; others may hold anything. None: all count.
@@ -201,7 +201,7 @@ class Dense(Supervision):
 
     Attributes:
         maps: A~ ``(B, H_s, L, S)``, in any floating-point dtype.
-        temperature: T_a that they were softened with before mixing; with None whatever the loss is called with.
+        temperature: T_a that they were softened with before mixing; None for any that the loss is called with.
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
         counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
 
@@ -262,7 +262,7 @@ class Dense(Supervision):
         return replace(self, counted=loss_mask)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same on another device."""
+        """A copy on another device."""
         counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
         return replace(self, maps=self.maps.to(device, non_blocking=non_blocking), counted=counted)
 

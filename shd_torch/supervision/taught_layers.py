@@ -20,7 +20,7 @@ class TaughtLayers(tuple[int, ...]):
 
     Args:
         numbers: zero-based, in any order.
-        num_student_layers: L_s; None where explicit pairs say which layers are taught, whatever others there are.
+        num_student_layers: L_s; None where explicit pairs say which layers are taught, in a student of any depth.
         kinds: of an encoder-decoder: how many calls of each kind of attention (``encoder``, ``decoder``, ``cross``)
             it was meant to make, in the order in which they are numbered; calls of other kinds are not taught.
 

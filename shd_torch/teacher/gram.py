@@ -32,7 +32,7 @@ def gram_tensor_from_qk(
         output_projection: W_o ``(H_t * d_v, D)``.
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         alpha_per: ``"map"``, or ``"row"`` for one G per query row.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Returns:
         G ``(B, H_t, H_t, H_t, H_t)``, or with a last axis L; float64 sums of products made in float32 or wider.

@@ -64,7 +64,7 @@ class OnlineSupervision:
         return [squeeze.supervision for squeeze in self.squeezes]
 
     def supervise(self, length: int | None = None) -> list[Factored]:
-        """The same; the teacher saw the student's positions, so that nothing is padded to ``length``."""
+        """``supervisions``; the teacher saw the student's positions, so nothing is padded to ``length``."""
         return self.supervisions
 
 
@@ -83,7 +83,7 @@ class OnlineTeacher:
     """A teacher that supervises each batch as it comes; see ``OnlineTeacher.__call__``.
 
     No module, so that a student that holds it neither trains nor saves it. The first batch is looked at more closely:
-    output projections are found, the layers are paired, and values are checked. A projection is read anew at every
+    output projections are found, the layers are paired, and values are checked. A projection is read again at every
     batch, so that weights may be trained or loaded in between; one that the model makes during its pass (gathered
     from shards, dequantised) is that of the first batch.
 
@@ -103,7 +103,7 @@ class OnlineTeacher:
 
     Raises:
         ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
-            for what is wrong whatever the model is; the rest at the first batch.
+            for what is wrong for any model; the rest at the first batch.
 
     Source: Algorithm 1, Eq. 5-10.
     """
@@ -158,7 +158,7 @@ class OnlineTeacher:
             *args: the teacher's own arguments.
             query_mask: boolean ``(B, L)``, True = the row counts for alpha; default the argument ``attention_mask``
                 where the teacher is given one of that shape, else all rows.
-            check: look at the values, which makes the host wait for the device; default at the first batch only.
+            check: validate the values, which costs a device sync; default at the first batch only.
             **kwargs: the teacher's own arguments.
 
         Returns:

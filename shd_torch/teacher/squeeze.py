@@ -33,7 +33,7 @@ class FactoredSqueeze:
         alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1.
         num_clipped: how many alphas lay outside [0, 1]; ``()`` on the device.
-        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` likewise.
+        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` on the device.
         plan: the rounds that were run.
     """
 
@@ -75,7 +75,7 @@ def squeeze_factored(
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         alpha_rule: see ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
-        check: look at the values of the arguments, which makes the host wait for the device.
+        check: validate the values of the arguments, which costs a device sync.
 
     Returns:
         The supervision and its report; float64 if queries or keys are, else float32.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StepRecord:
-    """Sums over the steps since the last log, of this process; they stay on the device until somebody logs.
+    """Sums over the steps since the last log, of this process; kept on the device until they are logged.
 
     Attributes:
         rows_in_step: query rows that count in the micro-batches of the step that is running.

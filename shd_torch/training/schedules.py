@@ -59,7 +59,7 @@ class BetaSchedule:
 
 @dataclass(frozen=True)
 class LossBalancer:
-    """Scales the SHD term to a fraction of the base loss at every step, whatever their scales are.
+    """Scales the SHD term to a fraction of the base loss at every step, independent of the scale of either.
 
     Beta then multiplies a term that is as large as ``fraction`` of the base loss. Nothing flows through the scale.
     A term that has nearly been learned is not blown up: the scale never exceeds ``limit``.
