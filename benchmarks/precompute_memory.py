@@ -36,7 +36,8 @@ from shd_ref.teacher.sources import open_source
 rows = list(open_source(sys.argv[2]).rows(["attention_mask", "input_ids", "features"]))
 import numpy as np
 arrays = {name: np.stack([row[name] for row in rows]) for name in ("attention_mask", "input_ids")}
-precompute(sys.argv[1], arrays, sys.argv[3], PrecomputeOptions(2), RunOptions(samples_per_shard=64, num_threads=1))
+run = RunOptions(samples_per_shard=64, num_threads=1)
+precompute(sys.argv[1], arrays, [(sys.argv[3], PrecomputeOptions(2))], run)
 """
 
 

@@ -26,10 +26,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheWriter
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
 
@@ -41,18 +40,14 @@ PART = """
 import sys
 from pathlib import Path
 import numpy as np
-from shd_ref.cache import CacheWriter
 from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.teacher.run.buckets import share_shards
 teacher, data, out, part, parts = sys.argv[1:]
-run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)
-job = PrecomputeJob(TeacherRun(Path(teacher), dict(np.load(data)), PrecomputeOptions(2), run))
-writer = CacheWriter(out, job.manifest)
+run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1, shards=(int(part), int(parts)))
+job = PrecomputeJob(Path(teacher), dict(np.load(data)), [(out, PrecomputeOptions(2))], run)
 print("ready", flush=True)
 sys.stdin.readline()
-job.write_shards(writer, share_shards(job.manifest.shards.num_shards, int(part), int(parts)))
+job.write(job.shards, job.missing)
 print("done", flush=True)
 """
 
@@ -108,16 +103,15 @@ def time_workers(teacher: Path, data: Path, out: Path, workers: int) -> float:
 
 def time_ray(teacher: Path, data: Path, out: Path, workers: int) -> float:
     """Seconds between the first and the last block of shards that actors report."""
-    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     times: list[tuple[float, int]] = []
-    precompute_on_ray(
+    precompute(
         teacher,
         lambda: dict(np.load(data)),
-        out,
-        PrecomputeOptions(2),
+        [(out, PrecomputeOptions(2))],
         RunOptions(batch_size=8, samples_per_shard=32),
-        workers=workers,
+        engine=RayEngine(workers),
         on_progress=lambda done, _total, _size: times.append((time.perf_counter(), done)),
     )
     (first, before), (last, after) = times[0], times[-1]
@@ -128,11 +122,10 @@ def time_growth(folder: Path, samples: int, **shape: int) -> tuple[float, float]
     """Seconds a sample of precompute, and of a plain forward in the same batches."""
     teacher, data = make_teacher(folder, **shape), make_data(samples, shape["length"])
     run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)
-    job = PrecomputeJob(TeacherRun(teacher, data, PrecomputeOptions(shape["heads"] // 2), run))
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        writer = CacheWriter(Path(out) / "cache", job.manifest)
+        job = PrecomputeJob(teacher, data, [(Path(out) / "cache", PrecomputeOptions(shape["heads"] // 2))], run)
         started = time.perf_counter()
-        job.write_shards(writer)
+        job.write(job.shards, job.missing)
         squeezed = time.perf_counter() - started
     session = open_session(str(teacher), provider="cpu", num_threads=1)
     started = time.perf_counter()

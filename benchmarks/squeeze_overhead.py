@@ -186,8 +186,7 @@ def measure_whole(
                 precompute(
                     teacher,
                     inputs,
-                    out,
-                    PrecomputeOptions(num_student_heads=heads),
+                    [(out, PrecomputeOptions(num_student_heads=heads))],
                     RunOptions(batch_size=batch, num_threads=threads, samples_per_shard=PER_SHARD * batch),
                     on_progress=partial(_tick, ticks),
                 )

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shd_ref.teacher.precompute.engine import precompute_shapes
+from shd_ref.teacher.precompute.engine import precompute, students_of
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
 from shd_torch.demo.train import ArrayDataset
@@ -79,7 +79,7 @@ def prepare(folder: Path, length: int) -> Material:
         export_teacher(teacher, {"input_ids": torch.from_numpy(train[:2])}, graph)
         options = PrecomputeOptions(num_student_heads=max(HEADS), num_student_layers=NUM_LAYERS)
         run = RunOptions(batch_size=64, num_threads=torch.get_num_threads())
-        precompute_shapes(graph, {"input_ids": train}, folder / "caches", options, HEADS, run)
+        precompute(graph, {"input_ids": train}, students_of(folder / "caches", options, HEADS), run)
         with torch.no_grad():
             made = np.concatenate([teacher(part).half().numpy() for part in torch.from_numpy(train).split(64)])
         draft = folder / "draft.npy"

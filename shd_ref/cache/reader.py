@@ -118,7 +118,7 @@ class CacheReader:
             layers: student layers to read; all by default.
             allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
                 sample. Not called for a compressed cache, whose frames are looked at before memory is taken for
-                them (CACHE-56): each of its blobs has memory of its own.
+                them (CACHE-56): each of its blobs is allocated alone.
 
         Raises:
             ShdError: as ``read``.

@@ -62,10 +62,7 @@ def precompute(
         return
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
-        if engine == "ray":
-            summaries = _run_on_ray(teacher, inputs, out, options, student_heads, run, told | {"workers": workers})
-        else:
-            summaries = _run_here(teacher, source, out, options, student_heads, run, told)
+        summaries = _run(teacher, inputs, source, out, options, student_heads, run, engine, workers, told)
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     # As they were said: actors were given whole paths.
     several = students_of(out, options(num_student_heads=1), student_heads) if len(student_heads) > 1 else []
@@ -82,44 +79,33 @@ def _measure(teacher: Path, source: Source, students: list[PrecomputeOptions], r
     print_remarks(*(remark for forecast in forecasts for remark in forecast.remarks), source.remark)
 
 
-def _run_here(
+def _run(
     teacher: Path,
+    inputs: InputOptions,
     source: Source,
     out: str,
     options: partial[PrecomputeOptions],
     heads: tuple[int, ...],
     run: RunOptions,
-    told: dict[str, Any],
-) -> list[PrecomputeSummary]:
-    from shd_ref.teacher.precompute.engine import precompute as precompute_cache
-    from shd_ref.teacher.precompute.engine import precompute_shapes
-
-    first = options(num_student_heads=heads[0])
-    if len(heads) == 1:
-        return [precompute_cache(teacher, source, out, first, run, **told)]
-    return precompute_shapes(teacher, source, out, first, heads, run, **told)
-
-
-def _run_on_ray(
-    teacher: Path,
-    inputs: InputOptions,
-    out: str,
-    options: partial[PrecomputeOptions],
-    heads: tuple[int, ...],
-    run: RunOptions,
+    engine: str,
+    workers: int | None,
     told: dict[str, Any],
 ) -> list[PrecomputeSummary]:
     from shd_ref.cache.storage.places import is_address
-    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray, precompute_shapes_on_ray
+    from shd_ref.teacher.precompute.engine import precompute as precompute_caches
+    from shd_ref.teacher.precompute.engine import students_of
+
+    place = Path(out).absolute() if engine == "ray" and not is_address(out) else out
+    first = options(num_student_heads=heads[0])
+    students = students_of(place, first, heads) if len(heads) > 1 else [(place, first)]
+    if engine == "local":
+        return precompute_caches(teacher, source, students, run, **told)
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     # The actors open the inputs themselves, under these paths.
     tokenizer = inputs.tokenizer and inputs.tokenizer.absolute()
     reopen = replace(inputs, inputs=inputs.inputs.absolute(), tokenizer=tokenizer).open
-    places = teacher.absolute(), reopen, out if is_address(out) else Path(out).absolute()
-    first = options(num_student_heads=heads[0])
-    if len(heads) == 1:
-        return [precompute_on_ray(*places, first, run, **told)]
-    return precompute_shapes_on_ray(*places, first, heads, run, **told)
+    return precompute_caches(teacher.absolute(), reopen, students, run, engine=RayEngine(workers), **told)
 
 
 def _print_summaries(

@@ -77,8 +77,8 @@ def read_evidence(
         provider: as in ``precompute``.
 
     Raises:
-        ShdError: ``cache-mismatch`` for another teacher or other inputs, and whatever the reference finds wrong
-            with the maps.
+        ShdError: ``cache-mismatch`` for another teacher or other inputs; ``not-finite`` and
+            ``not-a-distribution`` for maps that the reference refuses.
     """
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}

@@ -113,7 +113,7 @@ def map_picture(probs: NDArray[Any]) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as an element of the page: no header, no metadata, ids of its own, colours of the page."""
+    """The figure as an element of the page: no header, no metadata, unique ids, colours of the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()

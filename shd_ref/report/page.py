@@ -1,7 +1,7 @@
 """The page: every number as text, every figure in its place. Needs jinja2.
 
-Whatever comes from a cache is untrusted: the template escapes it, figures never hold its strings, and the page's
-own policy forbids scripts and requests.
+Everything that comes from a cache is untrusted: the template escapes it, figures never hold its strings, and the
+page's own policy forbids scripts and requests.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def codec_section(content: CacheContent) -> dict[str, Any]:
     tv = sum(error.tv_mean * error.rows for error in errors) / max(rows_measured, 1)
     text = (
         f"The codec {content.manifest.attention.codec} costs {mean_kl(content):.2g} nats of KL divergence and "
-        f"{tv:.2%} of total variation a row, measured by the writer on {count_of(rows_measured, 'row')} of its own."
+        f"{tv:.2%} of total variation a row, measured by the writer on {count_of(rows_measured, 'row')}."
     )
     rows = [
         [f"{e.shard:06d}", f"{e.kl_mean:.2e}", f"{e.kl_max:.2e}", f"{e.tv_mean:.3%}", f"{e.rows:,}"]

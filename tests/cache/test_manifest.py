@@ -295,6 +295,6 @@ def test_absurdly_large_file_is_refused_unread(tmp_path: Path) -> None:
 
 
 def test_no_manifest(tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="is no cache") as caught:
+    with pytest.raises(ShdError, match="is not a cache") as caught:
         Manifest.read(tmp_path)
     assert caught.value.code == "cache-incomplete"

@@ -165,7 +165,7 @@ def test_listing_names_what_is_damaged(tmp_path: Path) -> None:
         "receipts/000003.json",
     ]
     shutil.rmtree(folder)
-    with pytest.raises(ShdError, match="is no cache"):
+    with pytest.raises(ShdError, match="is not a cache"):
         list_cache(folder)
 
 

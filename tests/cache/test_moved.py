@@ -142,7 +142,7 @@ def test_a_writer_notices_at_any_step(
             break
         at_work = moved if moved.exists() else folder
         if error is None:
-            assert steps < 20, "a folder that a writer has just made is no cache yet: it begins with the next one"
+            assert steps < 20, "a folder that a writer has just made is not a cache yet: it begins with the next one"
             assert contents(folder) == contents(whole)
         else:
             assert error.code in ("write-failed", "cache-mismatch"), error

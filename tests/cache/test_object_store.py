@@ -313,7 +313,7 @@ def test_missing_bucket(bucket: str) -> None:
     with pytest.raises(ShdError, match="bucket does not exist") as caught:
         CacheWriter(f"{bucket}-absent/cache", job())
     assert caught.value.code == "write-failed"
-    with pytest.raises(ShdError, match="is no cache") as caught:
+    with pytest.raises(ShdError, match="is not a cache") as caught:
         CacheReader(f"{bucket}-absent/cache")
     assert caught.value.code == "cache-incomplete"
 

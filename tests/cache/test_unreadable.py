@@ -108,7 +108,7 @@ def test_a_file_in_place_of_a_cache_is_refused(tmp_path: Path, command: str) -> 
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 1
     assert "cache-incomplete" in result.output
-    assert "must be a folder that holds a cache" in " ".join(result.output.split())
+    assert "is not a cache folder" in " ".join(result.output.split())
     assert not out.exists()
 
 

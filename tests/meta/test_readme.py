@@ -25,8 +25,8 @@ def test_training_example_runs(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
     torch = pytest.importorskip("torch", reason="the example trains in PyTorch")
     from support.binding.stories import Stories
+    from support.students import precompute
 
-    from shd_ref.teacher.precompute.engine import precompute
     from shd_ref.teacher.run.options import PrecomputeOptions
     from shd_torch import export_teacher
 

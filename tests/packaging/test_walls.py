@@ -108,7 +108,7 @@ from shd_ref.commands.app import app
 import shd_ref.teacher.precompute.engine, shd_ref.teacher.study.recheck
 from typer.testing import CliRunner
 result = CliRunner().invoke(app, ["verify", {str(tmp_path)!r}])
-assert result.exit_code == 1 and "is no cache" in result.output, result.output
+assert result.exit_code == 1 and "is not a cache" in result.output, result.output
 """
     run_without(("torch", "transformers", "shd_torch"), code)
 

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
 pytest.importorskip("jinja2", reason="the report is a jinja2 template")
 
+from support.students import precompute
+
 from shd_ref import ShdError, squeeze_heads
 from shd_ref.cache import CacheReader, Matching
 from shd_ref.commands.app import app
@@ -30,7 +32,6 @@ from shd_ref.report.figures import SERIES, map_picture
 from shd_ref.report.page import render_page
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader

@@ -12,12 +12,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Factors, codec_error, factored_kl_bound, verify_cache
 from shd_ref.commands.app import app
-from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 
@@ -88,7 +88,7 @@ def test_resumed_run_gives_the_same_bytes(teacher: Path, tmp_path: Path) -> None
 
 def test_several_students_in_one_pass(teacher: Path, tmp_path: Path) -> None:
     inputs = make_inputs()
-    precompute_shapes(teacher, inputs, tmp_path / "both", OPTIONS, [2, 3], RUN)
+    precompute_heads(teacher, inputs, tmp_path / "both", OPTIONS, [2, 3], RUN)
     precompute(teacher, inputs, tmp_path / "alone", OPTIONS, RUN)
     both, alone = CacheReader(tmp_path / "both" / "heads-2"), CacheReader(tmp_path / "alone")
     for key in alone:

@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import pytest
 from support.attention_graphs import token_teacher
+from support.students import precompute
 from typer.testing import CliRunner
 
 from shd_ref.cache import CODECS, FACTORED_CODECS
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.forecast import Forecast, forecast_cache
 

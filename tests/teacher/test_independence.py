@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, token_teacher
+from support.students import precompute
 
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
@@ -19,7 +20,6 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import Finding
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
 from shd_ref.teacher.study.forecast import forecast_cache

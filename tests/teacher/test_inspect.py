@@ -13,6 +13,7 @@ from support.attention_graphs import attention_on_inputs, bare_attention, encode
 
 pytest.importorskip("typer", reason="the commands need typer")
 
+from support.students import precompute
 from typer.testing import CliRunner  # (after the skip)
 
 from shd_ref.cache import CacheReader
@@ -20,7 +21,6 @@ from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.selection import select_sites
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})

@@ -12,12 +12,13 @@ from support.attention_graphs import GraphBuilder, random_projection
 
 pytest.importorskip("onnxruntime")
 
+from support.students import precompute
+
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 

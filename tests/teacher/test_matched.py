@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
+from support.students import precompute
+
 from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
 from shd_ref.cache import CacheReader, Matching, verify_cache
 from shd_ref.cache.documents.members import sample_order
 from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run import teacher as run_module
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions

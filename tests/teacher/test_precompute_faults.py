@@ -17,13 +17,13 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, encoder_layer, token_teacher
 from support.makers import contents
+from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
-from shd_ref.cache import CacheReader, CacheWriter, NewRecord, Receipt, sample_key, verify_cache
+from shd_ref.cache import CacheReader, NewRecord, Receipt, sample_key, verify_cache
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
 from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.precompute.records import make_records
 from shd_ref.teacher.run.buckets import group_samples, group_shards
@@ -61,10 +61,9 @@ def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: Ru
     """Whatever is missing, the batches are those of an undisturbed run, so even rounding is the same."""
     inputs = make_tokens()
     precompute(teacher, inputs, tmp_path / "whole", OPTIONS, run)
-    job = PrecomputeJob(TeacherRun(teacher, inputs, OPTIONS, run))
     for number, lost in enumerate(([3], [0, 2, 9], [1, 4, 5, 6, 7])):
         folder = tmp_path / f"resumed-{number}"
-        job.write_shards(CacheWriter(folder, job.manifest))
+        precompute(teacher, inputs, folder, OPTIONS, run)
         for shard in lost:
             (folder / f"receipts/{shard:06d}.json").unlink()
         summary = precompute(teacher, inputs, folder, OPTIONS, run)
@@ -148,7 +147,7 @@ def test_check_outputs_are_counted_as_the_graph_gives_them(
     mask = np.zeros((8, 64), np.int64)
     mask[:, :5] = 1
     monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 20_000)
-    work = TeacherRun(tmp_path / "teacher.onnx", {"input_ids": mask, "attention_mask": mask}, OPTIONS, RUN)
+    work = TeacherRun(tmp_path / "teacher.onnx", {"input_ids": mask, "attention_mask": mask}, [OPTIONS], RUN)
     assert work.count_checked(range(8)) == most
 
 
@@ -161,7 +160,7 @@ def test_students_share_batches_also_where_check_outputs_do_not_fit(
     precompute(teacher, make_tokens(), tmp_path / "one", OPTIONS, run)
     alone = [count for count, checked in runs if not checked]
     runs.clear()
-    precompute_shapes(teacher, make_tokens(), tmp_path / "both", OPTIONS, [1, 2], run)
+    precompute_heads(teacher, make_tokens(), tmp_path / "both", OPTIONS, [1, 2], run)
     assert [count for count, checked in runs if not checked] == alone == [10] * 6
 
 
@@ -188,16 +187,17 @@ def test_pending_records_keep_no_more_than_their_codes(
 
 
 def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:
-    job = PrecomputeJob(TeacherRun(teacher, make_tokens(), OPTIONS, RUN))
-    writer = CacheWriter(tmp_path, job.manifest)
+    job = PrecomputeJob(teacher, make_tokens(), [(tmp_path, OPTIONS)], RUN)
     seen: list[tuple[int, int, int]] = []
-    assert job.write_shards(writer, [1, 5], lambda *counts: seen.append(counts)) == 0
-    assert writer.missing_shards() == [0, 2, 3, 4, *range(6, 12)]
+    assert job.find_missing([1, 5]) == [{1, 5}]
+    job.write([1, 5], [{1, 5}], lambda *counts: seen.append(counts))
+    assert job.find_missing(range(12)) == [{0, 2, 3, 4, *range(6, 12)}]
     assert [counts[1] for counts in seen] == [10] * len(seen)
     assert seen[-1][0] == 10
-    assert job.write_shards(writer, range(6)) == 10
-    assert job.write_shards(writer) == 30
-    writer.seal()
+    job.write(range(6), job.find_missing(range(6)))
+    assert job.find_missing(range(12)) == [set(range(6, 12))]
+    job.write(range(12), job.find_missing(range(12)))
+    assert [summary.missing_shards for summary in job.finish()] == [0]
     assert verify_cache(tmp_path).ok
 
 
@@ -268,7 +268,7 @@ def test_several_students_share_one_pass_of_the_teacher(
 
     monkeypatch.setattr("shd_ref.teacher.run.teacher.open_session", counted)
     run = RunOptions(batch_size=4, samples_per_shard=5)
-    summaries = precompute_shapes(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
+    summaries = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
     assert [summary.folder.name for summary in summaries] == ["heads-3", "heads-2", "heads-1"]
     shared = sum(session.calls for session in sessions)
     sessions.clear()
@@ -284,11 +284,11 @@ def test_several_students_share_one_pass_of_the_teacher(
             np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
             np.testing.assert_allclose(one.read(key).alphas, two.read(key).alphas, atol=1e-4)
     (tmp_path / "all/heads-2/receipts/000003.json").unlink()
-    again = precompute_shapes(teacher, inputs, tmp_path / "all", OPTIONS, [1, 2, 3], run)
+    again = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 2, 3], run)
     assert [summary.resumed for summary in again] == [60, 55, 60]
     for wrong, code in (([2, 2], "argument-value"), ([], "argument-value"), ([5, 2], "heads-exceed")):
         with pytest.raises(ShdError) as caught:
-            precompute_shapes(teacher, inputs, tmp_path / "wrong", OPTIONS, wrong, run)
+            precompute_heads(teacher, inputs, tmp_path / "wrong", OPTIONS, wrong, run)
         assert caught.value.code == code
 
 
@@ -329,8 +329,7 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.fixture(scope="module")
 def begun(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    job = PrecomputeJob(TeacherRun(teacher, make_tokens(), OPTIONS, RUN))
-    job.write_shards(CacheWriter(folder, job.manifest), [0, 1])
+    PrecomputeJob(teacher, make_tokens(), [(folder, OPTIONS)], RUN).write([0, 1], [{0, 1}])
     return folder
 
 
@@ -507,8 +506,7 @@ def test_three_runs_at_once_make_one_cache(teacher: Path, tmp_path: Path) -> Non
 
 def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path: Path) -> None:
     inputs = make_tokens()
-    job = PrecomputeJob(TeacherRun(teacher, inputs, OPTIONS, RunOptions(batch_size=4, samples_per_shard=1)))
-    writer = CacheWriter(tmp_path, job.manifest)
+    job = PrecomputeJob(teacher, inputs, [(tmp_path, OPTIONS)], RunOptions(batch_size=4, samples_per_shard=1))
     seen: list[int] = []
     failures: list[BaseException] = []
     stop = threading.Event()
@@ -526,13 +524,13 @@ def test_a_reader_beside_a_writer_sees_whole_shards_only(teacher: Path, tmp_path
 
     thread = threading.Thread(target=read)
     thread.start()
-    job.write_shards(writer)
+    job.write(job.shards, job.missing)
     stop.set()
     thread.join()
     assert not failures
     assert seen == sorted(seen)
     assert seen
-    writer.seal()
+    job.finish()
     assert len(CacheReader(tmp_path)) == NUM_SAMPLES
 
 
@@ -566,7 +564,7 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
 
 
 def test_students_in_an_object_store(teacher: Path, bucket: str) -> None:
-    summaries = precompute_shapes(
+    summaries = precompute_heads(
         teacher, make_tokens(), bucket, OPTIONS, [2, 1], RunOptions(batch_size=30, samples_per_shard=30)
     )
     assert [summary.folder for summary in summaries] == [f"{bucket}/heads-2", f"{bucket}/heads-1"]

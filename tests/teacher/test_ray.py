@@ -15,12 +15,12 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
 from support.makers import contents
+from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref.cache import list_cache, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import ArraySource, Row
 
@@ -64,7 +64,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     folder, driver = tmp_path / "cache", os.getpid()
     precompute(teacher, make_tokens(), tmp_path / "whole", OPTIONS, RUN)
@@ -80,13 +80,13 @@ def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
             return super().row(index, columns)
 
     seen: list[tuple[int, int, int]] = []
-    summary = precompute_on_ray(
+    summary = precompute(
         teacher,
         lambda: Deadly(make_tokens()),
         folder,
         OPTIONS,
         RUN,
-        workers=2,
+        engine=RayEngine(2),
         on_progress=lambda *counts: seen.append(counts),
     )
     assert 4 <= int((tmp_path / "killed").read_text().split()[-1]) < NUM_SHARDS
@@ -98,7 +98,7 @@ def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     driver = os.getpid()
 
@@ -109,26 +109,36 @@ def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_p
         return ArraySource(tokens)
 
     with pytest.raises(ShdError, match=r"dataset\.fingerprint") as caught:
-        precompute_on_ray(teacher, open_changed, tmp_path, OPTIONS, RUN, workers=1)
+        precompute(teacher, open_changed, tmp_path, OPTIONS, RUN, engine=RayEngine(1))
     assert caught.value.code == "cache-mismatch"
     assert list_cache(tmp_path).written == ()
     part = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 12))
     first = precompute(teacher, make_tokens(), tmp_path, OPTIONS, part)
-    rest = precompute_on_ray(teacher, lambda: ArraySource(make_tokens()), tmp_path, OPTIONS, RUN, workers=1)
+    rest = precompute(teacher, lambda: ArraySource(make_tokens()), tmp_path, OPTIONS, RUN, engine=RayEngine(1))
     assert first.written + rest.written == NUM_SAMPLES
     assert rest.resumed == first.written
     assert verify_cache(tmp_path).ok
 
 
 def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.precompute.ray_engine import precompute_on_ray
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     inputs = ArraySource(make_tokens())
     with pytest.raises(ShdError, match="workers must be 1 to 2") as caught:
-        precompute_on_ray(teacher, lambda: inputs, tmp_path, OPTIONS, RUN, workers=3)
+        precompute(teacher, lambda: inputs, tmp_path, OPTIONS, RUN, engine=RayEngine(3))
     assert caught.value.code == "argument-value"
     with pytest.raises(ShdError, match="workers must be 1 to 0"):
-        precompute_on_ray(teacher, lambda: inputs, tmp_path, OPTIONS, RunOptions(num_threads=3, samples_per_shard=3))
+        precompute(
+            teacher,
+            lambda: inputs,
+            tmp_path,
+            OPTIONS,
+            RunOptions(num_threads=3, samples_per_shard=3),
+            engine=RayEngine(),
+        )
+    with pytest.raises(ShdError, match="inputs must be what opens them") as caught:
+        precompute(teacher, inputs, tmp_path, OPTIONS, RUN, engine=RayEngine())
+    assert caught.value.code == "argument-value"
 
 
 def test_from_the_command_line(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +172,14 @@ def test_what_was_cut_is_said(teacher: Path, tmp_path: Path) -> None:
 
 def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one student's cache holds more already than another's."""
-    from shd_ref.teacher.precompute.ray_engine import precompute_shapes_on_ray
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", **make_tokens())
-    precompute_shapes(teacher, make_tokens(), "one", OPTIONS, [1, 2], RUN)
+    precompute_heads(teacher, make_tokens(), "one", OPTIONS, [1, 2], RUN)
     job = ["precompute", str(teacher), "--inputs", "data.npz", "--student-heads", "1,2", "--engine", "ray"]
     job += ["--batch-size", "4", "--samples-per-shard", "3", "--out", "two"]
-    precompute_shapes(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 17)))
+    precompute_heads(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 17)))
     (tmp_path / "two/heads-2/receipts/000001.json").unlink()
     result = CliRunner().invoke(load_app(), job, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
@@ -179,13 +189,14 @@ def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "two/heads-1/receipts/000003.json").unlink()
 
     seen: list[tuple[int, int, int]] = []
-    again = precompute_shapes_on_ray(
+    again = precompute_heads(
         teacher,
         lambda: ArraySource(make_tokens()),
         tmp_path / "two",
         OPTIONS,
         [2, 1],
         RUN,
+        engine=RayEngine(),
         on_progress=lambda *c: seen.append(c),
     )
     assert [(summary.written, summary.missing_shards) for summary in again] == [(0, 0), (3, 0)]

@@ -15,12 +15,12 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
 from support.makers import contents
+from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.engine import precompute, precompute_shapes
 from shd_ref.teacher.run.buckets import share_shards
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
@@ -95,10 +95,10 @@ def test_a_part_resumes(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> None:
-    precompute_shapes(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
+    precompute_heads(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
     for part in range(2):
         run = RunOptions(samples_per_shard=3, shards=(part, 2))
-        left = precompute_shapes(teacher, make_tokens(), tmp_path / "parts", OPTIONS, [1, 3], run)
+        left = precompute_heads(teacher, make_tokens(), tmp_path / "parts", OPTIONS, [1, 3], run)
         assert [summary.missing_shards for summary in left] == [7 - 7 * part] * 2
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
@@ -148,7 +148,7 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     assert verify_cache(tmp_path / "all").ok
     (tmp_path / "all/receipts/000003.json").write_text("{}")
     assert "damaged: receipts/000003.json" in shd("ls", tmp_path / "all", fails=True)
-    assert "is no cache" in shd("ls", tmp_path / "nothing", fails=True)
+    assert "is not a cache" in shd("ls", tmp_path / "nothing", fails=True)
     assert "--workers must go with --engine ray" in shd(*job, "--out", tmp_path / "c", "--workers", "2", fails=True)
     assert not (tmp_path / "c").exists()
     exported = shd("export", tmp_path / "b", "--out", tmp_path / "tars", fails=True)

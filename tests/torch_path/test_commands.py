@@ -71,7 +71,7 @@ def test_export_inspect_precompute_verify(name: str, tmp_path: Path) -> None:
 def test_errors_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"\x08\x07\x12")
     assert "error (graph-invalid)" in run(shd, "inspect", tmp_path / "broken.onnx", code=1)
-    assert "is no cache" in run(shd, "verify", tmp_path, code=1)
+    assert "is not a cache" in run(shd, "verify", tmp_path, code=1)
     assert "given together" in run(shd, "verify", tmp_path, "--teacher", "x.onnx", code=1)
     assert "error (export-failed)" in run(shd_torch, "export", "--model", tmp_path, "--out", tmp_path / "t", code=1)
 

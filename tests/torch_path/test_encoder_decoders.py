@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from support.students import precompute
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
@@ -18,7 +19,6 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances

@@ -150,7 +150,8 @@ def loss_change(exact: Tensor, coded: Tensor, student_probs: Tensor, counted: Te
 def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
-    from shd_ref.teacher.precompute.engine import precompute
+    from support.students import precompute
+
     from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 
@@ -213,8 +214,8 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     pytest.importorskip("onnxscript", reason="export needs onnxscript")
     pytest.importorskip("transformers", reason="these teachers come from transformers")
     from support.binding.architectures import HEADS, make_inputs, make_model
+    from support.students import precompute
 
-    from shd_ref.teacher.precompute.engine import precompute
     from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 

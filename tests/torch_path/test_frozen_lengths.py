@@ -11,12 +11,13 @@ import torch
 
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
+from support.students import precompute
+
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, sample_key
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.shapes import Probe
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
 from shd_ref.teacher.study.recheck import recheck_records

@@ -17,11 +17,11 @@ pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
 from support.binding.models import hf_inputs, hf_model
 from support.binding.trainer_cases import make_trainer
+from support.students import precompute
 
 from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CODECS, CacheReader
 from shd_ref.cache.codecs.distortion import row_tv_bound
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances

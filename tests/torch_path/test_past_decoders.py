@@ -18,13 +18,13 @@ pytest.importorskip("transformers", reason="these teachers come from transformer
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
 from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder, output_projections
+from support.students import precompute
 
 from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, Factors, sample_key, trim_sample
 from shd_ref.cli import load_app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
 from shd_ref.teacher.study.forecast import forecast_cache

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
+from support.students import precompute
+
 from shd_ref.cache import CacheReader
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_torch import SupervisedDataset, capture_attention, export_teacher
 from shd_torch.data import check_cache

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad
+from support.students import precompute
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, export_teacher, layer_kls
 from shd_torch.supervision.taught_layers import TaughtLayers, unite_layers

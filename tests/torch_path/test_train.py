@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
+from support.students import precompute
+
 from shd_ref.cache import CacheReader
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_torch import ShdError, capture_attention, export_teacher
 from shd_torch.data.dataset import SupervisedDataset

@@ -1,8 +1,8 @@
 """Factored records: the teacher's queries and keys in place of maps (CACHE-100 to CACHE-111).
 
-A map is the softmax of scaled products of queries and keys, so for long samples these are smaller, and whoever has
-them can train without a map. Keys are centred first: what is added to all keys of a head changes no map, and smaller
-numbers are rounded by less.
+A map is the softmax of scaled products of queries and keys, so for long samples these are smaller, and a student
+can be trained on them without a map. Keys are centred first: what is added to all keys of a head changes no map, and
+smaller numbers are rounded by less.
 
 What rounding costs can be said beforehand (CACHE-109): if it moves no logit of a row by more than e, the row's KL
 is at most ``e^2 / 2`` (Hoeffding's lemma, as the KL is ``log E exp(d) - E d`` of the moves d); mixing only lowers it.
@@ -62,7 +62,7 @@ class CodedFactors:
         queries: ``(H_t, n, d)`` float16 or int8.
         keys: ``(H_kv, n, d)``, centred.
         query_steps: float32 ``(H_t, n)``, what a code of one is worth; None for float16.
-        key_steps: float32 ``(H_kv, n)``, likewise.
+        key_steps: float32 ``(H_kv, n)``, the same for keys.
     """
 
     queries: NDArray[Any]
@@ -77,7 +77,7 @@ def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> Cod
     Args:
         codec: one of ``FACTORED_CODECS``.
         queries: ``(H_t, n, d)`` float32, as the teacher multiplies them; without padding.
-        keys: ``(H_kv, n, d)`` float32, likewise.
+        keys: ``(H_kv, n, d)`` float32, as the teacher multiplies them; without padding.
 
     Raises:
         ShdError: ``argument-value`` (codec, a number beyond float16), ``argument-shape``, ``argument-dtype``,
@@ -247,7 +247,7 @@ def factored_kl_bound(
     Args:
         codec: one of ``FACTORED_CODECS``.
         queries: ``(H_t, n, d)``, before coding.
-        keys: ``(H_kv, n, d)``, likewise.
+        keys: ``(H_kv, n, d)``, before coding.
         scale: of their products.
         support: ``"full"`` or ``"causal"``: which keys a row looks at. Within a window there are fewer, and the bound
             holds all the more.
@@ -288,7 +288,7 @@ def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> 
 
 
 def check_factored_codec(codec: str) -> None:
-    """Refuse a codec that is none of ``FACTORED_CODECS`` (``argument-value``)."""
+    """Refuse a codec that is not in ``FACTORED_CODECS``: ``argument-value``."""
     if codec not in FACTORED_CODECS:
         raise ShdError(
             "argument-value", f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}", "CACHE-102"

@@ -117,7 +117,7 @@ class Manifest:
         try:
             data = read_document(storage, MANIFEST_NAME)
         except FileNotFoundError as error:
-            message = f"{path} must exist: {storage.root} is no cache{_list_caches(storage.root)}"
+            message = f"{path} must exist: {storage.root} is not a cache{_list_caches(storage.root)}"
             raise ShdError("cache-incomplete", message, "CACHE-1") from error
         return cls.from_bytes(data, path)
 
@@ -144,7 +144,7 @@ class Manifest:
 
 
 def _list_caches(root: Path | str) -> str:
-    """Which folders of a local folder are caches, for whoever named the folder that holds them."""
+    """Where a folder of caches was named instead of a cache: the names of some of them."""
     found = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}")) if isinstance(root, Path) else []
     shown = ", ".join(found[:SHOWN_CACHES]) + ", ..." * (len(found) > SHOWN_CACHES)
     return f", but holds some: name one of {shown}" if found else ""

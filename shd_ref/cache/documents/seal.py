@@ -73,6 +73,7 @@ def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Rec
         raise ShdError(
             "cache-mismatch",
             f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest; "
-            f"got {found}: the data set or the tokenizer changed while the cache was written; begin anew",
+            f"got {found}: the data set or the tokenizer changed while the cache was written; start over "
+            "in another folder",
             "CACHE-54",
         )

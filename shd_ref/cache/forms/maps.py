@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,11 +95,7 @@ class Maps(Attention):
         shapes = self.map_shapes(record.extent)
         for layer, codes, (num_rows, num_keys) in zip(self.student_layers, record.codes, shapes, strict=True):
             assert not isinstance(codes, CodedFactors)  # refused by check
-            rows = codes[:, :num_rows]
-            if rows[:, :, num_keys:].any():
-                message = f"record {record.index} layer {layer}: keys from {num_keys} on must have no probability"
-                raise ShdError("support-mismatch", message + ": the teacher attends to padding", "CACHE-42")
-            counted = rows[:, :, :num_keys]
+            counted = cut_map(codes, num_rows, num_keys, f"record {record.index} layer {layer}")
             check_codes(self.codec, counted)
             yield pack(counted, self.support, self.codec)
 
@@ -118,3 +114,22 @@ class Maps(Attention):
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""
         return [("form", f"maps, {self._describe_merge()}, temperature {self.temperature:g}"), ("codec", self.codec)]
+
+
+def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> NDArray[Any]:
+    """The counted rows and keys of codes or maps ``(H_s, L, S)``.
+
+    Args:
+        codes: padded.
+        num_rows: rows that count.
+        num_keys: keys that count.
+        where: for messages.
+
+    Raises:
+        ShdError: ``support-mismatch`` where a counted row has mass on padding.
+    """
+    rows = codes[:, :num_rows]
+    if rows[:, :, num_keys:].any():
+        message = f"{where}: keys from {num_keys} on must have no probability: the teacher attends to padding"
+        raise ShdError("support-mismatch", message, "CACHE-42")
+    return rows[:, :, :num_keys]

@@ -2,7 +2,7 @@
 
 A file is written under a temporary name, synchronised and renamed. Its writer holds an advisory lock on it
 all the while, so another process can tell a dead writer's leftovers from work in progress, on any host that
-shares the file system and whatever the process ids are.
+shares the file system, and for any process id.
 
 Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-8). A writer holds
 the folder that it began with open: when that is moved, what is under way goes with it, and nothing is written to
@@ -274,13 +274,13 @@ class LocalStorage(Storage):
             return self._unsafe(path.relative_to(self.root).as_posix())
         if isinstance(error, NotADirectoryError):
             if not self.root.is_dir():
-                message = f"{self.root} must be a folder that holds a cache; it is none: name the cache's folder"
+                message = f"{self.root} is not a cache folder: name the folder that holds manifest.json"
                 return ShdError("cache-incomplete", message, "CACHE-85")
             blocking = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), path)
             message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
             return ShdError("cache-corrupt", message, "CACHE-85")
         if isinstance(error, IsADirectoryError):
-            message = f"{path} must be a file; it is a folder: move it away, then restore the file or write it anew"
+            message = f"{path} must be a file; it is a folder: move it away, then restore the file or write it again"
             return ShdError("cache-corrupt", message, "CACHE-85")
         message = f"{path} could not be read: {error.strerror or error}: regain access to it, or restore it"
         return ShdError("read-failed", message, "CACHE-85")

@@ -15,7 +15,7 @@ def output_path(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
 
     Args:
         out: what the user gave.
-        cache: what the output is made from; whatever lies in it is its own.
+        cache: what the output is made from; nothing may be written into it.
         argument: name of ``out``, for messages.
 
     Raises:

@@ -207,7 +207,7 @@ class _RemotePending(PendingFile):
 
     @functools.cached_property
     def _entity_tags(self) -> tuple[str, str]:
-        """What S3 calls these bytes, uploaded whole or in parts, unless it encrypts them with a key of its own."""
+        """What S3 calls these bytes, uploaded whole or in parts, unless it encrypts them with its own key."""
         whole, parts, count = hashlib.md5(usedforsecurity=False), hashlib.md5(usedforsecurity=False), 0
         with open(self._file.name, "rb") as file:  # noqa: PTH123 (a name of tempfile's)
             while piece := file.read(PART_BYTES):
@@ -258,7 +258,7 @@ def _open_filesystem(root: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _store_errors() -> Iterator[None]:
-    """Whatever a store's own package raises, as the operating system's error."""
+    """Errors of a store's package as the operating system's."""
     try:
         yield
     except (OSError, ShdError):

@@ -71,7 +71,7 @@ class RangeFile(abc.ABC):
 
         Raises:
             ShdError: as ``read``.
-            FileNotFoundError: likewise.
+            FileNotFoundError: the file vanished.
         """
         data = self.read(start, start + sum(map(len, parts)))
         place = 0
@@ -213,7 +213,7 @@ def check_path(path: str | os.PathLike[str], argument: str = "the cache") -> str
         argument: what it is, for messages.
 
     Raises:
-        ShdError: ``argument-value`` for a NUL, or text that is none.
+        ShdError: ``argument-value`` for a NUL, or characters that cannot be encoded.
     """
     try:
         possible = b"\0" not in os.fsencode(path)

@@ -10,7 +10,7 @@ from shd_ref.cache import CacheWriter, Errors, NewRecord, Receipt, Skipped
 
 
 class Commits:
-    """Commits shards in a thread of its own, one after another, so that the teacher waits for no disk and no upload.
+    """Commits shards in the background, one after another, so that the teacher waits for no disk and no upload.
 
     At most one shard is under way: the next one waits for it, and raises what went wrong with it. Leaving the
     context waits for the last one, which is committed also where an error stops the run.

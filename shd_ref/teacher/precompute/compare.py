@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,7 +15,8 @@ from shd_ref.errors import ShdError
 from shd_ref.mixing import SqueezeResult, squeeze_heads
 from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.rule import SqueezeOptions
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
+from shd_ref.teacher.run.outputs import LayerOutputs
 from shd_ref.tolerances import load_tolerances
 
 QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
@@ -50,18 +51,28 @@ def compare_with_reference(
 
     Raises:
         ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``argument-value`` for a
-            graph without check outputs; whatever the reference finds wrong with the maps
-            (``not-finite``, ``not-a-distribution``).
+            graph without check outputs; ``not-finite`` and ``not-a-distribution`` for maps that the reference
+            refuses.
     """
     if not squeezed.check_outputs:
         raise ShdError("argument-value", "squeezed must be made with check_outputs=True to be compared")
-    # Layer by layer: value outputs in float64 are many times larger than the maps.
     masks = (
         query_mask
         if isinstance(query_mask, Mapping)
         else dict.fromkeys((each.student_layer for each in squeezed.layers), query_mask)
     )
-    layers = [_compare_layer(each, squeezed.options, outputs, masks[each.student_layer]) for each in squeezed.layers]
+    layers = [LayerOutputs.read(each, outputs, masks[each.student_layer]) for each in squeezed.layers]
+    return compare_layers(squeezed.options, layers)
+
+
+def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> Comparison:
+    """``compare_with_reference`` on the typed outputs of a run.
+
+    Raises:
+        ShdError: as ``compare_with_reference``.
+    """
+    # Layer by layer: value outputs in float64 are many times larger than the maps.
+    layers = [_compare_layer(each, options) for each in outputs]
     return Comparison(
         map_difference=max(layer.map_difference for layer in layers),
         code_mismatch=max(layer.code_mismatch for layer in layers),
@@ -70,17 +81,13 @@ def compare_with_reference(
     )
 
 
-def _compare_layer(
-    layer: SqueezedLayer,
-    options: SqueezeOptions,
-    outputs: Mapping[str, NDArray[Any]],
-    query_mask: NDArray[np.bool_] | None,
-) -> Comparison:
+def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
+    layer, check = each.layer, each.checked
     limits = load_tolerances()["graph"]
     dtype = layer.site.dtype if layer.site.dtype in limits["probs"] else "float32"
     # In the teacher's own precision, which decides how exactly rows must sum to one.
-    probs = outputs[layer.probs].astype(dtype)
-    x = value_outputs(outputs[layer.values], projection_of(layer.site))
+    probs = check.probs.astype(dtype)
+    x = value_outputs(check.values, projection_of(layer.site))
 
     def reference(strategy: str) -> SqueezeResult:
         return squeeze_heads(
@@ -89,19 +96,19 @@ def _compare_layer(
             options.num_student_heads,
             plan=layer.plan,
             strategy=strategy,
-            query_mask=query_mask,
+            query_mask=each.row_mask,
             temperature=options.temperature,
             alpha_rule=options.alpha_rule,
             alpha_per=options.alpha_per,
             row_sums=layer.site.row_sums,
         )
 
-    expected, merged = reference(options.strategy), outputs[layer.merged]
+    expected, merged = reference(options.strategy), check.merged
     difference = float(np.abs(merged - expected.probs).max(initial=0.0))
     mismatch = 0.0
     if options.codec != "float32":
         # bf16 is coded on the host, from the graph's float32 maps.
-        codes = outputs[layer.codes] if options.codec == "sqrt8-row" else encode(options.codec, merged)
+        codes = each.codes if options.codec == "sqrt8-row" else encode(options.codec, merged)
         mismatch = float(np.mean(codes != encode(options.codec, expected.probs.astype(np.float32))))
     for name, got in (("probs", difference), ("code_mismatch", mismatch)):
         limit = limits[name][dtype]

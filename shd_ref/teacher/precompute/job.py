@@ -1,215 +1,317 @@
-"""Shards of one cache, made batch by batch from a teacher that runs."""
+"""One pass of a teacher that fills a cache for each of several students."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+import functools
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shd_ref.cache import CacheWriter, Errors, Extent, Factors, NewRecord, Skipped
+from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Skipped
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.commits import Commits
-from shd_ref.teacher.precompute.compare import compare_with_reference
-from shd_ref.teacher.precompute.factored import check_factors
-from shd_ref.teacher.precompute.manifest import make_manifest
-from shd_ref.teacher.precompute.masks import read_spans
-from shd_ref.teacher.precompute.records import make_records, measure_codec
-from shd_ref.teacher.run.buckets import group_shards
-from shd_ref.teacher.run.faults import Fault, Outputs, find_faults
-from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.precompute.compare import Comparison, compare_layers
+from shd_ref.teacher.precompute.destination import check_destination
+from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
+from shd_ref.teacher.precompute.records import make_records, maker_of, measure_codec
+from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
+from shd_ref.teacher.run.buckets import group_shards, share_shards
+from shd_ref.teacher.run.faults import find_faults
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.teacher.sources import Arrays, Source
 
 WINDOW_BYTES: Final = 2**30
-"""Codes that are held at most before their shards are written (but at least one shard's); the shard that is being
-written meanwhile comes on top."""
+"""Codes of a student that are held at most before their shards are written (but at least one shard's); the shard that
+is being written meanwhile comes on top."""
 
 OnProgress = Callable[[int, int, int], None]
-"""Called with samples done, samples in all and bytes written."""
+"""Called with samples done, samples in all and bytes written, summed over students."""
+
+Students = Sequence[tuple[str | os.PathLike[str], PrecomputeOptions]]
+"""Each student's cache and what it holds; those of one pass differ in the number of heads and in plans alone."""
 
 
 class PrecomputeJob:
-    """A run that is ready to write: teacher open, inputs read, and the graph found equal to the reference.
+    """A pass that is ready to write: teacher open, inputs read, graph found equal to the reference, caches opened.
 
     Args:
-        work: the teacher and its inputs.
+        teacher: the ``.onnx`` file.
+        inputs: model inputs.
+        students: their caches.
+        run: how to run it.
+        on_read: called with samples read and in all, while the inputs are read.
 
     Attributes:
-        work: likewise.
-        manifest: of the cache.
-        comparison: of the graph with the reference on the longest samples.
-        compared_samples: how many.
+        shards: those that this run answers for.
 
     Raises:
-        ShdError: as ``precompute``, before anything is written.
+        ShdError: as ``precompute``, before anything but manifests is written.
     """
 
-    def __init__(self, work: TeacherRun) -> None:
-        self.work = work
-        work.check_samples()
-        outputs, masks, spans = self._first_outputs()
-        self.comparison = compare_with_reference(work.graph, outputs, query_mask=masks)
-        self.compared_samples = len(outputs[work.graph.layers[0].codes])
-        self.manifest = make_manifest(work, outputs, masks, spans)
-        if isinstance(self.manifest.attention, Factors):
-            check_factors(work, outputs, next(iter(masks.values())), self.manifest.attention)
-
-    @property
-    def window_shards(self) -> int:
-        """Shards whose codes fit into ``WINDOW_BYTES`` together, 0 where not even one does."""
-        longest = Extent(max(int(self.work.inputs.lengths.max()), 1))
-        held = sum(form.held_size(longest) for form in self.manifest.forms)
-        return WINDOW_BYTES // (self.manifest.shards.samples_per_shard * held)
-
-    def windows(self, max_shards: int) -> Iterator[Sequence[int]]:
-        """Shards whose samples are batched together.
-
-        They are those of the whole job, whoever writes which shards: so the bytes do not depend on its division.
-
-        Args:
-            max_shards: as many as memory may hold, as ``window_shards`` says.
-        """
-        run, plan = self.work.run, self.manifest.shards
-        mean_length = max(1.0, float(self.work.inputs.lengths.mean()))
-        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
-        return group_shards(range(plan.num_shards), plan.samples_per_shard, per_batch, max_shards)
-
-    def count_samples(self, shards: Iterable[int]) -> int:
-        """Samples of these shards."""
-        return sum(len(self.manifest.shard_samples(shard)) for shard in shards)
-
-    def write_shards(
-        self, writer: CacheWriter, shards: Sequence[int] | None = None, on_progress: OnProgress | None = None
-    ) -> int:
-        """Write the shards that are missing.
-
-        Args:
-            writer: of a cache with this job's manifest.
-            shards: those that this process answers for, ascending; default all.
-            on_progress: called after every batch and shard.
-
-        Returns:
-            How many samples were there already.
-        """
-        chosen = range(self.manifest.shards.num_shards) if shards is None else shards
-        missing = set(writer.missing_shards(chosen))
-        for _ in self.steps(writer, chosen, missing, self.window_shards, on_progress):
-            pass
-        return self.count_samples(set(chosen) - missing)
-
-    def steps(
+    def __init__(
         self,
-        writer: CacheWriter,
+        teacher: Path,
+        inputs: Source | Arrays,
+        students: Students,
+        run: RunOptions,
+        on_read: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._started = time.monotonic()
+        _check_students(students)
+        for folder, options in students:
+            check_destination(folder, teacher, options, run)
+        options_of = [adopt_plans(folder, options, run) for folder, options in students]
+        self._work = TeacherRun(teacher, inputs, options_of, run, on_read)
+        self._work.check_samples()
+        first = self._first_outputs()
+        comparisons = [compare_layers(each.graph.options, each.layers) for each in first]
+        manifests = make_manifests(self._work, first)
+        for manifest, each in zip(manifests, first, strict=True):
+            samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
+            maker_of(manifest.attention).check(manifest.attention, samples)
+        self._caches = [
+            _StudentCache(self._work, number, folder, manifest, comparison)
+            for number, ((folder, _), manifest, comparison) in enumerate(
+                zip(students, manifests, comparisons, strict=True)
+            )
+        ]
+        self._compared = len(first[0].batch.indices)
+        self.shards = share_shards(manifests[0].shards.num_shards, *run.shards)
+
+    @functools.cached_property
+    def missing(self) -> list[set[int]]:
+        """For each student those of ``shards`` that were not committed when this was first asked for."""
+        return self.find_missing(self.shards)
+
+    def find_missing(self, shards: Sequence[int]) -> list[set[int]]:
+        """For each student those of some shards that are not committed."""
+        return [set(cache.writer.missing_shards(shards)) for cache in self._caches]
+
+    def count_samples(self, shards: Collection[int], missing: Sequence[Collection[int]]) -> int:
+        """Samples to write of all students: of those of these shards that are missing."""
+        chosen = set(shards)
+        return sum(self._count(chosen.intersection(lost)) for lost in missing)
+
+    def windows(self) -> list[Sequence[int]]:
+        """Shards of the whole job whose samples are batched together, as many as memory may hold.
+
+        They do not depend on who writes which shards: so the bytes do not depend on how a job is divided.
+        """
+        run, plan, lengths = self._work.run, self._caches[0].manifest.shards, self._work.inputs.lengths
+        longest = Extent(max(int(lengths.max()), 1))
+        held = max(sum(form.held_size(longest) for form in cache.manifest.forms) for cache in self._caches)
+        mean_length = max(1.0, float(lengths.mean()))
+        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
+        most = WINDOW_BYTES // (plan.samples_per_shard * held)
+        return list(group_shards(range(plan.num_shards), plan.samples_per_shard, per_batch, most))
+
+    def write(
+        self,
         shards: Sequence[int],
-        missing: Collection[int],
-        window_shards: int,
-        on_progress: OnProgress | None,
-    ) -> Generator[None, None, None]:
-        """``write_shards``, one batch at a step; batches of which nothing is missing are passed over.
+        missing: Sequence[Collection[int]],
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Write what is missing of some shards: every batch runs once, and all students take what they lack of it.
 
         Args:
-            writer: of a cache with this job's manifest.
-            shards: those that this process answers for, ascending.
-            missing: which of them to write.
-            window_shards: over how many shards samples are sorted into batches, at most.
+            shards: ascending.
+            missing: what ``find_missing`` says of them.
             on_progress: called after every batch and shard.
         """
-        progress = _Progress(on_progress, self.count_samples(shards))
-        progress.add(samples=progress.total - self.count_samples(missing))
+        total = self._count(shards) * len(self._caches)
+        progress = _Progress(on_progress, total, total - self.count_samples(shards, missing))
         chosen = set(shards)
-        with Commits(writer, lambda size: progress.add(written=size)) as commits:
-            for window in self.windows(window_shards):
+        with ExitStack() as stack:
+            for cache in self._caches:
+                cache.commits = stack.enter_context(Commits(cache.writer, progress.note_bytes))
+            for window in self.windows():
                 if not chosen.isdisjoint(window):
-                    yield from self._write_window(commits, window, missing, progress)
+                    self._write_window(window, missing, progress)
 
-    def _write_window(
-        self, commits: Commits, window: Sequence[int], missing: Collection[int], progress: _Progress
-    ) -> Iterator[None]:
+    def finish(self) -> list[PrecomputeSummary]:
+        """Seal every cache of which nothing is missing, and sum them up."""
+        summaries = []
+        for cache, lost in zip(self._caches, self.missing, strict=True):
+            left = _seal(cache.writer)
+            written = self._count(lost)
+            summaries.append(
+                summarise(
+                    cache.folder,
+                    cache.manifest,
+                    resumed=self._count(self.shards) - written,
+                    written=written,
+                    missing_shards=left,
+                    seconds=time.monotonic() - self._started,
+                    compared_samples=self._compared,
+                    comparison=cache.comparison,
+                    remarks=self._work.remarks,
+                    supplied=self._work.inputs.supply,
+                    remark=self._work.inputs.remark,
+                )
+            )
+        return summaries
+
+    def _count(self, shards: Iterable[int]) -> int:
+        """Samples of these shards."""
+        return sum(len(self._caches[0].manifest.shard_samples(shard)) for shard in shards)
+
+    def _write_window(self, window: Sequence[int], missing: Sequence[Collection[int]], progress: _Progress) -> None:
         """Run the batches of these shards that reach a missing one, and write each shard when it is full.
 
         Which batches there are, and which of them also yield the uncoded maps, does not depend on what is missing:
         a resumed run gives the bytes that an undisturbed one gives.
         """
-        work = self.work
-        shard_of = {index: shard for shard in window for index in self.manifest.shard_samples(shard)}
-        pending = {shard: _Pending(self.manifest.shard_samples(shard)) for shard in window if shard in missing}
+        work, manifest = self._work, self._caches[0].manifest
+        shard_of = {index: shard for shard in window for index in manifest.shard_samples(shard)}
+        for cache, lost in zip(self._caches, missing, strict=True):
+            cache.begin(shard for shard in window if shard in lost)
         begun: set[int] = set()
         for indices in work.inputs.groups(shard_of, work.run.batch_size, work.run.batch_tokens):
             touched = {shard_of[index] for index in indices}
             first = not touched <= begun
             begun |= touched
-            if touched.isdisjoint(pending):
-                yield
+            takers = [cache for cache in self._caches if not touched.isdisjoint(cache.pending)]
+            if not takers:
                 continue
-            batch = work.inputs.batch(indices)
-            whole = first and work.count_checked(indices) == len(indices)
-            outputs = work.squeeze_checked(batch) if whole else work.squeeze(batch)
-            faults = self._judge(batch, outputs)
-            for shard in sorted(touched & pending.keys()):
-                part = pending[shard]
-                wanted = part.samples - faults.keys()
-                records = make_records(work, batch, outputs, wanted, self.manifest.attention)
-                part.records += records
-                part.skipped += [
-                    Skipped(index, faults[index].key, faults[index].reason, work.inputs.seed(index))
-                    for index in indices
-                    if index in part.samples & faults.keys()
-                ]
-                if part.errors is None and first:
-                    part.errors = (
-                        self._measure(batch, outputs, records)
-                        if whole
-                        else self._measure_some([record.index for record in records])
-                    )
-                if part.full:
-                    del pending[shard]
-                    commits.put(shard, part.records, part.errors or _UNMEASURED, part.skipped)
-            progress.add(samples=sum(shard_of[index] in missing for index in indices))
-            yield
+            checked = first and work.count_checked(indices) == len(indices)
+            outputs = work.squeeze(work.inputs.batch(indices), checked=checked)
+            again = functools.cache(self._check_again)
+            for cache in takers:
+                progress.samples += cache.take(outputs[cache.number], touched, again if first else None)
+            progress.report()
 
-    def _measure_some(self, indices: Sequence[int]) -> Errors:
-        """What coding costs as many of these samples as may yield check outputs at once, run for it anew."""
-        chosen = indices[: self.work.count_checked(indices)]
-        if not chosen:
-            return _UNMEASURED
-        batch = self.work.inputs.batch(chosen)
-        outputs = self.work.squeeze_checked(batch)
-        records = make_records(self.work, batch, outputs, set(chosen), self.manifest.attention)
-        return self._measure(batch, outputs, records)
+    def _check_again(self, indices: tuple[int, ...]) -> tuple[StudentOutputs, ...]:
+        """The check outputs of as many of these samples as may yield them at once."""
+        chosen = indices[: self._work.count_checked(indices)]
+        return self._work.squeeze(self._work.inputs.batch(chosen), checked=True)
 
-    def _measure(self, batch: Batch, outputs: Outputs, records: Sequence[NewRecord]) -> Errors:
-        return Errors(attention=measure_codec(self.work, batch, outputs, records, self.manifest.attention))
-
-    def _first_outputs(
-        self,
-    ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[np.bool_] | None], list[NDArray[Any]]]:
-        """Check outputs and row masks (by student layer) of the longest samples without a fault, as many as are
-        checked at once.
-
-        For factored records also what the mask leaves the first of these samples, see ``read_spans``.
-        """
-        work = self.work
+    def _first_outputs(self) -> list[StudentOutputs]:
+        """Check outputs of the longest samples without a fault, as many as are checked at once, by student."""
+        work = self._work
         for batch in work.checked_batches(range(len(work.inputs))):
-            outputs = work.squeeze_checked(batch)
-            faults = self._judge(batch, outputs)
-            sound = [number for number, index in enumerate(batch.indices) if index not in faults]
+            outputs = work.squeeze(batch, checked=True)
+            faulty = {index for each in outputs for index in _judge(work, each)}
+            sound = [number for number, index in enumerate(batch.indices) if index not in faulty]
             if sound:
-                masks = work.query_masks(batch)
-                spans = read_spans(work, batch, outputs, sound[0]) if work.options.is_factored else []
-                cut = {name: array[sound] for name, array in outputs.items()}
-                return cut, {name: None if mask is None else mask[sound] for name, mask in masks.items()}, spans
+                return [each.select(sound) for each in outputs]
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: look at its inputs", "MAP-5")
 
-    def _judge(self, batch: Batch, outputs: dict[str, NDArray[Any]]) -> dict[int, Fault]:
-        faults = {fault.index: fault for fault in find_faults(self.work, batch, outputs)}
-        if faults and self.work.options.on_error == "stop":
-            raise faults[min(faults)].error()
-        return faults
+
+class _StudentCache:
+    """One student's cache in the making."""
+
+    def __init__(
+        self,
+        work: TeacherRun,
+        number: int,
+        folder: str | os.PathLike[str],
+        manifest: Manifest,
+        comparison: Comparison,
+    ) -> None:
+        self._work = work
+        self.number = number
+        self.folder = folder
+        self.manifest = manifest
+        self.comparison = comparison
+        self.writer = CacheWriter(folder, manifest)
+        self.commits: Commits
+        self.pending: dict[int, _Pending] = {}
+
+    def begin(self, shards: Iterable[int]) -> None:
+        """Collect the samples of these shards from now on."""
+        self.pending = {shard: _Pending(self.manifest.shard_samples(shard)) for shard in shards}
+
+    def take(
+        self,
+        outputs: StudentOutputs,
+        shards: Iterable[int],
+        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]] | None,
+    ) -> int:
+        """Take the samples of a batch that pending shards lack, and commit the shards that are full.
+
+        Args:
+            outputs: what the batch gave this student.
+            shards: those that the batch has samples of.
+            check_again: where the batch is the first of a shard, whose errors are then measured: runs some samples
+                for check outputs that the batch did not give.
+
+        Returns:
+            How many samples were taken.
+        """
+        form, inputs, taken = self.manifest.attention, self._work.inputs, 0
+        faults = _judge(self._work, outputs)
+        for shard in sorted(self.pending.keys() & shards):
+            part = self.pending[shard]
+            records = make_records(self._work, outputs, part.samples - faults.keys(), form)
+            skipped = [index for index in outputs.batch.indices if index in part.samples & faults.keys()]
+            part.records += records
+            part.skipped += [
+                Skipped(index, inputs.key(index), faults[index], inputs.seed(index)) for index in skipped
+            ]
+            taken += len(records) + len(skipped)
+            if part.errors is None and check_again is not None and records:
+                part.errors = self._measure(outputs, records, check_again)
+            if part.full:
+                del self.pending[shard]
+                self.commits.put(shard, part.records, part.errors or Errors.unmeasured(), part.skipped)
+        return taken
+
+    def _measure(
+        self,
+        outputs: StudentOutputs,
+        records: Sequence[NewRecord],
+        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
+    ) -> Errors:
+        """What coding cost these records, or the first of them where check outputs of all would take too much."""
+        if outputs.layers[0].check is None:
+            outputs = check_again(tuple(record.index for record in records))[self.number]
+            held = set(outputs.batch.indices)
+            records = [record for record in records if record.index in held]
+        return Errors(attention=measure_codec(self._work, outputs, records, self.manifest.attention))
 
 
-_UNMEASURED: Final = Errors.unmeasured()
+def _check_students(students: Students) -> None:
+    heads = [options.num_student_heads for _, options in students]
+    shared = [replace(options, num_student_heads=1, plans=None) for _, options in students]
+    if not students or len(heads) != len(set(heads)) or any(each != shared[0] for each in shared):
+        raise ShdError(
+            "argument-value",
+            "students must be at least one, with distinct numbers of heads and otherwise the same options; got "
+            f"{len(students)} with heads {heads}",
+        )
+
+
+def _judge(work: TeacherRun, outputs: StudentOutputs) -> dict[int, str]:
+    """What is wrong with samples of a batch, by index; raised where the run is to stop."""
+    faults = {fault.index: fault for fault in find_faults(work, outputs)}
+    if faults and work.options.on_error == "stop":
+        raise faults[min(faults)].error()
+    return {index: fault.reason for index, fault in faults.items()}
+
+
+def _seal(writer: CacheWriter) -> int:
+    """Seal a cache, unless shards are missing; how many are.
+
+    Of processes that share the work, the last one finds none; two at once write the same seal.
+    """
+    while True:
+        try:
+            writer.seal()
+        except ShdError as error:
+            if error.code != "cache-incomplete":
+                raise
+            missing = len(writer.missing_shards())
+            if missing:
+                return missing
+            # Another process committed the last one just now, and may have died before it sealed.
+        else:
+            return 0
 
 
 class _Pending:
@@ -226,17 +328,22 @@ class _Pending:
         return len(self.records) + len(self.skipped) == len(self.samples)
 
 
-@dataclass
 class _Progress:
-    """Counts, and tells whoever asked."""
+    """Counts, and reports."""
 
-    report: OnProgress | None
-    total: int
-    samples: int = field(default=0, init=False)
-    written: int = field(default=0, init=False)
+    def __init__(self, on_progress: OnProgress | None, total: int, samples: int) -> None:
+        self._on_progress = on_progress
+        self._total = total
+        self.samples = samples
+        self._written = 0
+        self.report()
 
-    def add(self, *, samples: int = 0, written: int = 0) -> None:
-        self.samples += samples
-        self.written += written
-        if self.report is not None:
-            self.report(self.samples, self.total, self.written)
+    def note_bytes(self, size: int) -> None:
+        """A shard was committed."""
+        self._written += size
+        self.report()
+
+    def report(self) -> None:
+        """Tell the caller."""
+        if self._on_progress is not None:
+            self._on_progress(self.samples, self._total, self._written)

@@ -2,13 +2,12 @@
 
 One input row is one shard; shards whose samples run in common batches are one block, so the bytes are those of a
 single process. Maps never pass through Ray: an actor writes its shards and their receipts to the cache and returns
-two numbers. So Ray may lose and repeat whatever it likes: what is committed stays, and the same call resumes.
+two numbers. So Ray may lose and repeat any block: what is committed stays, and the same call resumes.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.engine import students_of
-from shd_ref.teacher.precompute.job import OnProgress
-from shd_ref.teacher.precompute.joint import JointJob, Students
+from shd_ref.teacher.precompute.engine import OnRead, OpenInputs
+from shd_ref.teacher.precompute.job import OnProgress, PrecomputeJob, Students
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import RunOptions
 from shd_ref.teacher.sources import Arrays, Source
 
 try:
@@ -31,9 +29,6 @@ except ImportError as error:
     raise ShdError(
         "dependency-missing", f"--engine ray needs the package {error.name}: pip install 'squeezing-heads[ray]'"
     ) from error
-
-OpenInputs = Callable[[], Source | Arrays]
-"""Opens the model inputs, on whatever machine it is called."""
 
 
 @dataclass(frozen=True)
@@ -52,75 +47,51 @@ class RayJob:
     students: Students
     run: RunOptions
 
-    def prepare(self, on_read: Callable[[int, int], None] | None = None) -> JointJob:
+    def prepare(self, on_read: OnRead | None = None) -> PrecomputeJob:
         """Load the teacher, read the inputs, and compare the graph with the reference."""
-        return JointJob(self.teacher, self.open_inputs(), self.students, self.run, on_read)
+        return PrecomputeJob(self.teacher, self.open_inputs(), self.students, self.run, on_read)
 
 
-def precompute_on_ray(
-    teacher: str | Path,
-    open_inputs: OpenInputs,
-    out: str | os.PathLike[str],
-    options: PrecomputeOptions,
-    run: RunOptions | None = None,
-    *,
-    workers: int | None = None,
-    on_progress: OnProgress | None = None,
-    on_read: Callable[[int, int], None] | None = None,
-) -> PrecomputeSummary:
-    """As ``precompute``, by actors on the Ray cluster that this process is connected to, or on a new local one.
+@dataclass(frozen=True)
+class RayEngine:
+    """Runs ``precompute`` by actors on the Ray cluster that this process is connected to, or on a new local one.
 
-    Args:
-        teacher, out: as for ``precompute``; every machine must reach them under the same path or address.
-        open_inputs: makes the inputs. Every actor calls it, and reads them once for keys and lengths.
-        options: what to make of the teacher.
-        run: how to run it. An actor takes ``num_threads`` CPUs (1 by default), and one GPU for provider ``cuda``.
-        workers: actors; default: as many as the cluster has room for.
-        on_progress: called after every block of shards.
-        on_read: as for ``precompute``, in this process.
+    Teacher and caches must have the same path or address on all machines; inputs are given as what opens them, and
+    every actor reads them once for keys and lengths. An actor takes ``num_threads`` CPUs (1 by default), and one GPU
+    for provider ``cuda``. Progress is reported after every block of shards, reading only in this process.
+
+    Attributes:
+        workers: actors; None: as many as the cluster has room for.
 
     Raises:
-        ShdError: as ``precompute``, also what an actor raised; ``argument-value`` where the cluster has no room;
-            ``dependency-missing``.
+        ShdError: when called, as ``precompute``, also what an actor raised; ``argument-value`` where the cluster has
+            no room; ``dependency-missing``.
     """
-    plan = _plan(teacher, open_inputs, [(out, options)], run)
-    return _fill(plan, workers, on_progress, on_read)[0]
 
+    workers: int | None = None
 
-def precompute_shapes_on_ray(
-    teacher: str | Path,
-    open_inputs: OpenInputs,
-    out: str | os.PathLike[str],
-    options: PrecomputeOptions,
-    student_heads: Sequence[int],
-    run: RunOptions | None = None,
-    *,
-    workers: int | None = None,
-    on_progress: OnProgress | None = None,
-    on_read: Callable[[int, int], None] | None = None,
-) -> list[PrecomputeSummary]:
-    """As ``precompute_shapes``: every actor runs a batch once for all students.
-
-    Args:
-        teacher, open_inputs, run, workers, on_progress, on_read: as for ``precompute_on_ray``.
-        out, options, student_heads: as for ``precompute_shapes``.
-
-    Returns:
-        A summary of each, most heads first.
-
-    Raises:
-        ShdError: as ``precompute_on_ray``.
-    """
-    plan = _plan(teacher, open_inputs, students_of(out, options, student_heads), run)
-    return _fill(plan, workers, on_progress, on_read)
+    def __call__(
+        self,
+        teacher: Path,
+        inputs: Source | Arrays | OpenInputs,
+        students: Students,
+        run: RunOptions,
+        on_progress: OnProgress | None,
+        on_read: OnRead | None,
+    ) -> list[PrecomputeSummary]:
+        """See ``Engine``."""
+        if not callable(inputs):
+            raise ShdError("argument-value", "inputs must be what opens them, as every actor does; got opened ones")
+        plan = RayJob(teacher, inputs, students, replace(run, num_threads=run.num_threads or 1))
+        return _fill(plan, self.workers, on_progress, on_read)
 
 
 class ShardWriter:
-    """The actor: a teacher that is loaded once and makes whatever shards it is given."""
+    """The actor: a teacher that is loaded once and makes the shards it is given."""
 
     def __init__(self, plan: RayJob) -> None:
         self._plan = plan
-        self._job: JointJob | None = None
+        self._job: PrecomputeJob | None = None
 
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
         """Write the shards of one block; which is its first and how many bytes that were, or what went wrong.
@@ -147,16 +118,11 @@ class ShardWriter:
         return written
 
 
-def _plan(teacher: str | Path, open_inputs: OpenInputs, students: Students, run: RunOptions | None) -> RayJob:
-    run = run or RunOptions()
-    return RayJob(Path(teacher), open_inputs, students, replace(run, num_threads=run.num_threads or 1))
-
-
 def _fill(
     plan: RayJob,
     workers: int | None,
     on_progress: OnProgress | None,
-    on_read: Callable[[int, int], None] | None,
+    on_read: OnRead | None,
 ) -> list[PrecomputeSummary]:
     job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
     lost = set().union(*job.missing)

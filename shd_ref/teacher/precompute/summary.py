@@ -28,7 +28,7 @@ class PrecomputeSummary:
     Attributes:
         folder: the cache's path or address.
         samples: in the cache.
-        missing_shards: that other processes have yet to write; the cache is sealed when there are none.
+        missing_shards: that other processes have yet to write; the cache is sealed once no shard is missing.
         written: samples that this run ran the teacher on.
         resumed: those of its share of the shards that were there already.
         skipped: samples without a record, because the teacher failed on them.

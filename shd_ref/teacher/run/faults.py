@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
-from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
-
-Outputs = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -51,39 +47,32 @@ class Fault:
         )
 
 
-def find_faults(work: TeacherRun, batch: Batch, outputs: Outputs) -> list[Fault]:
+def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
     """The samples of a batch whose supervision is not finite on rows that count.
 
     Args:
         work: the run.
-        batch: what was fed.
-        outputs: what came back, with or without check outputs.
+        outputs: what it gave one student, with or without check outputs.
     """
-    count = len(batch.indices)
-    suspect = np.zeros(count, dtype=np.bool_)
-    for layer in work.graph.layers:
-        rows = _counted_rows(work, batch, layer)
-        suspect |= ~np.isfinite(outputs[layer.alphas][:count]).reshape(count, -1).all(axis=1)
-        if layer.queries is not None and layer.keys is not None:
-            for factor in (outputs[layer.queries][:count], outputs[layer.keys][:count]):
+    indices = outputs.batch.indices
+    suspect = np.zeros(len(indices), dtype=np.bool_)
+    for layer in outputs.layers:
+        rows = np.array(True) if layer.row_mask is None else layer.row_mask[:, None, :]
+        suspect |= ~np.isfinite(layer.alphas).reshape(len(indices), -1).all(axis=1)
+        if layer.factors is not None:
+            for factor in (layer.factors.queries, layer.factors.keys):
                 suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
-            continue
-        suspect |= (_is_doubtful(outputs[layer.codes][:count]) & rows).any(axis=(1, 2))
+        elif layer.codes is not None:
+            suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
-    if work.graph.layers[0].probs in outputs:
-        found = [_first_fault(work, batch, outputs, number) for number in numbers]
+    if outputs.layers[0].check is not None:
+        found = [_first_fault(work.sample(outputs, number)) for number in numbers]
     else:
         found = []
-        for part in work.checked_batches(batch.indices[number] for number in numbers):
-            checked = work.squeeze_checked(part)
-            found += [_first_fault(work, part, checked, number) for number in range(len(part.indices))]
+        for part in work.checked_batches(indices[number] for number in numbers):
+            checked = work.squeeze(part, checked=True)[outputs.student.number]
+            found += [_first_fault(work.sample(checked, number)) for number in range(len(part.indices))]
     return [fault for fault in found if fault is not None]
-
-
-def _counted_rows(work: TeacherRun, batch: Batch, layer: SqueezedLayer) -> NDArray[np.bool_]:
-    """``(B, 1, L)``, or a single True."""
-    mask = work.query_mask(batch, layer.site)
-    return np.array(True) if mask is None else mask[: len(batch.indices), None, :]
 
 
 def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
@@ -100,18 +89,17 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
     return unsure
 
 
-def _first_fault(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> Fault | None:
-    for layer in work.graph.layers:
-        rows = _counted_rows(work, batch, layer)
-        counted = np.ones((1, 1), dtype=np.bool_) if rows.ndim == 0 else rows[number]  # (1, L)
-        finite = np.isfinite(outputs[layer.probs][number]).all(axis=-1)
-        sound = np.isfinite(outputs[layer.values][number]).all(axis=-1)
+def _first_fault(sample: SampleOutputs) -> Fault | None:
+    for each in sample.layers:
+        check, layer = each.checked, each.layer
+        counted = np.ones((1, 1), dtype=np.bool_) if each.row_mask is None else each.row_mask[None]  # (1, L)
+        finite = np.isfinite(check.probs).all(axis=-1)
+        sound = np.isfinite(check.values).all(axis=-1)
         # Values are those of the keys, which are the rows where the map is square.
         finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
-        merged_is_finite = (np.isfinite(outputs[layer.merged][number]).all(axis=-1) | ~counted).all()
-        if len(heads) or not merged_is_finite or not np.isfinite(outputs[layer.alphas][number]).all():
-            index = batch.indices[number]
+        merged_is_finite = (np.isfinite(check.merged).all(axis=-1) | ~counted).all()
+        if len(heads) or not merged_is_finite or not np.isfinite(each.alphas).all():
             head = int(heads[0]) if len(heads) else None
-            return Fault(index, work.inputs.key(index), layer.student_layer, layer.site.name, head)
+            return Fault(sample.index, sample.key, layer.student_layer, layer.site.name, head)
     return None

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from shd_ref.cache import Teacher
+from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
@@ -30,6 +30,7 @@ from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import choose_layers
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
+from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.session import PROVIDERS, open_session
 from shd_ref.teacher.sources import Arrays, Source
@@ -44,7 +45,7 @@ class TeacherRun:
     Args:
         teacher: the ``.onnx`` file.
         source: model inputs.
-        options: what to make of the teacher.
+        students: what to make of the teacher for each student; they differ in the number of heads and plans alone.
         run: how to run it.
         on_read: called with samples read and in all, while the inputs are read once.
         input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
@@ -55,7 +56,8 @@ class TeacherRun:
         num_student_layers: L_s, or None where explicit pairs leave it open.
         kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
         site_kinds: what the graph's sites are to each other.
-        plans: the rounds of merges of each, in the same order.
+        students: with the plans of every layer, in the order of ``layers``.
+        options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
 
     Raises:
@@ -67,15 +69,16 @@ class TeacherRun:
         self,
         teacher: Path,
         source: Source | Arrays,
-        options: PrecomputeOptions,
+        students: Sequence[PrecomputeOptions],
         run: RunOptions,
         on_read: Callable[[int, int], None] | None = None,
         input_names: Collection[str] | None = None,
     ) -> None:
         self.path = teacher
-        self.options = options
+        self.options = options = students[0]
         self.run = run
-        check_options(options)
+        for each in students:
+            check_options(each)
         check_run(run)
         self.model = load_teacher(teacher)
         sites, specs = find_sites(self.model), input_specs(self.model)
@@ -87,8 +90,9 @@ class TeacherRun:
             check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
         self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
         self.num_teacher_heads = _common_heads(self.layers)
-        check_counts(self.num_teacher_heads, options.num_student_heads)
-        self.plans = self._given_plans()
+        for each in students:
+            check_counts(self.num_teacher_heads, each.num_student_heads)
+        given = [self._given_plans(each) for each in students]
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
         self.inputs = ModelInputs(
@@ -102,59 +106,74 @@ class TeacherRun:
             decoder_mask=self.site_kinds.decoder_mask,
         )
         self._check_lengths()
-        self.plans = self.plans or self._match_plans()
-        self._shared = _Shared([self])
-
-    def for_shape(self, options: PrecomputeOptions) -> TeacherRun:
-        """The same teacher on the same inputs for a student with another number of heads.
-
-        Both run in one session: asked for the same batch one after the other, the teacher runs once. To be
-        called before the first batch.
-
-        Args:
-            options: this run's, but for the number of student heads and the layers' plans.
-
-        Raises:
-            ShdError: ``heads-exceed``, ``plan-invalid``.
-        """
-        other = copy.copy(self)
-        other.options = options
-        check_counts(self.num_teacher_heads, options.num_student_heads)
-        other.plans = other._given_plans() or other._match_plans()
-        self._shared.members.append(other)
-        return other
+        self.students = tuple(
+            Student(number, each, plans or self._match_plans(each))
+            for number, (each, plans) in enumerate(zip(students, given, strict=True))
+        )
+        self._sessions: dict[bool, _Session] = {}
 
     def as_factored(self) -> TeacherRun:
-        """The same teacher on the same inputs, in a session of its own, with queries and keys in place of maps.
+        """The same teacher on the same inputs, in sessions of its own, with queries and keys in place of maps.
 
         Raises:
             ShdError: ``graph-unsupported`` for maps that they do not make.
         """
         other = copy.copy(self)
-        other.options = replace(self.options, form="factored", alpha_per="map", temperature=1.0, plans=self.plans)
+        other.students = tuple(
+            replace(each, options=replace(each.options, form="factored", alpha_per="map", temperature=1.0))
+            for each in self.students
+        )
+        other.options = other.students[0].options
         other.factors = _choose_factors(self.model, self.layers)
-        other._shared = _Shared([other])
+        other._sessions = {}
         return other
 
-    def squeeze(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """Codes and alphas of a batch, by output name of ``self.graph``."""
-        return self._shared.run(batch, check_outputs=False)
+    def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
+        """Run a batch once, for all students.
 
-    def squeeze_checked(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """The same with the teacher's maps and values and the uncoded merged maps."""
-        return self._shared.run(batch, check_outputs=True)
+        Args:
+            batch: of the inputs.
+            checked: also give the teacher's maps and values and the merged maps before coding.
+        """
+        session, count = self._open(checked), len(batch.indices)
+        values = run_batch(session.session, session.names, batch)
+        values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
+        masks = {student: self.query_mask(batch, site) for student, site in self.layers}
+        masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
+        return tuple(
+            StudentOutputs(
+                student,
+                graph,
+                batch,
+                tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers),
+            )
+            for student, graph in zip(self.students, session.graphs, strict=True)
+        )
 
-    def squeeze_unmasked(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """As ``squeeze_checked`` with every position counted: what the graph masks of itself, apart from padding."""
-        return self._shared.run_anew(self.inputs.unmasked(batch), check_outputs=True)
+    def sample(self, outputs: StudentOutputs, number: int) -> SampleOutputs:
+        """One sample of a run, by its number in the batch."""
+        batch, index = outputs.batch, outputs.batch.indices[number]
+        layers = tuple(layer[number] for layer in outputs.layers)
+        length = layers[0].map_axes[0] if self.inputs.mask is None else batch.lengths[number]
+        shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
+        extent = Extent(length, int(self.inputs.firsts[index]), shapes)
+        return SampleOutputs(index, self.inputs.key(index), extent, layers)
 
     def check_samples(self) -> None:
-        """Refuse a teacher whose maps of a sample depend on the samples that run with it, once for all students.
+        """Refuse a teacher whose maps of a sample depend on the samples that run with it.
 
         Raises:
             ShdError: ``graph-unsupported``.
         """
-        self._shared.check_samples()
+        if all(site.note is None for _, site in self.layers):
+            opened = self._open(True)
+            sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
+            check_samples(
+                self.model, sites, self.inputs, lambda names, batch: run_batch(opened.session, names, batch)
+            )
+        else:  # the squeezed graph may not even run
+            reader = self.read_attention()
+            check_samples(self.model, reader.maps, self.inputs, reader.run)
 
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """Samples in batches of the size that was asked for, longest first."""
@@ -176,7 +195,7 @@ class TeacherRun:
         """
         if self.inputs.fixed_batch is not None or not indices:
             return len(indices)
-        most = max(member.options.num_student_heads for member in self._shared.members)
+        most = max(student.options.num_student_heads for student in self.students)
         entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.longest_axis(indices) ** 2
         return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
 
@@ -194,10 +213,6 @@ class TeacherRun:
         """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
         name = self.mask_of_rows(site)
         return None if name is None else batch.arrays[name].astype(np.bool_)
-
-    def query_masks(self, batch: Batch) -> dict[int, NDArray[np.bool_] | None]:
-        """The same of every layer, by student layer."""
-        return {student: self.query_mask(batch, site) for student, site in self.layers}
 
     def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
         """Rows and keys of a sample's maps that a record keeps.
@@ -226,11 +241,6 @@ class TeacherRun:
         numbers = ", ".join(map(str, sorted(set(layers))))
         return (f"records depend on the batches that they were made in (attention sites {numbers}): {SHARED_SCALES}",)
 
-    @property
-    def graph(self) -> SqueezedGraph:
-        """Output names by layer."""
-        return self._shared.graph(self)
-
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
         # One dtype for all: exporters give every layer's attention the same. Inference may not know it; float32
@@ -239,9 +249,9 @@ class TeacherRun:
         provider = PROVIDERS.get(self.run.provider, self.run.provider)
         return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
 
-    def _given_plans(self) -> tuple[MergePlan, ...]:
+    def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data."""
-        options, count = self.options, len(self.layers)
+        count = len(self.layers)
         if options.plans is None and options.plan == MATCHED:
             return ()
         kinds = (options.plan,) * count if options.plans is None else options.plans
@@ -258,17 +268,17 @@ class TeacherRun:
             num_threads=self.run.num_threads,
         )
 
-    def _match_plans(self) -> tuple[MergePlan, ...]:
+    def _match_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         return calibrate_plans(
             self.read_attention(),
             self.inputs,
-            self.options.num_student_heads,
-            by=self.options.matched_by,
-            alpha_per=self.options.alpha_per,
-            num_samples=self.options.calibration_samples,
+            options.num_student_heads,
+            by=options.matched_by,
+            alpha_per=options.alpha_per,
+            num_samples=options.calibration_samples,
             seed=self.run.seed,
             batch_size=self.run.batch_size,
-            on_error=self.options.on_error,
+            on_error=options.on_error,
             mask_of_rows=self.mask_of_rows,
         )
 
@@ -297,79 +307,40 @@ class TeacherRun:
                     "CACHE-116",
                 )
 
-    def make_graph(self, *, check_outputs: bool) -> SqueezedGraph:
-        """The squeezed graph of this run's options."""
-        options = self.options
+    def _open(self, checked: bool) -> _Session:
+        """The session of all students with or without check outputs, made when it is first needed."""
+        if checked not in self._sessions:
+            graphs = [self._make_graph(student, check_outputs=checked) for student in self.students]
+            model, renamed = unite_graphs(graphs)
+            session = open_session(model, provider=self.run.provider, num_threads=self.run.num_threads)
+            self._sessions[checked] = _Session(session, [output.name for output in model.graph.output], renamed)
+        return self._sessions[checked]
+
+    def _make_graph(self, student: Student, *, check_outputs: bool) -> SqueezedGraph:
+        options = student.options
+        layers = [layer for layer, _ in self.layers]
         return squeeze_graph(
             self.model,
             self.layers,
             num_student_heads=options.num_student_heads,
-            plans={student: plan for (student, _), plan in zip(self.layers, self.plans, strict=True)},
+            plans=dict(zip(layers, student.plans, strict=True)),
             strategy=options.strategy,
             alpha_rule=options.alpha_rule,
             alpha_per=options.alpha_per,
             temperature=options.temperature,
             codec="float32" if options.is_factored else options.codec,
-            row_mask_inputs={student: self.mask_of_rows(site) for student, site in self.layers},
+            row_mask_inputs={layer: self.mask_of_rows(site) for layer, site in self.layers},
             check_outputs=check_outputs,
-            factors={student: each for (student, _), each in zip(self.layers, self.factors, strict=True)}
-            if self.factors
-            else None,
+            factors=dict(zip(layers, self.factors, strict=True)) if self.factors else None,
         )
 
 
-class _Shared:
-    """The sessions of runs that share a teacher, with and without check outputs, opened when first needed."""
+class _Session(NamedTuple):
+    """A united graph that runs: the names of its outputs, and each student's graph."""
 
-    def __init__(self, members: list[TeacherRun]) -> None:
-        self.members = members
-        self._graphs: dict[bool, tuple[SqueezedGraph, ...]] = {}
-        self._sessions: dict[bool, tuple[list[str], Any]] = {}
-        self._last: dict[bool, tuple[tuple[int, ...], dict[str, NDArray[Any]]]] = {}
-        self._samples_checked = False
-
-    def graph(self, member: TeacherRun) -> SqueezedGraph:
-        """A member's graph, with check outputs; the names without are among these."""
-        self._open(True)
-        (place,) = [number for number, one in enumerate(self.members) if one is member]
-        return self._graphs[True][place]
-
-    def run(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
-        """The outputs of all members; the last batch of either kind is remembered where there are several."""
-        indices, outputs = self._last.get(check_outputs, ((), {}))
-        if indices != batch.indices:
-            outputs = self.run_anew(batch, check_outputs=check_outputs)
-            if len(self.members) > 1:
-                self._last[check_outputs] = batch.indices, outputs
-        return outputs
-
-    def run_anew(self, batch: Batch, *, check_outputs: bool) -> dict[str, NDArray[Any]]:
-        """The same without a look at what is remembered, and without remembering it."""
-        names, session = self._open(check_outputs)
-        return run_batch(session, names, batch)
-
-    def check_samples(self) -> None:
-        """See ``TeacherRun.check_samples``."""
-        if self._samples_checked:
-            return
-        first = self.members[0]
-        if all(site.note is None for _, site in first.layers):
-            _, session = self._open(True)
-            sites = {layer.probs: layer.site for layer in self._graphs[True][0].layers}
-            check_samples(first.model, sites, first.inputs, lambda names, batch: run_batch(session, names, batch))
-        else:  # the squeezed graph may not even run
-            reader = first.read_attention()
-            check_samples(first.model, reader.maps, first.inputs, reader.run)
-        self._samples_checked = True
-
-    def _open(self, check_outputs: bool) -> tuple[list[str], Any]:
-        if check_outputs not in self._sessions:
-            graphs = [member.make_graph(check_outputs=check_outputs) for member in self.members]
-            model, self._graphs[check_outputs] = unite_graphs(graphs)
-            run = self.members[0].run
-            session = open_session(model, provider=run.provider, num_threads=run.num_threads)
-            self._sessions[check_outputs] = [output.name for output in model.graph.output], session
-        return self._sessions[check_outputs]
+    session: Any
+    names: list[str]
+    graphs: tuple[SqueezedGraph, ...]
 
 
 def _choose_factors(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> tuple[SiteFactors, ...]:

@@ -1,4 +1,4 @@
-"""A data set of rows, one a sample, whatever holds it."""
+"""A data set of rows, one a sample, in any file or library."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.manifest import describe_attention, find_support
-from shd_ref.teacher.precompute.masks import read_spans
+from shd_ref.teacher.precompute.forms.maps import find_support
+from shd_ref.teacher.precompute.manifest import describe_attention
 from shd_ref.teacher.precompute.records import make_records, measure_codec
-from shd_ref.teacher.run.faults import Outputs
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
@@ -155,13 +155,13 @@ def forecast_cache(
             f"num_samples must be at least 1 and bandwidth above 0; got {num_samples} and {bandwidth}",
         )
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
-    work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), options, run or RunOptions())
+    work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), [options], run or RunOptions())
     work.check_samples()
     chosen = np.linspace(0, len(work.inputs) - 1, min(num_samples, len(work.inputs))).astype(int)
     batches = list(work.batches(dict.fromkeys(chosen.tolist())))
-    outputs = [work.squeeze_checked(batch) for batch in batches]
-    support = find_support(work, outputs[0], work.query_masks(batches[0]))
-    merged = [maps for batch, output in zip(batches, outputs, strict=True) for maps in _maps(work, batch, output)]
+    outputs = [work.squeeze(batch, checked=True)[0] for batch in batches]
+    support = find_support(work, outputs[0])
+    merged = [maps for output in outputs for maps in _maps(work, output)]
     if not all(np.isfinite(maps).all() for maps in merged):
         raise ShdError(
             "not-finite", "the teacher gives NaN or infinity on a sampled sample: look at the inputs", "MAP-5"
@@ -213,15 +213,15 @@ class _SampledSource(Source):
             yield from islice(self._source.rows(columns), self._count)
 
 
-def _maps(work: TeacherRun, batch: Batch, outputs: dict[str, Any]) -> Iterator[Any]:
-    """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32."""
-    for number in range(len(batch.indices)):
-        for layer in work.graph.layers:
-            maps, mask = outputs[layer.merged][number], work.query_mask(batch, layer.site)
-            if mask is not None:
-                maps = np.where(mask[number, :, None], maps, np.float32(0))  # as they are stored (CACHE-121)
-            rows, keys = work.map_shape(batch, number, layer.site, maps.shape[1:])
-            yield np.array(maps[:, :rows, :keys], dtype=np.float32)
+def _maps(work: TeacherRun, outputs: StudentOutputs) -> Iterator[Any]:
+    """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32, as they are stored (CACHE-121)."""
+    for number in range(len(outputs.batch.indices)):
+        sample = work.sample(outputs, number)
+        for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
+            maps = np.array(layer.checked.merged[:, :rows, :keys], dtype=np.float32)
+            if layer.row_mask is not None:
+                maps[:, ~layer.row_mask[:rows]] = 0
+            yield maps
 
 
 def _forecast_codec(
@@ -237,7 +237,7 @@ def _forecast_codec(
     sizes = np.array([packed_size(codec, support, heads, int(length)) for length in lengths], dtype=np.float64)
     if work.site_kinds.kinds:  # of two sequences: as in the samples that were run
         sizes = np.array([packed_size(codec, support, heads, *maps.shape[1:]) for maps in merged], dtype=np.float64)
-    weights = sum(len(one_round) for one_round in work.plans[0])
+    weights = sum(len(one_round) for one_round in work.students[0].plans[0])
     if work.options.alpha_per == "map":
         floats = 4.0 * (weights + heads * work.num_teacher_heads)
     else:
@@ -261,19 +261,15 @@ def _forecast_factored(
 ) -> tuple[FactoredForecast, ...]:
     try:
         factored = work.as_factored()
-        outputs = [factored.squeeze_checked(batch) for batch in batches]
-        masks, spans = factored.query_masks(batches[0]), read_spans(factored, batches[0], outputs[0], 0)
-        form = describe_attention(factored, outputs[0], masks, spans)
+        outputs = [factored.squeeze(batch, checked=True)[0] for batch in batches]
+        form = describe_attention(factored, outputs[0])
         assert isinstance(form, Factors)
-        errors = {
-            codec: _factored_error(factored, batches, outputs, replace(form, codec=codec))
-            for codec in FACTORED_CODECS
-        }
+        errors = {codec: _factored_error(factored, outputs, replace(form, codec=codec)) for codec in FACTORED_CODECS}
     except ShdError as error:
         if error.code not in ("graph-unsupported", "inputs-invalid"):
             raise
         return ()
-    heads, pairs = work.num_teacher_heads, sum(len(one_round) for one_round in work.plans[0])
+    heads, pairs = work.num_teacher_heads, sum(len(one_round) for one_round in work.students[0].plans[0])
     floats = 4.0 * len(work.layers) * (pairs + work.options.num_student_heads * heads)
     counted = lengths - work.inputs.firsts
     forecasts = []
@@ -287,19 +283,17 @@ def _forecast_factored(
     return tuple(forecasts)
 
 
-def _factored_error(
-    work: TeacherRun, batches: Sequence[Batch], outputs: Sequence[Outputs], form: Factors
-) -> CodecError | None:
+def _factored_error(work: TeacherRun, outputs: Sequence[StudentOutputs], form: Factors) -> CodecError | None:
     """What coding costs the merged maps of the sampled samples; None where the codec cannot hold their numbers."""
     errors = []
-    for batch, output in zip(batches, outputs, strict=True):
+    for output in outputs:
         try:
-            records = make_records(work, batch, output, set(batch.indices), form)
+            records = make_records(work, output, set(output.batch.indices), form)
         except ShdError as error:
             if error.code != "argument-value":
                 raise
             return None
-        errors.append(measure_codec(work, batch, output, records, form))
+        errors.append(measure_codec(work, output, records, form))
     return merge_codec_errors(errors)
 
 

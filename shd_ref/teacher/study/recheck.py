@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shd_ref.cache import CacheReader, Maps, factored_kl_bound
-from shd_ref.cache.codecs.distortion import row_tv_bound
+from shd_ref.cache import CacheReader, Maps
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.factored import factors_of
-from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
-from shd_ref.teacher.run.faults import Outputs
+from shd_ref.teacher.precompute.forms.maker import tolerance_of
+from shd_ref.teacher.precompute.records import maker_of
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
-from shd_ref.tolerances import load_tolerances
 
 
 @dataclass(frozen=True)
@@ -61,29 +56,29 @@ def recheck_records(
         ShdError: ``cache-mismatch`` for another teacher, other inputs or maps that differ; ``sample-missing``.
     """
     reader = CacheReader(cache)
-    form = reader.manifest.attention
+    manifest, form = reader.manifest, reader.manifest.attention
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
     rows, tv_max = 0, 0.0
     for batch in work.checked_batches(chosen):
-        outputs = work.squeeze_checked(batch)
-        for number, index in enumerate(batch.indices):
-            record = reader.read(work.inputs.key(index))
-            for student_layer, layer in zip(form.student_layers, work.graph.layers, strict=True):
+        (outputs,) = work.squeeze(batch, checked=True)
+        for number in range(len(batch.indices)):
+            sample = work.sample(outputs, number)
+            record = reader.read(sample.key)
+            for student_layer, layer in zip(form.student_layers, sample.layers, strict=True):
                 stored = reader.decode(record, student_layer)
                 n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-                again = np.asarray(outputs[layer.merged][number, :, :n, :keys], dtype=np.float32).copy()
+                again = np.asarray(layer.checked.merged[:, :n, :keys], dtype=np.float32).copy()
                 again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
-                mask = work.query_mask(batch, layer.site)
-                if mask is not None:
-                    # Rows of padding hold nothing (CACHE-121); caches from before that sentence hold what came.
-                    again[:, ~mask[number, :n] & ~stored.any(axis=(0, 2))] = 0.0
+                if layer.row_mask is not None:
+                    again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-121)
                 difference = 0.5 * np.abs(stored - again).sum(axis=-1, dtype=np.float64)
                 rows += difference.size
                 tv_max = max(tv_max, float(difference.max()))
-                limits = _limit_rows(reader, layer, outputs, number, record.first, again)
+                limits = maker_of(form).bound(form, layer, record.extent, again)
+                limits = limits + tolerance_of("recheck", manifest.teacher.dtype)
                 if not (difference <= limits).all():
                     head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
                     raise ShdError(
@@ -95,27 +90,6 @@ def recheck_records(
                         "CACHE-91",
                     )
     return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max)
-
-
-def _limit_rows(
-    reader: CacheReader, layer: SqueezedLayer, outputs: Outputs, number: int, first: int, merged: NDArray[Any]
-) -> NDArray[np.float64]:
-    """``(H_s, n)``: the total variation that each row may have, by CACHE-91."""
-    form, tolerances = reader.manifest.attention, load_tolerances()
-
-    def of_dtype(name: str) -> float:
-        table = tolerances[name]["total_variation"]
-        return float(table.get(reader.manifest.teacher.dtype, table["float32"]))
-
-    if isinstance(form, Maps):
-        return of_dtype("recheck") + row_tv_bound(form.codec, merged)
-    factors = form.factors[form.column(layer.student_layer)]
-    queries, keys = factors_of(layer, outputs, number, first, merged.shape[-1])
-    bound = factored_kl_bound(form.codec, queries, keys, factors.scale, form.support)
-    # A merged row is moved at most as far as the row of its head that is moved the most.
-    limits = np.full(merged.shape[:-1], of_dtype("recheck") + of_dtype("factored"))
-    limits[:, first:] += np.sqrt(bound.max(axis=0) / 2)
-    return limits
 
 
 def rerun_teacher(
@@ -156,7 +130,7 @@ def rerun_teacher(
         replace(options, codec=form.codec) if isinstance(form, Maps) else replace(options, factored_codec=form.codec)
     )
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
-    work = TeacherRun(Path(teacher), inputs, options, run, input_names=manifest.inputs.names)
+    work = TeacherRun(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))
     absent = [i for i, key in enumerate(keys) if key not in reader and key not in reader.skipped]

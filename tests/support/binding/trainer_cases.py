@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import transformers
 
-from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import export_teacher
 from shd_torch.training.trainer import SHDTrainer
+from support.students import precompute
 
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
 

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Factors, row_bounds
 from shd_ref.errors import ShdError
-from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
-from shd_ref.teacher.run.faults import Outputs
-from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 
@@ -36,44 +34,36 @@ def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None,
     return "full" if ahead or spans[0].shape[1] == 1 else "causal", tuple(windows)
 
 
-def read_spans(work: TeacherRun, batch: Batch, outputs: Outputs, number: int) -> list[NDArray[Any]]:
-    """What ``describe_mask`` takes, of one sample.
+def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
+    """What ``describe_mask`` takes, of the first sample of a batch.
 
     A sample with padding in front is run again without any: a window that is shorter than the longest sample shows
     in a row that looks back as far as any sample's.
 
     Args:
         work: the run.
-        batch: of longest samples.
-        outputs: what came back, with check outputs.
-        number: of the sample in the batch.
+        outputs: of longest samples, with check outputs.
     """
-    length = batch.lengths[number] if work.inputs.mask is not None else None
-    if work.inputs.firsts[batch.indices[number]]:
-        outputs = work.squeeze_unmasked(batch)
-    return [outputs[str(layer.spans)][number, :, :length] for layer in work.graph.layers]
+    index = outputs.batch.indices[0]
+    if work.inputs.firsts[index]:
+        alone = work.inputs.unmasked(work.inputs.batch([index]))
+        outputs = work.squeeze(alone, checked=True)[outputs.student.number]
+    length = work.sample(outputs, 0).extent.length
+    return [layer.factored.spans[0, :, :length] for layer in outputs.layers]
 
 
-def check_mask(
-    form: Factors, layers: Sequence[SqueezedLayer], outputs: Outputs, number: int, first: int, length: int
-) -> None:
+def check_mask(form: Factors, sample: SampleOutputs) -> None:
     """Refuse a teacher that masked this sample in another way than the manifest says (CACHE-103).
-
-    Args:
-        form: of the manifest.
-        layers: of the graph, one for each of the manifest's.
-        outputs: of a batch.
-        number: of the sample in the batch.
-        first: its positions of padding in front.
-        length: n.
 
     Raises:
         ShdError: ``graph-unsupported``.
     """
-    for layer, factors in zip(layers, form.factors, strict=True):
+    first, length = sample.extent.first, sample.extent.length
+    for outputs, factors in zip(sample.layers, form.factors, strict=True):
+        layer = outputs.layer
         low, high = row_bounds(length - first, form.support, factors.window)
         expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
-        found = outputs[str(layer.spans)][number, :, first:length]
+        found = outputs.factored.spans[:, first:length]
         wrong = np.argwhere((found != expected).any(axis=-1))
         if len(wrong):
             head, row = (int(place) for place in wrong[0])

@@ -1,0 +1,96 @@
+"""Merged maps: cut to each sample, coded in the graph or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import CodecError, CodedFactors, Extent, Maps, NewRecord, codec_error, decode, encode
+from shd_ref.cache.codecs.distortion import merge_codec_errors, row_tv_bound
+from shd_ref.cache.forms.maps import cut_map
+from shd_ref.teacher.precompute.forms.maker import Maker
+from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.teacher import TeacherRun
+
+CODED_IN_GRAPH: Final = "sqrt8-row"
+"""The codec whose quantiser ends the graph; the others code the graph's float32 maps on the host."""
+
+
+class MapsMaker(Maker[Maps]):
+    """Makes ``Maps``."""
+
+    def describe(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Maps:
+        """Causal where no row that counts looks ahead; shapes of their own where maps are not square."""
+        shapes = "own" if has_own_shapes(work, outputs) else "length"
+        support = find_support(work, outputs)
+        return Maps(**squeeze, support=support, temperature=outputs.student.options.temperature, shapes=shapes)
+
+    def check(self, form: Maps, samples: Sequence[SampleOutputs]) -> None:
+        """Maps hold what any teacher gives."""
+
+    def extent(self, form: Maps, sample: SampleOutputs) -> Extent:
+        """Padding in front is stored, as rows of zeros."""
+        return Extent(sample.extent.length, shapes=sample.extent.shapes if form.shapes == "own" else ())
+
+    def make(self, form: Maps, sample: SampleOutputs) -> list[NDArray[Any] | CodedFactors]:
+        """Codes ``(H_s, rows, keys)``.
+
+        Raises:
+            ShdError: ``support-mismatch`` for a teacher that attends to padding.
+        """
+        made: list[NDArray[Any] | CodedFactors] = []
+        for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
+            assert layer.codes is not None
+            where = f"record {sample.index} layer {layer.layer.student_layer}"
+            codes = _without_padding(cut_map(layer.codes, rows, keys, where), layer)
+            made.append(codes if form.codec == CODED_IN_GRAPH else encode(form.codec, codes))
+        return made
+
+    def measure(self, form: Maps, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
+        """Over the merged maps before coding; rows without mass do not count."""
+        errors = []
+        for sample in samples:
+            for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
+                merged = _without_padding(layer.checked.merged[:, :rows, :keys], layer).astype(np.float32)
+                errors.append(codec_error(merged, decode(form.codec, encode(form.codec, merged))))
+        return merge_codec_errors(errors)
+
+    def bound(self, form: Maps, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
+        """By CACHE-39."""
+        return row_tv_bound(form.codec, merged)
+
+
+def find_support(work: TeacherRun, outputs: StudentOutputs) -> str:
+    """Whether no row that counts looks ahead: ``"causal"``, else ``"full"``, as are maps that are not square.
+
+    Args:
+        work: the run.
+        outputs: with check outputs.
+    """
+    rows, columns = outputs.layers[0].checked.merged.shape[2:]
+    if rows != columns or rows == 1 or has_own_shapes(work, outputs):
+        return "full"
+    for layer in outputs.layers:
+        # What rows of padding look at is not stored (CACHE-121), and often all keys.
+        ahead, mask = np.triu(layer.checked.merged, 1).any(axis=(1, 3)), layer.row_mask
+        if (ahead if mask is None else ahead & mask).any():
+            return "full"
+    return "causal"
+
+
+def has_own_shapes(work: TeacherRun, outputs: StudentOutputs) -> bool:
+    """Whether the maps of some layers have other rows and keys than the positions of the sample (CACHE-116)."""
+    shapes = {layer.checked.merged.shape[2:] for layer in outputs.layers}
+    one_sequence = {work.site_kinds.kind(site) for _, site in work.layers} <= {None, "encoder"}
+    return not one_sequence or len(shapes) > 1 or any(rows != keys for rows, keys in shapes)
+
+
+def _without_padding(maps: NDArray[Any], layer: LayerOutputs) -> NDArray[Any]:
+    """A copy of maps or codes ``(H_s, rows, keys)`` with 0 in the rows of padding (CACHE-121)."""
+    rows = maps.copy()
+    if layer.row_mask is not None:
+        rows[:, ~layer.row_mask[: rows.shape[1]]] = 0
+    return rows

@@ -1,0 +1,174 @@
+"""What a run of the squeezed teacher gives: typed arrays of each layer, and a view of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import Extent
+from shd_ref.plans import MergePlan
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
+from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.options import PrecomputeOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """A student that a pass of the teacher serves.
+
+    Attributes:
+        number: among the students of the pass.
+        options: what to make of the teacher for it.
+        plans: the rounds of merges of every layer.
+    """
+
+    number: int
+    options: PrecomputeOptions
+    plans: tuple[MergePlan, ...]
+
+
+class _Arrays:
+    """Arrays with a first axis B, some of which may be absent; indexed, all are."""
+
+    def __getitem__(self, samples: int | Sequence[int]) -> Any:
+        cut = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, (_Arrays, np.ndarray)):
+                cut[field.name] = value[samples]
+        return replace(self, **cut)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, eq=False)
+class FactorOutputs(_Arrays):
+    """Queries and keys of the teacher, and what its mask leaves each row.
+
+    Attributes:
+        queries: float32 ``(B, H_t, L, d)``.
+        keys: float32 ``(B, H_kv, S, d)``.
+        spans: int32 ``(B, H_t, L, 3)``: first key, last key and how many, see ``add_spans``.
+    """
+
+    queries: NDArray[np.float32]
+    keys: NDArray[np.float32]
+    spans: NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckOutputs(_Arrays):
+    """What the reference needs to judge the squeeze.
+
+    Attributes:
+        probs: the teacher's maps, float32 ``(B, H_t, L, S)``.
+        values: V, float32 ``(B, H_t, S, d_v)``.
+        merged: the student's maps before coding, float32 ``(B, H_s, L, S)``.
+    """
+
+    probs: NDArray[Any]
+    values: NDArray[Any]
+    merged: NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutputs(_Arrays):
+    """What a run gave for one layer of one student. Indexed by samples, the same of these.
+
+    Attributes:
+        layer: the student's layer and the teacher's site.
+        row_mask: boolean ``(B, L)``, True = the row counts; None where every row does.
+        alphas: float32 ``(B, n)`` or ``(B, n, L)``, before clipping.
+        codes: ``(B, H_s, L, S)``: codes of ``sqrt8-row``, float32 maps for other codecs; None for factored records.
+        factors: for factored records; else None.
+        check: with check outputs; else None.
+    """
+
+    layer: SqueezedLayer
+    row_mask: NDArray[np.bool_] | None
+    alphas: NDArray[np.float32]
+    codes: NDArray[Any] | None
+    factors: FactorOutputs | None
+    check: CheckOutputs | None
+
+    @classmethod
+    def read(
+        cls, layer: SqueezedLayer, outputs: Mapping[str, NDArray[Any]], row_mask: NDArray[np.bool_] | None
+    ) -> LayerOutputs:
+        """From the outputs of a session by name."""
+        factors = check = None
+        if layer.queries is not None and layer.keys is not None and layer.spans is not None:
+            factors = FactorOutputs(outputs[layer.queries], outputs[layer.keys], outputs[layer.spans])
+        if layer.probs in outputs:
+            check = CheckOutputs(outputs[layer.probs], outputs[layer.values], outputs[layer.merged])
+        return cls(layer, row_mask, outputs[layer.alphas], outputs.get(layer.codes), factors, check)
+
+    @property
+    def checked(self) -> CheckOutputs:
+        """The check outputs of a run that asked for them."""
+        assert self.check is not None
+        return self.check
+
+    @property
+    def factored(self) -> FactorOutputs:
+        """The queries and keys of a run for factored records."""
+        assert self.factors is not None
+        return self.factors
+
+    @property
+    def map_axes(self) -> tuple[int, int]:
+        """Rows and keys of its maps, padding included."""
+        if self.codes is not None:
+            return self.codes.shape[-2], self.codes.shape[-1]
+        return self.factored.queries.shape[-2], self.factored.keys.shape[-2]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleOutputs:
+    """One sample of a run: the outputs of each layer without the batch axis.
+
+    Attributes:
+        index: of the sample in the data set.
+        key: its sample key.
+        extent: its length, its padding in front, and the rows and keys that a record keeps of each layer.
+        layers: by student layer.
+    """
+
+    index: int
+    key: str
+    extent: Extent
+    layers: tuple[LayerOutputs, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StudentOutputs:
+    """What a run gave one student.
+
+    Attributes:
+        student: whose supervision it is.
+        graph: what was run; its names are those of the session.
+        batch: what was fed.
+        layers: by student layer.
+    """
+
+    student: Student
+    graph: SqueezedGraph
+    batch: Batch
+    layers: tuple[LayerOutputs, ...]
+
+    def select(self, numbers: Sequence[int]) -> StudentOutputs:
+        """Of some samples, by their numbers in the batch; the batch keeps no arrays."""
+        if len(numbers) == len(self.batch.indices):
+            return self
+        batch = replace(
+            self.batch,
+            indices=tuple(self.batch.indices[number] for number in numbers),
+            lengths=tuple(self.batch.lengths[number] for number in numbers),
+            decoder_lengths=tuple(self.batch.decoder_lengths[number] for number in numbers)
+            if self.batch.decoder_lengths
+            else (),
+            arrays={},
+        )
+        return replace(self, batch=batch, layers=tuple(layer[numbers] for layer in self.layers))

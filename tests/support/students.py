@@ -1,0 +1,36 @@
+"""Precompute for one student, or for several numbers of heads, as most tests ask for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shd_ref.teacher.precompute import engine
+from shd_ref.teacher.precompute.summary import PrecomputeSummary
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+
+
+def precompute(
+    teacher: str | Path,
+    inputs: Any,
+    out: str | os.PathLike[str],
+    options: PrecomputeOptions,
+    run: RunOptions | None = None,
+    **told: Any,
+) -> PrecomputeSummary:
+    (summary,) = engine.precompute(teacher, inputs, [(out, options)], run, **told)
+    return summary
+
+
+def precompute_heads(
+    teacher: str | Path,
+    inputs: Any,
+    out: str | os.PathLike[str],
+    options: PrecomputeOptions,
+    student_heads: Sequence[int],
+    run: RunOptions | None = None,
+    **told: Any,
+) -> list[PrecomputeSummary]:
+    return engine.precompute(teacher, inputs, engine.students_of(out, options, student_heads), run, **told)
