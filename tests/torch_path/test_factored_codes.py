@@ -155,8 +155,8 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
     from shd_torch import export_teacher
 
-    inputs = hf_inputs(name, batch=6, length=12)
-    teacher = export_teacher(hf_model(name), hf_inputs(name), tmp_path / "teacher.onnx").path
+    inputs, layers = hf_inputs(name, batch=6, length=12), {"num_hidden_layers": 1}
+    teacher = export_teacher(hf_model(name, **layers), hf_inputs(name), tmp_path / "teacher.onnx").path
     arrays = {key: tensor.numpy() for key, tensor in inputs.items()}
     run = RunOptions(num_threads=1)
     forms: dict[str, dict[str, str]] = {"maps": {"codec": "float32"}}
@@ -164,7 +164,7 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     for form, options in forms.items():
         precompute(teacher, arrays, tmp_path / form, PrecomputeOptions(num_student_heads=2, **options), run)  # type: ignore[arg-type]
     joined = {form: SupervisedDataset(Tokens(inputs), tmp_path / form) for form in forms}
-    student = hf_model(name, num_attention_heads=2)
+    student = hf_model(name, num_attention_heads=2, **layers)
     torch.manual_seed(1)
     for parameter in student.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
