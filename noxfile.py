@@ -43,7 +43,7 @@ def lint(session: nox.Session) -> None:
 
 
 FILES = {
-    "teacher": ("load", "find", "projection", "squeeze", "precompute", "factored"),
+    "teacher": ("load", "find", "projection", "factored"),
     "torch_path": ("parity", "divergences", "coded", "capture", "taps", "dataset"),
 }
 QUICK_TESTS = (

@@ -37,6 +37,7 @@ from shd_ref.errors import ShdError
 
 pytest.importorskip("s3fs", reason="caches in object stores need the extra 'remote'")
 
+pytestmark = pytest.mark.slow  # most tests need the S3 server, which is a process of several seconds
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 30
 SHARD, RECEIPT = "shards/01/000001.safetensors", "receipts/000001.json"
@@ -156,7 +157,6 @@ def test_of_racing_manifests_the_first_stays(bucket: str, monkeypatch: pytest.Mo
     assert Manifest.read(storage) == job()
 
 
-@pytest.mark.slow
 def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
     address, moments, committed = f"{bucket}/cache", random.Random(5), 0
     for _ in range(2):
