@@ -91,12 +91,12 @@ def _claim_folder(folder: Path, manifest: Manifest) -> None:
                 "cache-mismatch",
                 f"{folder} holds the export of another cache (export -> cache): "
                 f"{'; '.join(found.differences(manifest))}: choose another folder (--out)",
-                "CACHE-23",
+                "CACHE-24",
             )
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         message = f"{folder} must be empty or an export begun; it holds something else: choose another folder (--out)"
-        raise ShdError("cache-exists", message, "CACHE-70")
+        raise ShdError("cache-exists", message, "CACHE-60")
     with write_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         _write_whole(path, lambda file: file.write(manifest.to_bytes()))

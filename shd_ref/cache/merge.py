@@ -103,7 +103,7 @@ def _common_manifest(sources: Sequence[Storage]) -> Manifest:
                 "cache-mismatch",
                 f"{source.root} must be of the same job as {sources[0].root}; they differ in (first -> this): "
                 f"{'; '.join(first.differences(manifest))}: merge only caches with one manifest",
-                "CACHE-61",
+                "CACHE-52",
             )
     return first
 
@@ -139,7 +139,7 @@ def _conflict(shard: int, first: Storage, second: Storage) -> ShdError:
         "cache-mismatch",
         f"shard {shard} must be the same wherever it is held; {first.locate(name)} and {second.locate(name)} differ: "
         "it was made twice, so remove one of the two receipts with its shard",
-        "CACHE-73",
+        "CACHE-63",
     )
 
 

@@ -1,4 +1,4 @@
-"""Byte ranges of shard files (CACHE-81)."""
+"""Byte ranges of shard files (CACHE-80)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ShardFile:
 
 
 def check_shard_size(folder: Folder, receipt: Receipt) -> None:
-    """Refuse a shard file that is absent or has another size than its receipt states (CACHE-81)."""
+    """Refuse a shard file that is absent or has another size than its receipt states (CACHE-80)."""
     storage = open_storage(folder)
     path = storage.locate(shard_name(receipt.shard))
     try:
@@ -82,4 +82,4 @@ def check_shard_size(folder: Folder, receipt: Receipt) -> None:
 
 
 def _incomplete(path: object, problem: str) -> ShdError:
-    return ShdError("cache-incomplete", f"{path}: {problem}: restore it, or write the shard again", "CACHE-81")
+    return ShdError("cache-incomplete", f"{path}: {problem}: restore it, or write the shard again", "CACHE-80")

@@ -1,4 +1,4 @@
-"""Reading a cache: byte ranges, each checked against its checksum every time (CACHE-81 to CACHE-83)."""
+"""Reading a cache: byte ranges, each checked against its checksum every time (CACHE-80 to CACHE-82)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CacheReader:
                 f"{self._storage.locate(SEAL_NAME)} must exist: {len(committed)} of "
                 f"{self.manifest.shards.num_shards} shards are committed; write the rest and seal "
                 "the cache, or read what there is with allow_partial=True",
-                "CACHE-66",
+                "CACHE-56",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
         self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
@@ -87,11 +87,11 @@ class CacheReader:
         return list(self._keys)
 
     def seeds(self) -> dict[int, int]:
-        """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-59)."""
+        """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-35)."""
         return dict(self._seeds)
 
     def read(self, key: str, layers: Iterable[int] | None = None) -> StoredRecord:
-        """One sample, every byte of it checked (CACHE-82).
+        """One sample, every byte of it checked (CACHE-81).
 
         Args:
             key: ``sample_key`` of its inputs. Where samples are equal, the one with the lowest index is read.
@@ -118,7 +118,7 @@ class CacheReader:
             layers: student layers to read; all by default.
             allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
                 sample. Not called for a compressed cache, whose frames are looked at before memory is taken for
-                them (CACHE-56): each of its blobs is allocated alone.
+                them (CACHE-44): each of its blobs is allocated alone.
 
         Raises:
             ShdError: as ``read``.
@@ -128,7 +128,7 @@ class CacheReader:
         for layer in wanted:
             if layer not in held:
                 message = f"layers must be among student layers {list(held)}; got {layer}"
-                raise ShdError("argument-value", message, "CACHE-82")
+                raise ShdError("argument-value", message, "CACHE-81")
         coded = [held[layer] for layer in wanted]
         places = [_Place(position, *map(int, self._where[position])) for position in map(self._find, keys)]
         ends = list(accumulate((self._stored_size(place, part) for part in coded for place in places), initial=0))
@@ -150,8 +150,8 @@ class CacheReader:
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
 
-        ``(H_s, rows, keys)`` where the record's ``shapes`` say so (CACHE-116); made from queries and keys where these
-        are what is stored (CACHE-110).
+        ``(H_s, rows, keys)`` where the record's ``shapes`` say so (CACHE-128); made from queries and keys where these
+        are what is stored (CACHE-152).
         """
         return self.manifest.attention.decode(record, layer)
 
@@ -181,7 +181,7 @@ class CacheReader:
         if seal is not None and seal.receipts[shard] != found:
             path = self._storage.locate(receipt_name(shard))
             message = f"{path} must have checksum {seal.receipts[shard]}; got {found}"
-            raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-65")
+            raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-55")
         check_shard_size(self._storage, receipt)
         return receipt
 
@@ -223,7 +223,7 @@ class CacheReader:
             advice = f"it was skipped, as {self.skipped[key]}"
         elif not self.sealed:
             advice = "the cache is partial: write the rest"
-        raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-83")
+        raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-82")
 
     def _stored_size(self, place: _Place, part: int) -> int:
         start, end, _ = self._spans[place.position, part].tolist()
@@ -282,7 +282,7 @@ class CacheReader:
                         f"{file.path}: record {place.index} {name}: bytes {start} to {end} must have "
                         f"XXH3-64 {hex_64(expected)}; got {hex_64(found)}: restore the file, or delete "
                         f"{self._storage.locate(receipt_name(place.shard))} and write the shard again",
-                        "CACHE-82",
+                        "CACHE-81",
                     )
             first = stop
 

@@ -1,4 +1,4 @@
-"""Shard files: safetensors, written blob by blob (CACHE-44 to CACHE-48).
+"""Shard files: safetensors, written blob by blob (CACHE-40 to CACHE-45).
 
 The header follows from the manifest and the receipt alone, so a verifier can make it again and compare.
 """
@@ -48,7 +48,7 @@ class Stored:
 
 
 def shard_tensors(manifest: Manifest, records: Sequence[Stored]) -> Iterator[Tensor]:
-    """The tensors of a shard in stored order (CACHE-44).
+    """The tensors of a shard in stored order (CACHE-40).
 
     All float32 tensors come first: behind codes of odd length they would not be aligned, and readers of
     safetensors files map them in place.
@@ -63,7 +63,7 @@ def shard_tensors(manifest: Manifest, records: Sequence[Stored]) -> Iterator[Ten
 
 
 def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> bytes:
-    """Eight bytes of header length, then the JSON header padded with spaces (CACHE-45)."""
+    """Eight bytes of header length, then the JSON header padded with spaces (CACHE-41)."""
     members: dict[str, Any] = {
         "__metadata__": {
             "format": f"shd-cache-{FORMAT_VERSION}",
@@ -91,14 +91,14 @@ def check_record(record: NewRecord, manifest: Manifest) -> None:
         raise misfit(record, "length must be at least 1", record.length)
     for form in manifest.forms:
         for problem in form.extent_problems(record.extent):
-            raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-44")
+            raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-40")
         form.check(record)
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
         raise ShdError(
             "argument-value",
             f"record {record.index}: seed must be 0 to {MAX_INTEGER} where the manifest names a column of seeds, "
             f"else None; got {record.seed}",
-            "CACHE-60",
+            "CACHE-50",
         )
 
 

@@ -1,4 +1,4 @@
-"""Writing a cache: shards in any order, by any number of processes, killed at any moment (CACHE-70 to CACHE-75)."""
+"""Writing a cache: shards in any order, by any number of processes, killed at any moment (CACHE-60 to CACHE-65)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ ATTEMPTS: Final = 5
 
 
 def check_free(storage: Storage) -> None:
-    """Refuse a place that holds files and no manifest: ``cache-exists`` (CACHE-70)."""
+    """Refuse a place that holds files and no manifest: ``cache-exists`` (CACHE-60)."""
     if storage.exists(MANIFEST_NAME):
         return  # and a large cache is not listed
     foreign = [name for name in storage.names() if not storage.is_leftover(name)]
     # The manifest is looked for again after the listing: a racing writer creates it before anything else.
     if foreign and not storage.exists(MANIFEST_NAME):
         message = f"{storage.root} must be empty or a cache; it holds {foreign[0]!r} and no manifest"
-        raise ShdError("cache-exists", message + ": choose another folder (--out)", "CACHE-70")
+        raise ShdError("cache-exists", message + ": choose another folder (--out)", "CACHE-60")
 
 
 def other_job(folder: object, differences: Sequence[str]) -> ShdError:
-    """The error for a cache of another job: ``cache-mismatch`` (CACHE-23).
+    """The error for a cache of another job: ``cache-mismatch`` (CACHE-24).
 
     Args:
         folder: the cache.
@@ -43,7 +43,7 @@ def other_job(folder: object, differences: Sequence[str]) -> ShdError:
         "cache-mismatch",
         f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}; "
         "choose another folder (--out), or repeat the job as it was",
-        "CACHE-23",
+        "CACHE-24",
     )
 
 
@@ -52,7 +52,7 @@ class CacheWriter:
 
     Several writers may work on one folder, also from several hosts if their file system shares ``flock``. Who
     commits a shard first wins; the others' bytes for it are discarded. An object store has no locks: there, who
-    uploads last wins (CACHE-77).
+    uploads last wins (CACHE-71).
 
     Args:
         folder: the cache, a path or an address such as ``s3://bucket/cache``; created if absent.
@@ -98,7 +98,7 @@ class CacheWriter:
         errors: Errors,
         skipped: Sequence[Skipped] = (),
     ) -> Receipt:
-        """Commit one shard: its file first, then its receipt (CACHE-71).
+        """Commit one shard: its file first, then its receipt (CACHE-61).
 
         Args:
             shard: its number.
@@ -116,7 +116,7 @@ class CacheWriter:
         """
         ordered, left_out = self._ordered(shard, records, skipped)
         for problem in errors.problems():
-            raise ShdError("not-finite", f"shard {shard}: {problem}", "CACHE-63")
+            raise ShdError("not-finite", f"shard {shard}: {problem}", "CACHE-54")
         committed = self._committed(shard)
         if committed is not None:
             return committed
@@ -147,7 +147,7 @@ class CacheWriter:
                 return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
-        """State that the cache is complete (CACHE-65).
+        """State that the cache is complete (CACHE-55).
 
         Raises:
             ShdError: ``cache-incomplete`` naming how many shards are missing; ``cache-mismatch`` when the keys
@@ -167,7 +167,7 @@ class CacheWriter:
 
     @contextlib.contextmanager
     def _beside_manifest(self) -> Iterator[None]:
-        """Bytes appear only beside their manifest: refuse a place that is another than before (CACHE-80)."""
+        """Bytes appear only beside their manifest: refuse a place that is another than before (CACHE-66)."""
         self._check_manifest()
         yield
         self._check_manifest()
@@ -182,7 +182,7 @@ class CacheWriter:
                 f"{path} must stay until the job ends; it is gone: put it back to go on with what was committed, or "
                 "run the job again on an empty place"
             )
-            raise ShdError("write-failed", message, "CACHE-80") from error
+            raise ShdError("write-failed", message, "CACHE-66") from error
         if not held:
             raise other_job(self.folder, Manifest.read(self._storage).differences(self.manifest))
 
@@ -195,7 +195,7 @@ class CacheWriter:
                     "cache-incomplete",
                     f"{self.folder} must hold all {len(shards)} shards before it is sealed; "
                     f"{len(missing)} are missing, first shard {shard}: write them",
-                    "CACHE-65",
+                    "CACHE-55",
                 )
             checksums.append(checksum_of(receipt))
             yield receipt
@@ -225,7 +225,7 @@ class CacheWriter:
             message = (
                 f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)} samples"
             )
-            raise ShdError("argument-value", message, "CACHE-58")
+            raise ShdError("argument-value", message, "CACHE-51")
         given: list[NewRecord | Skipped] = [*records, *skipped]
         by_index = {sample.index: sample for sample in given}
         if len(by_index) != len(given) or by_index.keys() != set(wanted):
@@ -235,7 +235,7 @@ class CacheWriter:
                 "argument-value",
                 f"records of shard {shard} must be its {len(wanted)} samples, once each; got {len(records)} records "
                 f"(not of this shard: {unknown}; absent: {absent})",
-                "CACHE-25",
+                "CACHE-26",
             )
         ordered = [by_index[index] for index in wanted]
         return (
@@ -253,9 +253,9 @@ class CacheWriter:
             self._storage.remove(receipt_name(receipt.shard))
             shard_file.commit()
             receipt_file.commit()
-            # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-77).
+            # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
                 return receipt
         self._storage.remove(receipt_name(receipt.shard))
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
-        raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-77")
+        raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")

@@ -118,7 +118,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
 
     Args:
         reader: of the cache, sealed or not.
-        max_records: how many records' alphas are read, in stored order, which is a random one (CACHE-25).
+        max_records: how many records' alphas are read, in stored order, which is a random one (CACHE-26).
 
     Raises:
         ShdError: ``cache-corrupt`` and other codes of reading; ``cache-incomplete`` where nothing is committed;
@@ -131,7 +131,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         raise ShdError(
             "cache-incomplete",
             f"{reader.folder} must hold at least one committed sample to be reported; got none",
-            "CACHE-66",
+            "CACHE-56",
         )
     keys = list(dict.fromkeys(reader.keys()))[:max_records]
     alphas = [_by_row(reader.read(key, layers=()).alphas) for key in keys]

@@ -131,7 +131,7 @@ class Captured:
                 f"attention must be captured by the kinds that its teaching was made for, {layers.kinds or 'one'}; "
                 f"got {self._kinds or 'calls in the order they ran'}: give capture_attention the layers of the "
                 "supervision (layers=supervision.layers)",
-                "CACHE-115",
+                "CACHE-105",
             )
         layers.check_calls(self.num_calls, "the student")
 

@@ -44,7 +44,7 @@ class CacheJoin:
         skipped: str,
     ) -> None:
         if skipped not in ("error", "drop"):
-            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-58")
+            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-51")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
         self.layers = taught_layers(manifest, manifest.attention.student_layers if layers is None else layers)
@@ -78,7 +78,7 @@ class CacheJoin:
             raise ShdError(
                 "inputs-invalid",
                 f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
-                "CACHE-50",
+                "CACHE-30",
             )
         arrays = {name: np.asarray(given[name]) for name in inputs.names}
         return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
@@ -97,7 +97,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
 
     The join is by a hash of what the teacher saw, never by position: shuffles, subsets, ranks and a changed
     tokenizer cannot misalign it. All keys are looked up when the data set is made, before the first step, and
-    compared at every read: data that change afterwards are refused (CACHE-86).
+    compared at every read: data that change afterwards are refused (CACHE-84).
 
     Args:
         data: map-style, with ``len``; a sample may be anything.
@@ -140,7 +140,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
                 "sample-missing",
                 f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it, "
                 f"first sample {missing[0]} with key {keys[missing[0]]}: {self._advice(keys[missing[0]])}",
-                "CACHE-83",
+                "CACHE-82",
             )
         self.keys = [keys[index] for index in self._indices]
         self._records = {key: self.cache.read(key, self.layers) for key in set(self.keys)} if preload else None
@@ -174,7 +174,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
 
     def _seen_sample(self, index: int) -> Any:
-        """A sample, found to be what the teacher saw (CACHE-86)."""
+        """A sample, found to be what the teacher saw (CACHE-84)."""
         sample = self.sample(index)
         key = self.key(sample)
         if key == self.keys[index]:
@@ -185,14 +185,14 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
                 "inputs-invalid",
                 f"augment must depend on the sample and its seed alone; sample {number} came out another way than "
                 "before: seed every random choice in it",
-                "CACHE-59",
+                "CACHE-35",
             )
         raise ShdError(
             "inputs-invalid",
             f"data must give at every read what they gave when they were joined with {self.cache.folder}; sample "
             f"{number} has key {key}, its record {self.keys[index]}: shuffle with a sampler and not the data, keep "
             "random transforms behind the join (or replay them with augment), or join the changed data again",
-            "CACHE-86",
+            "CACHE-84",
         )
 
     def sample(self, index: int) -> Any:
@@ -206,7 +206,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
                 "argument-value",
                 f"augment must be left out where the cache has no seeds; {self.cache.folder} has none: precompute "
                 "with --seed-column",
-                "CACHE-59",
+                "CACHE-35",
             )
         return seeds
 
@@ -236,7 +236,7 @@ class CodedSupervision:
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
 
-    Source: CACHE-40, CACHE-41.
+    Source: CACHE-125, CACHE-126.
     """
 
     buffer: Tensor
@@ -448,7 +448,7 @@ def check_cache(
             "cache-mismatch",
             f"num_student_layers must be {rule}; got {num_student_layers}: precompute with --student-layers "
             f"{num_student_layers}, or with --layer-pairs where some of them are not to be taught",
-            "CACHE-114",
+            "CACHE-104",
         )
 
 

@@ -175,7 +175,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
                     "sample-missing",
                     f"{self.cache.folder} must hold every sample; sample {number} with key {key} "
                     f"is not in it: {self._advice(key)}",
-                    "CACHE-83",
+                    "CACHE-82",
                 )
             yield sample, self.cache.read(key, self.layers)
         # A worker stays at its end: others may not have got there yet, and the loader's state holds all of them.

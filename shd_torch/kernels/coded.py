@@ -12,7 +12,7 @@ from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.mask import AttentionRule
 
 CODECS: tuple[str, ...] = ("sqrt8-row", "sqrt8-abs")
-"""What the kernels decode: the two give the same rows from the same codes (CACHE-27, CACHE-35)."""
+"""What the kernels decode: the two give the same rows from the same codes (CACHE-116, CACHE-115)."""
 
 
 @torch.no_grad()

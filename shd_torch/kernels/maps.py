@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# What the cache's code 1 decodes to before the row is made to sum to one; every other code is its square (CACHE-35).
+# What the cache's code 1 decodes to before the row is made to sum to one; every other code is its square (CACHE-115).
 CODE_1 = tl.constexpr(0.75)
 
 

@@ -16,7 +16,7 @@ from shd_torch.checks import check_probs
 from shd_torch.supervision.supervision import ALL, Supervision, tile_entries
 
 _WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
-# Power of a code, and what code 1 stands for once it is raised (CACHE-29, CACHE-33).
+# Power of a code, and what code 1 stands for once it is raised (CACHE-118, CACHE-113).
 _LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "sqrt8-abs": (2, 0.75), "u4": (3, 0.84375)}
 
 
@@ -38,7 +38,7 @@ class Coded(Supervision):
         starts: where each sample's codes begin in it.
         lengths: positions of each sample.
         num_student_heads: H_s.
-        codec: of the cache (CACHE-26).
+        codec: of the cache (CACHE-110).
         support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
         length: L, to which shorter samples are padded; there rows are 0 and do not count.
         temperature: T_a of the cache; with None any that the loss is called with.
@@ -50,7 +50,7 @@ class Coded(Supervision):
         ShdError: ``argument-shape`` where a sample is longer than ``length``, or the buffer does not hold its codes;
             ``argument-dtype`` for another buffer than bytes.
 
-    Source: CACHE-26.
+    Source: CACHE-125, CACHE-126.
     """
 
     buffer: Tensor
@@ -72,7 +72,7 @@ class Coded(Supervision):
             raise ShdError(
                 "argument-dtype",
                 f"buffer must be uint8 with one axis; got {self.buffer.dtype} {tuple(self.buffer.shape)}",
-                "CACHE-30",
+                "CACHE-110",
             )
         for name, given, longest in (
             ("length", self.length, max(self.lengths)),
@@ -264,7 +264,7 @@ def _triangle(rows: int) -> int:
 
 
 def decode_codes(codec: str, codes: Tensor) -> Tensor:
-    """Codes, as float32 numbers, to probabilities in place (CACHE-29, CACHE-32, CACHE-33, CACHE-35).
+    """Codes, as float32 numbers, to probabilities in place (CACHE-118, CACHE-112, CACHE-113, CACHE-115).
 
     Args:
         codec: of the cache.

@@ -23,7 +23,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FactoredCodes:
-    """The supervision of a batch from a cache of queries and keys (CACHE-100).
+    """The supervision of a batch from a cache of queries and keys (CACHE-140).
 
     Attributes:
         buffer: uint8: the mixing matrices and steps of all layers and samples, then their codes.
@@ -40,7 +40,7 @@ class FactoredCodes:
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
 
-    Source: CACHE-100.
+    Source: CACHE-140.
     """
 
     buffer: Tensor
@@ -170,7 +170,7 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
     """
     form = manifest.attention
     if not isinstance(form, Factors):
-        raise ShdError("argument-value", f"manifest must have factors; got maps (codec {form.codec})", "CACHE-100")
+        raise ShdError("argument-value", f"manifest must have factors; got maps (codec {form.codec})", "CACHE-140")
     columns = [form.column(layer) for layer in layers]
     factors = tuple(form.factors[column] for column in columns)
     mixing: list[np.ndarray] = []
@@ -179,7 +179,7 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
     for layer, column, each in zip(layers, columns, factors, strict=True):
         for record in records:
             if record.mixing is None:  # a reader has refused this already
-                raise ShdError("argument-value", f"record {record.index} must have mixing; got None", "CACHE-101")
+                raise ShdError("argument-value", f"record {record.index} must have mixing; got None", "CACHE-141")
             vectors = (form.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
             end = 4 * vectors if form.codec == "int8" else 0
             mixing.append(np.ascontiguousarray(record.mixing[column]).reshape(-1).view(np.uint8))

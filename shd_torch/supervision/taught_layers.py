@@ -24,7 +24,7 @@ class TaughtLayers(tuple[int, ...]):
         kinds: of an encoder-decoder: how many calls of each kind of attention (``encoder``, ``decoder``, ``cross``)
             it was meant to make, in the order in which they are numbered; calls of other kinds are not taught.
 
-    Source: section 3 (t = s * L_t / L_s). Specification: CACHE-114.
+    Source: section 3 (t = s * L_t / L_s). Specification: CACHE-104.
     """
 
     num_student_layers: int | None
@@ -67,7 +67,7 @@ class TaughtLayers(tuple[int, ...]):
                 "cache-mismatch",
                 f"a forward pass of {name} must make as many attention calls of each kind as its teaching was made "
                 f"for, {meant}; got {got}: precompute with --student-layers of this student's numbers",
-                "CACHE-115",
+                "CACHE-105",
             )
         return [call for wanted, _ in self.kinds for call, kind in zip(calls, kinds, strict=True) if kind == wanted]
 
@@ -88,7 +88,7 @@ class TaughtLayers(tuple[int, ...]):
                 f"a forward pass of {name} must make {meant} attention calls, as its teaching was made for {meant} "
                 f"student layers; got {num_calls}: precompute with --student-layers {num_calls} (a live "
                 f"teacher: layer_map={num_calls}), or with --layer-pairs where some are not to be taught",
-                "CACHE-114",
+                "CACHE-104",
             )
 
 
@@ -105,14 +105,14 @@ def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
             "cache-mismatch",
             f"all teachers must be mapped to one number of student layers; got {counts}: precompute, or make the "
             "live teacher, for this student",
-            "CACHE-114",
+            "CACHE-104",
         )
     kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
     if len(kinds) > 1:
         raise ShdError(
             "cache-mismatch",
             f"all teachers must number one set of attention kinds; got {' and '.join(map(str, sorted(kinds)))}",
-            "CACHE-115",
+            "CACHE-105",
         )
     numbers = sorted({layer for layers in taught for layer in layers})
     return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())

@@ -324,5 +324,5 @@ def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
                 f"attention_mask must be {what} for the {n} positions that the teacher saw, then zeros; "
                 f"sample {number} of a batch has {mask[number].tolist()}: set the tokenizer's padding_side to "
                 "'right', and truncate as for precompute; or pad the samples before precompute, and join those",
-                "CACHE-83",
+                "CACHE-82",
             )

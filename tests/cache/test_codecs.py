@@ -50,7 +50,7 @@ ROWS = {
 
 
 def sqrt8_by_hand(row: list[float]) -> list[int]:
-    """CACHE-34 with plain numbers, each step rounded to binary32."""
+    """CACHE-114 with plain numbers, each step rounded to binary32."""
 
     def single(x: float) -> float:
         return struct.unpack("<f", struct.pack("<f", x))[0]

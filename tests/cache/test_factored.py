@@ -1,4 +1,4 @@
-"""Factored records: queries and keys in place of maps (CACHE-100 to CACHE-111)."""
+"""Factored records: queries and keys in place of maps (CACHE-140 to CACHE-153)."""
 
 from __future__ import annotations
 

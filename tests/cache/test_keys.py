@@ -13,7 +13,7 @@ TOKENS = np.array([101, 7592, 102], dtype=np.int64)
 
 
 def test_key_follows_the_specification() -> None:
-    """CACHE-50 by hand."""
+    """CACHE-30 by hand."""
     image = np.array([[0.5, -1.0]], dtype=np.float32)
     by_hand = b"shd-sample-key-1\n"
     by_hand += struct.pack("<I", 9) + b"input_ids" + struct.pack("<I", 5) + b"int64" + struct.pack("<IQ", 1, 3)

@@ -1,4 +1,4 @@
-"""Links and other oddities in the place of a cache's files and folders; shared files; impossible paths (CACHE-8)."""
+"""Links and other oddities in the place of a cache's files and folders; shared files; impossible paths (CACHE-7)."""
 
 from __future__ import annotations
 

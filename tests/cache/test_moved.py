@@ -1,4 +1,4 @@
-"""Folders that are moved, deleted or replaced under a writer: bytes appear only beside their manifest (CACHE-80)."""
+"""Folders that are moved, deleted or replaced under a writer: bytes appear only beside their manifest (CACHE-66)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records whose maps have rows of one sequence and keys of another (CACHE-116, CACHE-117)."""
+"""Records whose maps have rows of one sequence and keys of another (CACHE-128, CACHE-33)."""
 
 from __future__ import annotations
 

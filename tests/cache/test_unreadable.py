@@ -1,4 +1,4 @@
-"""Files that are there and cannot be read, and files and folders in each other's place (CACHE-85)."""
+"""Files that are there and cannot be read, and files and folders in each other's place (CACHE-83)."""
 
 from __future__ import annotations
 

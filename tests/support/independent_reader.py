@@ -72,7 +72,7 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
 
 
 def read_map(attention: dict[str, Any], blob: bytes, length: int, num_keys: int) -> list[list[list[float]]]:
-    """CACHE-27 to CACHE-36 and CACHE-40 to CACHE-43."""
+    """CACHE-110 to CACHE-119 and CACHE-125 to CACHE-130."""
     form = {"float32": "f", "bf16": "H"}.get(attention["codec"], "B")
     numbers = struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob)
     if attention["codec"] == "u4":
@@ -95,7 +95,7 @@ def read_map(attention: dict[str, Any], blob: bytes, length: int, num_keys: int)
 def read_factored(
     attention: dict[str, Any], column: int, blob: bytes, mixing: list[float], record: dict[str, Any]
 ) -> list[list[list[float]]]:
-    """CACHE-101 to CACHE-113."""
+    """CACHE-141 to CACHE-153."""
     first = record.get("first", 0)
     length = record["length"] - first
     layer = attention["factors"][column]

@@ -71,7 +71,7 @@ def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_pat
     assert 0 < summary.errors.attention.rows <= rows
     again = recheck_records(tmp_path / "factored", teacher, inputs, num_records=NUM_SAMPLES)
     assert again.records == NUM_SAMPLES
-    assert 0 < again.tv_max <= np.sqrt(max(bounds) / 2) + 1e-4  # CACHE-109 with Pinsker's inequality
+    assert 0 < again.tv_max <= np.sqrt(max(bounds) / 2) + 1e-4  # CACHE-151 with Pinsker's inequality
 
 
 def test_resumed_run_gives_the_same_bytes(teacher: Path, tmp_path: Path) -> None:

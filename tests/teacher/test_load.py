@@ -164,7 +164,7 @@ PLACES = ["Constant", "body", "Constant in a body", "function", "body in a funct
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_hash_of_a_teacher_covers_weights_wherever_they_are(place: str, tmp_path: Path) -> None:
-    """Two teachers that differ in one data file only must not be mixed into one cache (CACHE-19)."""
+    """Two teachers that differ in one data file only must not be mixed into one cache (CACHE-21)."""
     path, data = tmp_path / "teacher.onnx", tmp_path / "w.data"
     path.write_bytes(hide_weight(place, external_tensor("w.data", [3, 3])).SerializeToString())
     hashes = set()

@@ -1,4 +1,4 @@
-"""What decoders with past are fed beside the data (CACHE-120): an empty past, positions, the flag of a body."""
+"""What decoders with past are fed beside the data (CACHE-36): an empty past, positions, the flag of a body."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Codecs: how the rows of a squeezed map become stored numbers, and back (CACHE-30 to CACHE-39).
+"""Codecs: how the rows of a squeezed map become stored numbers, and back (CACHE-110 to CACHE-121).
 
 A codec works on rows along the last axis and keeps the shape. Every lossy codec's decoder makes the rows sum
 to one again, so no scale is stored. The arithmetic is float32 and only uses operations that IEEE 754 rounds
 correctly, so an ONNX graph can end in the same quantiser and give the same codes.
 
-What each costs can be said beforehand (CACHE-39): with S positive entries in a row, the largest of them m, KL in nats
+What each costs is known beforehand (CACHE-121): with S positive entries in a row, the largest of them m, KL in nats
 is at most ``S m / 255^2`` (sqrt8-row), ``S / 255^2`` (sqrt8-abs), ``S m / 206`` (u4) and ``1.01 / 2^16`` (bf16).
 """
 
@@ -23,7 +23,7 @@ CODECS: Final = ("float32", "bf16", "sqrt8-row", "sqrt8-abs", "u4")
 DEFAULT_CODEC: Final = "sqrt8-row"
 
 SMALLEST_PROB: Final = 2.0**-126
-"""The smallest normal float32. Anything below counts as zero: accelerators flush it (CACHE-31)."""
+"""The smallest normal float32. Anything below counts as zero: accelerators flush it (CACHE-111)."""
 
 SQRT8_LEVELS: Final = 255
 """Code of the row's largest entry (of 1 for ``sqrt8-abs``); codes go as the square root of the probability."""
@@ -48,12 +48,12 @@ def code_dtype(codec: str) -> np.dtype[Any]:
         ShdError: ``argument-value`` for a codec that is not in ``CODECS``.
     """
     if codec not in _CODE_DTYPES:
-        raise ShdError("argument-value", f"codec must be one of {', '.join(CODECS)}; got {codec!r}", "CACHE-30")
+        raise ShdError("argument-value", f"codec must be one of {', '.join(CODECS)}; got {codec!r}", "CACHE-110")
     return _CODE_DTYPES[codec]
 
 
 def code_bits(codec: str) -> int:
-    """Bits of one code as it is stored; below 8, several codes share a byte (CACHE-30)."""
+    """Bits of one code as it is stored; below 8, several codes share a byte (CACHE-110)."""
     code_dtype(codec)
     return _BITS[codec]
 
@@ -68,12 +68,12 @@ def code_values(codec: str) -> NDArray[np.float32]:
         ShdError: ``argument-value`` for a codec whose codes are numbers themselves (float32, bf16).
     """
     if code_bits(codec) > 8:
-        raise ShdError("argument-value", f"codec must be sqrt8-row, sqrt8-abs or u4; got {codec!r}", "CACHE-30")
+        raise ShdError("argument-value", f"codec must be sqrt8-row, sqrt8-abs or u4; got {codec!r}", "CACHE-110")
     return u4_table() if codec == "u4" else sqrt8_table()
 
 
 def u4_table() -> NDArray[np.float32]:
-    """Decoded value of each u4 code before the row is made to sum to one (CACHE-29).
+    """Decoded value of each u4 code before the row is made to sum to one (CACHE-118).
 
     As in ``sqrt8_table``, code 1 decodes to the centroid of its bin: the mean of ``x^3`` over (0, 1.5) is 0.84375.
 
@@ -88,13 +88,13 @@ def u4_table() -> NDArray[np.float32]:
 def u4_thresholds() -> NDArray[np.float32]:
     """The smallest share of the row's largest entry that gets each code from 2 on: ``((code - 1/2) / 15)^3``.
 
-    Thresholds, because no rule says how a cube root is rounded (CACHE-28).
+    Thresholds, because no rule says how a cube root is rounded (CACHE-117).
     """
     return (((np.arange(2, U4_LEVELS + 1) - 0.5) / U4_LEVELS) ** 3).astype(np.float32)
 
 
 def sqrt8_table() -> NDArray[np.float32]:
-    """Decoded value of each sqrt8 code before the row is made to sum to one (CACHE-35).
+    """Decoded value of each sqrt8 code before the row is made to sum to one (CACHE-115).
 
     Code 0 is exactly zero: masked. Code 1 holds every smaller positive value too, and decodes to the centroid
     of its bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
@@ -108,7 +108,7 @@ def sqrt8_table() -> NDArray[np.float32]:
 
 
 def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
-    """Code probability rows (CACHE-27, CACHE-28, CACHE-32, CACHE-33, CACHE-34).
+    """Code probability rows (CACHE-116, CACHE-117, CACHE-112, CACHE-113, CACHE-114).
 
     Args:
         codec: one of ``CODECS``.
@@ -123,12 +123,12 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
     """
     dtype = code_dtype(codec)
     if probs.dtype not in (np.float32, np.float64):
-        raise ShdError("argument-dtype", f"probs must be float32 or float64; got {probs.dtype}", "CACHE-31")
+        raise ShdError("argument-dtype", f"probs must be float32 or float64; got {probs.dtype}", "CACHE-111")
     values = probs.astype(np.float32)
     if not np.isfinite(values).all():
-        raise ShdError("not-finite", "probs must be finite; got NaN or infinity", "CACHE-31")
+        raise ShdError("not-finite", "probs must be finite; got NaN or infinity", "CACHE-111")
     if (values < 0).any():
-        raise ShdError("not-a-distribution", f"probs must not be negative; got {values.min()}", "CACHE-31")
+        raise ShdError("not-a-distribution", f"probs must not be negative; got {values.min()}", "CACHE-111")
     values[values < SMALLEST_PROB] = 0.0  # -0.0 becomes 0.0 as well
     if dtype == np.float32:
         return values
@@ -142,7 +142,7 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
 
 
 def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
-    """Probability rows from codes (CACHE-29, CACHE-32, CACHE-33, CACHE-35).
+    """Probability rows from codes (CACHE-118, CACHE-112, CACHE-113, CACHE-115).
 
     Args:
         codec: one of ``CODECS``.
@@ -163,7 +163,7 @@ def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def check_codes(codec: str, codes: NDArray[Any]) -> None:
-    """Refuse codes that no encoder makes, such as the NaN of a broken teacher (CACHE-30).
+    """Refuse codes that no encoder makes, such as the NaN of a broken teacher (CACHE-110).
 
     Raises:
         ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
@@ -173,18 +173,18 @@ def check_codes(codec: str, codes: NDArray[Any]) -> None:
         return
     values = codes if codec == "float32" else _bf16_values(codes)
     if not np.isfinite(values).all():
-        raise ShdError("not-finite", f"codes of {codec} must be finite; got NaN or infinity", "CACHE-31")
+        raise ShdError("not-finite", f"codes of {codec} must be finite; got NaN or infinity", "CACHE-111")
     if np.signbit(values).any():
-        raise ShdError("not-a-distribution", f"codes of {codec} must not be negative", "CACHE-31")
+        raise ShdError("not-a-distribution", f"codes of {codec} must not be negative", "CACHE-111")
 
 
 def check_dtype(codec: str, codes: NDArray[Any]) -> None:
     """Refuse codes of another type (``argument-dtype``), or beyond the codec's last code (``argument-value``)."""
     dtype = code_dtype(codec)
     if codes.dtype != dtype:
-        raise ShdError("argument-dtype", f"codes of {codec} must be {dtype}; got {codes.dtype}", "CACHE-30")
+        raise ShdError("argument-dtype", f"codes of {codec} must be {dtype}; got {codes.dtype}", "CACHE-110")
     if codec == "u4" and codes.size and codes.max() > U4_LEVELS:
-        raise ShdError("argument-value", f"codes of u4 must be at most {U4_LEVELS}; got {codes.max()}", "CACHE-30")
+        raise ShdError("argument-value", f"codes of u4 must be at most {U4_LEVELS}; got {codes.max()}", "CACHE-110")
 
 
 def _bf16_values(codes: NDArray[Any]) -> NDArray[np.float32]:

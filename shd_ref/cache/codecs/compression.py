@@ -1,4 +1,4 @@
-"""Compressed blobs (CACHE-55 to CACHE-57): Zstandard, one frame a blob, never larger than the blob itself."""
+"""Compressed blobs (CACHE-43 to CACHE-45): Zstandard, one frame a blob, never larger than the blob itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_compression(compression: str) -> None:
 
 
 def compress_blob(blob: NDArray[np.uint8], compression: str) -> NDArray[np.uint8]:
-    """The bytes to store: a frame where that is smaller, else the blob itself (CACHE-55)."""
+    """The bytes to store: a frame where that is smaller, else the blob itself (CACHE-43)."""
     if compression == "none":
         return blob
     frame = _zstandard().ZstdCompressor(level=_LEVEL).compress(blob)
@@ -42,7 +42,7 @@ def compress_blob(blob: NDArray[np.uint8], compression: str) -> NDArray[np.uint8
 
 
 def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np.uint8]:
-    """The blob from the bytes that are stored; memory is only ever taken for ``size`` bytes (CACHE-56).
+    """The blob from the bytes that are stored; memory is only ever taken for ``size`` bytes (CACHE-44).
 
     Args:
         stored: as ``compress_blob`` made it.
@@ -66,9 +66,9 @@ def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np
         message = (
             f"{source}: must fit the memory; it expands {len(data)} bytes to {size}: read it where there is more"
         )
-        raise ShdError("cache-corrupt", message, "CACHE-56") from error
+        raise ShdError("cache-corrupt", message, "CACHE-44") from error
     except library.ZstdError as error:
-        raise ShdError("cache-corrupt", f"{source}: must be a Zstandard frame: {error}", "CACHE-56") from error
+        raise ShdError("cache-corrupt", f"{source}: must be a Zstandard frame: {error}", "CACHE-44") from error
     if len(blob) != size:
-        raise ShdError("cache-corrupt", f"{source}: must expand to {size} bytes; it claims {claimed}", "CACHE-56")
+        raise ShdError("cache-corrupt", f"{source}: must expand to {size} bytes; it claims {claimed}", "CACHE-44")
     return np.frombuffer(bytearray(blob), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What coding costs: KL divergence and total variation of decoded rows (CACHE-38, CACHE-39)."""
+"""What coding costs: KL divergence and total variation of decoded rows (CACHE-120, CACHE-121)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CodecError:
 
 
 def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
-    """The most that a codec can cost a row, in nats, stated before anything is coded (CACHE-39).
+    """The most that a codec can cost a row, in nats, stated before anything is coded (CACHE-121).
 
     Args:
         codec: one of ``CODECS``.
@@ -53,7 +53,7 @@ def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
 
 
 def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
-    """The most that a codec can move each row, in total variation: Pinsker's inequality on ``kl_bound`` (CACHE-39).
+    """The most that a codec can move each row, in total variation: Pinsker's inequality on ``kl_bound`` (CACHE-121).
 
     Args:
         codec: one of ``CODECS``.
@@ -67,7 +67,7 @@ def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
-    """Compare exact rows with decoded ones, in float64 (CACHE-38).
+    """Compare exact rows with decoded ones, in float64 (CACHE-120).
 
     Args:
         probs: ``(..., L, S)`` exact rows; rows without mass are not measured.
@@ -81,7 +81,7 @@ def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
     """
     if probs.shape != decoded.shape:
         raise ShdError(
-            "argument-shape", f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}", "CACHE-38"
+            "argument-shape", f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}", "CACHE-120"
         )
     exact = probs.reshape(-1, probs.shape[-1]).astype(np.float64)
     exact[exact < SMALLEST_PROB] = 0.0

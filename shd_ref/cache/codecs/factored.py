@@ -1,10 +1,10 @@
-"""Factored records: the teacher's queries and keys in place of maps (CACHE-100 to CACHE-111).
+"""Factored records: the teacher's queries and keys in place of maps (CACHE-140 to CACHE-153).
 
 A map is the softmax of scaled products of queries and keys, so for long samples these are smaller, and a student
 can be trained on them without a map. Keys are centred first: what is added to all keys of a head changes no map, and
 smaller numbers are rounded by less.
 
-What rounding costs can be said beforehand (CACHE-109): if it moves no logit of a row by more than e, the row's KL
+What rounding costs can be said beforehand (CACHE-151): if it moves no logit of a row by more than e, the row's KL
 is at most ``e^2 / 2`` (Hoeffding's lemma, as the KL is ``log E exp(d) - E d`` of the moves d); mixing only lowers it.
 """
 
@@ -36,13 +36,13 @@ _CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {"float16": np.dtype(np.float16)
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """How a layer's queries and keys make its maps; one for each layer of a manifest (CACHE-101).
+    """How a layer's queries and keys make its maps; one for each layer of a manifest (CACHE-141).
 
     Attributes:
         num_key_heads: H_kv, a divisor of H_t: query head t reads key head ``t // (H_t / H_kv)``.
         width: d, components of a query and of a key.
         scale: of their products, above 0.
-        window: a row looks at keys less than this many positions from it; None for all (CACHE-112).
+        window: a row looks at keys less than this many positions from it; None for all (CACHE-144).
     """
 
     num_key_heads: int
@@ -72,7 +72,7 @@ class CodedFactors:
 
 
 def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> CodedFactors:
-    """Code queries and centred keys (CACHE-103 to CACHE-106).
+    """Code queries and centred keys (CACHE-143 to CACHE-148).
 
     Args:
         codec: one of ``FACTORED_CODECS``.
@@ -86,11 +86,11 @@ def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> Cod
     check_factored_codec(codec)
     for name, values in (("queries", queries), ("keys", keys)):
         if values.ndim != 3 or values.shape[1:] != queries.shape[1:] or not values.size:
-            raise ShdError("argument-shape", f"{name} must be (heads, n, d); got {values.shape}", "CACHE-103")
+            raise ShdError("argument-shape", f"{name} must be (heads, n, d); got {values.shape}", "CACHE-143")
         if values.dtype != np.float32:
-            raise ShdError("argument-dtype", f"{name} must be float32; got {values.dtype}", "CACHE-103")
+            raise ShdError("argument-dtype", f"{name} must be float32; got {values.dtype}", "CACHE-143")
         if not np.isfinite(values).all():
-            raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-103")
+            raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-143")
     centred = keys - keys.mean(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
     if codec == "float16":
         return CodedFactors(_to_float16("queries", queries), _to_float16("keys", centred))
@@ -100,7 +100,7 @@ def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> Cod
 
 
 def decode_factors(coded: CodedFactors) -> tuple[Array32, Array32]:
-    """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32 (CACHE-105, CACHE-106)."""
+    """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32 (CACHE-147, CACHE-148)."""
     queries, keys = coded.queries.astype(np.float32), coded.keys.astype(np.float32)
     if coded.query_steps is not None and coded.key_steps is not None:
         queries *= coded.query_steps[..., None]
@@ -109,7 +109,7 @@ def decode_factors(coded: CodedFactors) -> tuple[Array32, Array32]:
 
 
 def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) -> int:
-    """Bytes of one blob (CACHE-107).
+    """Bytes of one blob (CACHE-149).
 
     Args:
         codec: one of ``FACTORED_CODECS``.
@@ -123,7 +123,7 @@ def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) 
 
 
 def pack_factors(coded: CodedFactors) -> NDArray[np.uint8]:
-    """Codes of one layer as bytes: steps if there are any, then codes, queries before keys (CACHE-107)."""
+    """Codes of one layer as bytes: steps if there are any, then codes, queries before keys (CACHE-149)."""
     parts = [coded.query_steps, coded.key_steps, coded.queries, coded.keys]
     return np.concatenate([_little_bytes(part) for part in parts if part is not None])
 
@@ -142,7 +142,7 @@ def unpack_factors(
             "argument-shape",
             f"blob must be ({size},) uint8 for {num_heads} and {layer.num_key_heads} heads x {length} positions of "
             f"width {layer.width} ({codec}); got {blob.shape} {blob.dtype}",
-            "CACHE-107",
+            "CACHE-149",
         )
     heads = (num_heads, layer.num_key_heads)
     steps: list[Array32 | None] = [None, None]
@@ -164,17 +164,17 @@ def unpack_factors(
 
 
 def check_coded_factors(coded: CodedFactors) -> None:
-    """Refuse codes that no encoder makes (CACHE-108).
+    """Refuse codes that no encoder makes (CACHE-150).
 
     Raises:
         ShdError: ``not-finite``, ``argument-value``.
     """
     for values in (coded.queries, coded.keys, coded.query_steps, coded.key_steps):
         if values is not None and values.dtype != np.int8 and not np.isfinite(values).all():
-            raise ShdError("not-finite", "queries and keys must be finite; got NaN or infinity", "CACHE-108")
+            raise ShdError("not-finite", "queries and keys must be finite; got NaN or infinity", "CACHE-150")
     for codes, steps in ((coded.queries, coded.query_steps), (coded.keys, coded.key_steps)):
         if steps is not None and ((steps < 0).any() or (codes == -INT8_LEVELS - 1).any()):
-            raise ShdError("argument-value", "steps must not be negative, and no code -128", "CACHE-108")
+            raise ShdError("argument-value", "steps must not be negative, and no code -128", "CACHE-150")
 
 
 def rebuild_maps(
@@ -187,7 +187,7 @@ def rebuild_maps(
     window: int | None = None,
     first: int = 0,
 ) -> Array32:
-    """Maps from queries and keys: the teacher's, or mixed to the student's (CACHE-110).
+    """Maps from queries and keys: the teacher's, or mixed to the student's (CACHE-152).
 
     Args:
         queries: ``(H_t, n - first, d)``.
@@ -205,7 +205,9 @@ def rebuild_maps(
         ShdError: ``argument-value`` (support).
     """
     if support not in SUPPORTS:
-        raise ShdError("argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-40")
+        raise ShdError(
+            "argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-125"
+        )
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
     weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
     positions = np.arange(length)
@@ -223,7 +225,7 @@ def rebuild_maps(
 
 
 def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last key that each row looks at (CACHE-112).
+    """The first and the last key that each row looks at (CACHE-144).
 
     Args:
         length: positions, padding not counted.
@@ -242,7 +244,7 @@ def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[n
 def factored_kl_bound(
     codec: str, queries: NDArray[Any], keys: NDArray[Any], scale: float, support: str = "full"
 ) -> Array64:
-    """The most that coding can cost each row of the teacher's maps, in nats (CACHE-109).
+    """The most that coding can cost each row of the teacher's maps, in nats (CACHE-151).
 
     Args:
         codec: one of ``FACTORED_CODECS``.
@@ -272,7 +274,7 @@ def factored_kl_bound(
 
 
 def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> str | None:
-    """What is wrong with the factors of a manifest's layers (CACHE-101), if anything."""
+    """What is wrong with the factors of a manifest's layers (CACHE-141), if anything."""
     if codec not in FACTORED_CODECS:
         return f"codec must be one of {FACTORED_CODECS} where factors are given; got {codec!r}"
     for layer in layers:
@@ -291,7 +293,7 @@ def check_factored_codec(codec: str) -> None:
     """Refuse a codec that is not in ``FACTORED_CODECS``: ``argument-value``."""
     if codec not in FACTORED_CODECS:
         raise ShdError(
-            "argument-value", f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}", "CACHE-102"
+            "argument-value", f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}", "CACHE-142"
         )
 
 
@@ -302,7 +304,7 @@ def _to_float16(name: str, values: Array32) -> NDArray[np.float16]:
         raise ShdError(
             "argument-value",
             f"{name} must be below 65520 for float16; got {np.abs(values).max():g}: use int8",
-            "CACHE-105",
+            "CACHE-147",
         )
     return codes
 
@@ -316,7 +318,7 @@ def _to_int8(values: Array32) -> tuple[NDArray[np.int8], Array32]:
 
 
 def _largest_move(codec: str, values: Array64) -> Array64:
-    """How far rounding moves a component of each vector at most: u of CACHE-109."""
+    """How far rounding moves a component of each vector at most: u of CACHE-151."""
     largest = np.abs(values).max(axis=-1)
     if codec == "int8":
         return np.asarray(largest / (2 * INT8_LEVELS) * (1 + 2.0**-14), dtype=np.float64)

@@ -1,7 +1,7 @@
-"""Packing: the codes of one sample and layer as one run of bytes (CACHE-40 to CACHE-43).
+"""Packing: the codes of one sample and layer as one run of bytes (CACHE-125 to CACHE-130).
 
 With ``"full"`` support all of a map is stored, ``length`` query rows and as many keys, or another number of keys
-(CACHE-116); with ``"causal"`` support, which is square, only the lower triangle, the diagonal included, row by row.
+(CACHE-128); with ``"causal"`` support, which is square, only the lower triangle, the diagonal included, row by row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUPPORTS: Final = ("full", "causal")
 
 
 def packed_size(codec: str, support: str, num_heads: int, length: int, num_keys: int | None = None) -> int:
-    """Bytes of one blob: heads x entries of the support x bits of a code, in whole bytes (CACHE-40)."""
+    """Bytes of one blob: heads x entries of the support x bits of a code, in whole bytes (CACHE-125)."""
     return -(-code_bits(codec) * num_codes(support, num_heads, length, num_keys) // 8)
 
 
@@ -30,13 +30,13 @@ def num_codes(support: str, num_heads: int, length: int, num_keys: int | None = 
         raise ShdError(
             "argument-shape",
             f"maps of causal support must be square; got {length} rows and {num_keys} keys",
-            "CACHE-116",
+            "CACHE-128",
         )
     return num_heads * (length * num_keys if support == "full" else length * (length + 1) // 2)
 
 
 def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray[np.uint8]:
-    """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-41).
+    """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-126).
 
     Args:
         codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; a code of zero means probability zero in
@@ -55,7 +55,7 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
     if codec is not None:
         check_dtype(codec, codes)
     if codes.ndim != 3 or (support == "causal" and codes.shape[1] != codes.shape[2]):
-        raise ShdError("argument-shape", f"codes must be (H_s, n, n); got {codes.shape}", "CACHE-40")
+        raise ShdError("argument-shape", f"codes must be (H_s, n, n); got {codes.shape}", "CACHE-125")
     stored = codes
     if support == "causal":
         stored = codes.reshape(len(codes), -1)[:, _lower_triangle(codes.shape[1])]
@@ -65,7 +65,7 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
                 "support-mismatch",
                 f"codes must be zero above the diagonal for causal support; got {codes[head, row, key]} "
                 f"at head {head}, row {row}, key {key}",
-                "CACHE-42",
+                "CACHE-127",
             )
     little = np.ascontiguousarray(stored, dtype=codes.dtype.newbyteorder("<")).reshape(-1)
     return _pack_halves(little) if codec == "u4" else little.view(np.uint8)
@@ -74,7 +74,7 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
 def unpack(
     blob: NDArray[np.uint8], codec: str, support: str, num_heads: int, length: int, num_keys: int | None = None
 ) -> NDArray[Any]:
-    """The inverse of ``pack`` (CACHE-43).
+    """The inverse of ``pack`` (CACHE-130).
 
     Args:
         blob: ``(packed_size,)`` uint8.
@@ -98,7 +98,7 @@ def unpack(
             f"blob must be ({size},) uint8 for {num_heads} heads x {length} rows x {num_keys} keys "
             f"({codec}, {support}); "
             f"got {blob.shape} {blob.dtype}",
-            "CACHE-43",
+            "CACHE-130",
         )
     dtype = code_dtype(codec)
     if codec == "u4":
@@ -131,4 +131,6 @@ def _lower_triangle(length: int) -> NDArray[np.intp]:
 
 def _check_support(support: str) -> None:
     if support not in SUPPORTS:
-        raise ShdError("argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-40")
+        raise ShdError(
+            "argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-125"
+        )

@@ -1,4 +1,4 @@
-"""Sample keys: a sample is found by a hash of what the teacher saw (CACHE-50 to CACHE-54).
+"""Sample keys: a sample is found by a hash of what the teacher saw (CACHE-30 to CACHE-37).
 
 Never by a step or row number: shuffling, ranks and a changed tokenizer cannot misalign a cache.
 """
@@ -20,7 +20,7 @@ _KEY_FORM: Final = re.compile(r"[0-9a-f]{32}")
 
 
 def sample_key(inputs: Mapping[str, NDArray[Any]]) -> str:
-    """The key of one sample: XXH3-128 over its named inputs (CACHE-50, CACHE-51).
+    """The key of one sample: XXH3-128 over its named inputs (CACHE-30, CACHE-31).
 
     Integers of every width count as int64, floats as float32 and booleans as uint8, so the key does not
     depend on the framework that made the arrays.
@@ -35,7 +35,7 @@ def sample_key(inputs: Mapping[str, NDArray[Any]]) -> str:
         ShdError: ``inputs-invalid`` for no inputs, another dtype, or an integer beyond int64.
     """
     if not inputs:
-        raise ShdError("inputs-invalid", "inputs must hold at least one array; got none", "CACHE-50")
+        raise ShdError("inputs-invalid", "inputs must hold at least one array; got none", "CACHE-30")
     parts = [b"shd-sample-key-1\n"]
     for name in sorted(inputs):
         array = _canonical(name, np.asarray(inputs[name]))
@@ -48,7 +48,7 @@ def sample_key(inputs: Mapping[str, NDArray[Any]]) -> str:
 
 
 def trim_sample(inputs: Mapping[str, NDArray[Any]], mask_name: str) -> tuple[dict[str, NDArray[Any]], int]:
-    """Cut trailing padding, so that it changes neither key nor map (CACHE-52).
+    """Cut trailing padding, so that it changes neither key nor map (CACHE-32).
 
     Every input whose first axis is as long as the mask is cut after the mask's last nonzero entry; padding
     before or between tokens stays.
@@ -64,13 +64,13 @@ def trim_sample(inputs: Mapping[str, NDArray[Any]], mask_name: str) -> tuple[dic
         ShdError: ``inputs-invalid`` for a mask that is absent, not one-dimensional, or leaves no token.
     """
     if mask_name not in inputs:
-        raise ShdError("inputs-invalid", f"inputs must hold the mask {mask_name!r}; got {sorted(inputs)}", "CACHE-52")
+        raise ShdError("inputs-invalid", f"inputs must hold the mask {mask_name!r}; got {sorted(inputs)}", "CACHE-32")
     mask = np.asarray(inputs[mask_name])
     if mask.ndim != 1:
-        raise ShdError("inputs-invalid", f"{mask_name} must be (L,); got {mask.shape}", "CACHE-52")
+        raise ShdError("inputs-invalid", f"{mask_name} must be (L,); got {mask.shape}", "CACHE-32")
     tokens = np.flatnonzero(mask)
     if not len(tokens):
-        raise ShdError("inputs-invalid", f"{mask_name} must leave at least one token; got none", "CACHE-52")
+        raise ShdError("inputs-invalid", f"{mask_name} must leave at least one token; got none", "CACHE-32")
     length = int(tokens[-1]) + 1
     arrays = {name: np.asarray(array) for name, array in inputs.items()}
     trimmed = {
@@ -86,7 +86,7 @@ def trim_inputs(
     decoder: Collection[str] = (),
     decoder_mask: str | None = None,
 ) -> tuple[dict[str, NDArray[Any]], int | None, int | None]:
-    """Cut trailing padding of a sample with one or two sequences, each by its own mask (CACHE-52, CACHE-117).
+    """Cut trailing padding of a sample with one or two sequences, each by its own mask (CACHE-32, CACHE-33).
 
     Args:
         inputs: the arrays of one sample, without a batch axis.
@@ -111,7 +111,7 @@ def trim_inputs(
 
 
 def dataset_fingerprint(keys: Iterable[str]) -> str:
-    """XXH3-128 over the keys of a data set in the order of its samples (CACHE-54).
+    """XXH3-128 over the keys of a data set in the order of its samples (CACHE-37).
 
     Raises:
         ShdError: ``argument-value`` for something that is not a sample key.
@@ -124,9 +124,9 @@ def dataset_fingerprint(keys: Iterable[str]) -> str:
 
 
 def check_key(key: str) -> str:
-    """The key itself, if it is 32 lower-case hex digits; otherwise ``argument-value`` (CACHE-50)."""
+    """The key itself, if it is 32 lower-case hex digits; otherwise ``argument-value`` (CACHE-30)."""
     if not isinstance(key, str) or not _KEY_FORM.fullmatch(key):
-        raise ShdError("argument-value", f"a sample key must be 32 lower-case hex digits; got {key!r}", "CACHE-50")
+        raise ShdError("argument-value", f"a sample key must be 32 lower-case hex digits; got {key!r}", "CACHE-30")
     return key
 
 
@@ -138,8 +138,8 @@ def _canonical(name: str, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype(np.float32)
     if kind not in "iu":
         raise ShdError(
-            "inputs-invalid", f"input {name!r} must be integer, floating or boolean; got {array.dtype}", "CACHE-51"
+            "inputs-invalid", f"input {name!r} must be integer, floating or boolean; got {array.dtype}", "CACHE-31"
         )
     if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
-        raise ShdError("inputs-invalid", f"input {name!r} must fit int64; got {array.max()}", "CACHE-51")
+        raise ShdError("inputs-invalid", f"input {name!r} must fit int64; got {array.max()}", "CACHE-31")
     return array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""The manifest: what a cache was made from, and how (CACHE-20 to CACHE-25). Immutable, free of dates."""
+"""The manifest: what a cache was made from, and how (CACHE-20 to CACHE-26). Immutable, free of dates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
 
 FORMAT_VERSION: Final = "1"
-"""The version of the format; another one is refused (CACHE-24). Open until release 0.1.0 (CACHE-95)."""
+"""The version of the format; another one is refused (CACHE-25). Open until release 0.1.0 (CACHE-95)."""
 
 SHOWN_CACHES: Final = 8
 """How many are named where a folder of caches was taken for one."""
@@ -64,7 +64,7 @@ class Manifest:
 
     @functools.cached_property
     def id(self) -> str:
-        """SHA-256 of the manifest file (CACHE-22)."""
+        """SHA-256 of the manifest file (CACHE-23)."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @property
@@ -101,7 +101,7 @@ class Manifest:
                 "cache-version",
                 f"{source}: format_version must be {FORMAT_VERSION!r} for this release; got {version[:20]!r}: "
                 "install a release of squeezing-heads that reads it, or precompute the cache again",
-                "CACHE-24",
+                "CACHE-25",
             )
         return build(cls, members, source)
 
@@ -131,7 +131,7 @@ class Manifest:
         ]
 
     def shard_samples(self, shard: int) -> list[int]:
-        """Sample indices of one shard, in the order in which it stores them (CACHE-25).
+        """Sample indices of one shard, in the order in which it stores them (CACHE-26).
 
         Raises:
             ShdError: ``argument-value`` for a shard number outside the plan.

@@ -1,4 +1,4 @@
-"""Members of the manifest that no form owns: teacher, inputs, data set, shard plan (CACHE-20, CACHE-21, CACHE-25)."""
+"""Members of the manifest that no form owns: teacher, inputs, data set, shard plan (CACHE-20, CACHE-22, CACHE-26)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SampleInputs:
 
     ``seed`` names the column that holds each sample's augmentation seed, if any; it is no part of the key.
     ``decoder`` names the inputs of the sequence whose positions are the query rows of decoder and cross attention,
-    and ``decoder_mask`` their mask, if any: they are cut by it, and all others by ``mask`` (CACHE-117).
+    and ``decoder_mask`` their mask, if any: they are cut by it, and all others by ``mask`` (CACHE-33).
     """
 
     names: tuple[str, ...]
@@ -96,7 +96,7 @@ class ShardPlan:
 
 @functools.lru_cache(maxsize=2)
 def sample_order(num_samples: int, seed: int) -> NDArray[np.int64]:
-    """Sample indices sorted by the seeded XXH3-64 of each, so that any language can repeat it (CACHE-25).
+    """Sample indices sorted by the seeded XXH3-64 of each, so that any language can repeat it (CACHE-26).
 
     A library's shuffle is not used: its stream of random numbers may change from release to release.
     """

@@ -1,4 +1,4 @@
-"""Receipts: what has been committed (CACHE-60 to CACHE-63)."""
+"""Receipts: what has been committed (CACHE-50 to CACHE-54)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Record:
         length: n, counted positions.
         blobs: for each part of the manifest where it is; None for one that the record lacks.
         seed: of the sample's augmentation, or None.
-        first: positions of padding in front (CACHE-113).
-        shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-116).
+        first: positions of padding in front (CACHE-145).
+        shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-128).
     """
 
     index: int
@@ -108,7 +108,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The commit point of one shard (CACHE-60): a shard without its receipt does not exist.
+    """The commit point of one shard (CACHE-50): a shard without its receipt does not exist.
 
     Attributes:
         manifest: id of the cache it belongs to.
@@ -141,7 +141,7 @@ class Receipt:
             data = read_document(storage, receipt_name(shard))
         except FileNotFoundError as error:
             message = f"{path} must exist: shard {shard} was never committed; write it"
-            raise ShdError("cache-incomplete", message, "CACHE-60") from error
+            raise ShdError("cache-incomplete", message, "CACHE-50") from error
         return cls.from_bytes(data, shard, manifest, path)
 
     @classmethod
@@ -150,9 +150,9 @@ class Receipt:
         receipt = build(cls, parse_members(data, source), source)
         if receipt.manifest != manifest.id:
             message = f"{source} must belong to manifest {manifest.id}; got {receipt.manifest}"
-            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-61")
+            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-52")
         for problem in receipt._problems(shard, manifest):
-            raise ShdError("cache-corrupt", f"{source}: {problem}", "CACHE-62")
+            raise ShdError("cache-corrupt", f"{source}: {problem}", "CACHE-53")
         return receipt
 
     def to_bytes(self) -> bytes:
@@ -170,7 +170,7 @@ class Receipt:
         return {sample.index: sample.seed for sample in samples if sample.seed is not None}
 
     def stored_parts(self, manifest: Manifest) -> Iterator[tuple[Record, Part, Blob]]:
-        """All blobs as they lie in the shard: the float32 ones of every record, then the coded ones (CACHE-44)."""
+        """All blobs as they lie in the shard: the float32 ones of every record, then the coded ones (CACHE-40)."""
         for dtype in (F32, U8):
             for record in self.records:
                 for part, blob in zip(manifest.parts, record.blobs, strict=True):

@@ -1,4 +1,4 @@
-"""The seal: states that a cache is complete (CACHE-65, CACHE-66)."""
+"""The seal: states that a cache is complete (CACHE-55, CACHE-56)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shd_ref.errors import ShdError
 
 @dataclass(frozen=True)
 class Seal:
-    """States that every shard is committed (CACHE-65).
+    """States that every shard is committed (CACHE-55).
 
     Attributes:
         manifest: id of the cache.
@@ -46,12 +46,12 @@ class Seal:
         seal = build(cls, parse_members(data, path), path)
         if seal.manifest != manifest.id:
             message = f"{path} must belong to manifest {manifest.id}; got {seal.manifest}"
-            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-61")
+            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-52")
         if (seal.num_samples, len(seal.receipts)) != (manifest.dataset.num_samples, manifest.shards.num_shards):
             message = (
                 f"{path} must count {manifest.dataset.num_samples} samples in {manifest.shards.num_shards} shards"
             )
-            raise ShdError("cache-corrupt", message, "CACHE-65")
+            raise ShdError("cache-corrupt", message, "CACHE-55")
         return seal
 
     def to_bytes(self) -> bytes:
@@ -60,7 +60,7 @@ class Seal:
 
 
 def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Receipt]) -> None:
-    """Refuse a set of receipts whose keys, by sample index, are not the data set's (CACHE-54)."""
+    """Refuse a set of receipts whose keys, by sample index, are not the data set's (CACHE-37)."""
     keys = np.zeros((manifest.dataset.num_samples, 16), dtype=np.uint8)
     held = np.zeros(len(keys), dtype=np.bool_)
     for receipt in receipts:
@@ -75,5 +75,5 @@ def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Rec
             f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest; "
             f"got {found}: the data set or the tokenizer changed while the cache was written; start over "
             "in another folder",
-            "CACHE-54",
+            "CACHE-37",
         )

@@ -1,4 +1,4 @@
-"""What both forms of attention share: who teaches whom, by which plan, with which weights (CACHE-20, CACHE-47)."""
+"""What both forms of attention share: who teaches whom, by which plan, with which weights (CACHE-20, CACHE-107)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shd_ref.errors import ShdError
 MAX_HEADS: Final = 10_000
 ALPHA_PER: Final = ("map", "row")
 KINDS: Final = ("encoder", "decoder", "cross")
-"""Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-115)."""
+"""Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-105)."""
 
 Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -43,7 +43,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class KindLayers:
-    """How many attention calls of one kind the student was meant to make (CACHE-115)."""
+    """How many attention calls of one kind the student was meant to make (CACHE-105)."""
 
     kind: str
     num_student_layers: int
@@ -56,7 +56,7 @@ class KindLayers:
 
 @dataclass(frozen=True)
 class Matching:
-    """How the plans were chosen on the data set itself (CACHE-18).
+    """How the plans were chosen on the data set itself (CACHE-103).
 
     Attributes:
         by: ``"residual"`` or ``"similarity"``; the cache only compares it.
@@ -81,16 +81,16 @@ class Attention(Form):
         num_student_heads: H_s.
         layers: by ascending student layer.
         plan: rounds of pairs of positions in the pool of heads; empty where ``plans`` has them.
-        plans: of each layer, where they differ (CACHE-17).
+        plans: of each layer, where they differ (CACHE-102).
         matching: how the plans were matched on the data, or None.
         strategy: name from the specification, as are alpha_rule and alpha_from; the cache only compares them.
         alpha_per: ``"map"`` or ``"row"``.
         support: ``"full"`` or ``"causal"``.
         codec: of the form.
         num_student_layers: L_s, how many attention calls the student was meant to make; None where explicit pairs
-            name the layers that are taught, whichever others there are (CACHE-114).
+            name the layers that are taught, whichever others there are (CACHE-104).
         kinds: where attention of several kinds is told apart: which, and how many calls of each the student was meant
-            to make. Student layers are numbered kind after kind (CACHE-115).
+            to make. Student layers are numbered kind after kind (CACHE-105).
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -139,17 +139,17 @@ class Attention(Form):
 
     @property
     def num_alphas(self) -> int:
-        """n: pairs in all rounds of a plan. A strategy without pairwise weights stores none (CACHE-47)."""
+        """n: pairs in all rounds of a plan. A strategy without pairwise weights stores none (CACHE-107)."""
         return _count_pairs(self.layer_plans[0])
 
     @property
     def layer_plans(self) -> tuple[Plan, ...]:
-        """The plan of every layer, in the order of ``layers`` (CACHE-17)."""
+        """The plan of every layer, in the order of ``layers`` (CACHE-102)."""
         return (self.plan,) * len(self.layers) if self.plans is None else self.plans
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Weights and mixing matrices of all layers, then a blob a layer (CACHE-44)."""
+        """Weights and mixing matrices of all layers, then a blob a layer (CACHE-40)."""
         blobs = (Part(f"L{layer:02d}", U8, layer=layer) for layer in self.student_layers)
         return Part("alphas", F32, optional=True), Part("mixing", F32, optional=self.mixing_is_optional), *blobs
 
@@ -197,7 +197,7 @@ class Attention(Form):
             yield "mixing", record.mixing
 
     def map_shapes(self, extent: Extent) -> tuple[tuple[int, int], ...]:
-        """Rows and keys of each layer's maps in a record: n and n, unless the record says otherwise (CACHE-116)."""
+        """Rows and keys of each layer's maps in a record: n and n, unless the record says otherwise (CACHE-128)."""
         return extent.shapes or ((extent.length, extent.length),) * len(self.layers)
 
     def column(self, layer: int) -> int:
@@ -271,6 +271,8 @@ def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tup
         raise misfit(record, f"{name} must be {shape}", values.shape)
     if values.dtype != np.float32:
         message = f"record {record.index}: {name} must be float32; got {values.dtype}"
-        raise ShdError("argument-dtype", message, "CACHE-47")
+        raise ShdError("argument-dtype", message, "CACHE-107")
     if not np.isfinite(values).all():
-        raise ShdError("not-finite", f"record {record.index}: {name} must be finite; got NaN or infinity", "CACHE-47")
+        raise ShdError(
+            "not-finite", f"record {record.index}: {name} must be finite; got NaN or infinity", "CACHE-107"
+        )

@@ -1,4 +1,4 @@
-"""Factored records: the teacher's queries and keys in place of maps (CACHE-100 to CACHE-113)."""
+"""Factored records: the teacher's queries and keys in place of maps (CACHE-140 to CACHE-153)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Factors(Attention):
 
     Attributes:
         form: ``"factored"``.
-        factors: how each layer's queries and keys make its maps (CACHE-101).
-        padding: ``"around"`` where records may have padding in front too, else ``"behind"`` (CACHE-113).
+        factors: how each layer's queries and keys make its maps (CACHE-141).
+        padding: ``"around"`` where records may have padding in front too, else ``"behind"`` (CACHE-145).
     """
 
     form: str = field(default="factored", init=False)
@@ -47,7 +47,7 @@ class Factors(Attention):
         require(len(self.factors) == len(self.layers), f"factors must be {len(self.layers)}", len(self.factors))
         problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
         if problem is not None:
-            raise ShdError("argument-value", problem, "CACHE-101")
+            raise ShdError("argument-value", problem, "CACHE-141")
         require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per)
         require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding)
 
@@ -58,7 +58,7 @@ class Factors(Attention):
 
     @property
     def bound_temperature(self) -> None:
-        """Logits are divided by a temperature where the student is trained (CACHE-111)."""
+        """Logits are divided by a temperature where the student is trained (CACHE-153)."""
         return None
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
@@ -69,7 +69,7 @@ class Factors(Attention):
             yield f"shapes must be left out for factors; got {str(extent.shapes)[:80]}"
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
-        """By CACHE-107."""
+        """By CACHE-149."""
         length, heads = extent.length - extent.first, self.num_teacher_heads
         return tuple(factored_size(self.codec, heads, layer, length) for layer in self.factors)
 
@@ -93,10 +93,10 @@ class Factors(Attention):
                     raise misfit(record, f"steps must be ({count}, {length}) for int8, else None", found)
                 if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
                     message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
-                    raise ShdError("argument-dtype", message, "CACHE-102")
+                    raise ShdError("argument-dtype", message, "CACHE-142")
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """One blob a layer (CACHE-107).
+        """One blob a layer (CACHE-149).
 
         Raises:
             ShdError: as ``check_coded_factors``.
@@ -107,7 +107,7 @@ class Factors(Attention):
             yield pack_factors(coded)
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
-        """``(H_s, n, n)`` float32, made from queries and keys (CACHE-110)."""
+        """``(H_s, n, n)`` float32, made from queries and keys (CACHE-152)."""
         assert record.mixing is not None  # refused by the receipt
         queries, keys = self.decode_factors(record, layer)
         column = self.column(layer)

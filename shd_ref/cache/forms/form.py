@@ -46,8 +46,8 @@ class Extent:
 
     Attributes:
         length: n.
-        first: positions of padding in front (CACHE-113).
-        shapes: rows and keys of each layer's maps, where they are not n and n (CACHE-116).
+        first: positions of padding in front (CACHE-145).
+        shapes: rows and keys of each layer's maps, where they are not n and n (CACHE-128).
     """
 
     length: int
@@ -75,7 +75,7 @@ class NewRecord:
         mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
         seed: of the sample's augmentation, where the manifest names a column of seeds.
         first: positions of padding in front, where the form leaves them out.
-        shapes: rows and keys of each layer's maps, where the manifest has shapes ``own`` (CACHE-116).
+        shapes: rows and keys of each layer's maps, where the manifest has shapes ``own`` (CACHE-128).
     """
 
     index: int
@@ -180,7 +180,7 @@ class Form(ABC):
         """What a listing and a report say of it: names and values."""
 
 
-def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-21") -> None:
+def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-22") -> None:
     """Refuse a value: ``argument-value`` unless the rule holds."""
     if not holds:
         raise ShdError("argument-value", f"{rule}; got {value!r}", spec_id)
@@ -188,4 +188,4 @@ def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-21") ->
 
 def misfit(record: NewRecord, rule: str, value: object) -> ShdError:
     """The error for a record that is not as the manifest says: ``argument-shape``."""
-    return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", "CACHE-44")
+    return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", "CACHE-40")

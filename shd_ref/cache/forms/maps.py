@@ -1,4 +1,4 @@
-"""Merged maps, coded (CACHE-30 to CACHE-43)."""
+"""Merged maps, coded (CACHE-110 to CACHE-130)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Maps(Attention):
         form: ``"maps"``.
         temperature: the attention temperature that the maps are bound to, above 0.
         shapes: ``"own"`` where records say how many rows and keys the maps of each layer have, else ``"length"``: n
-            and n (CACHE-116).
+            and n (CACHE-128).
     """
 
     form: str = field(default="maps", init=False)
@@ -65,7 +65,7 @@ class Maps(Attention):
             yield f"shapes must be rows and keys, at least 1, of {wanted} layers; got {str(extent.shapes)[:80]}"
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
-        """By CACHE-40."""
+        """By CACHE-125."""
         return tuple(
             packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in self.map_shapes(extent)
         )
@@ -86,7 +86,7 @@ class Maps(Attention):
                 raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", found)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """One blob a layer (CACHE-41).
+        """One blob a layer (CACHE-126).
 
         Raises:
             ShdError: as ``codecs.check_codes`` and ``packing.pack``; ``support-mismatch`` when a counted row has mass
@@ -109,7 +109,7 @@ class Maps(Attention):
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Refused: maps do not tell which queries and keys made them."""
         message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
-        raise ShdError("argument-value", message, "CACHE-100")
+        raise ShdError("argument-value", message, "CACHE-140")
 
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""
@@ -131,5 +131,5 @@ def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> ND
     rows = codes[:, :num_rows]
     if rows[:, :, num_keys:].any():
         message = f"{where}: keys from {num_keys} on must have no probability: the teacher attends to padding"
-        raise ShdError("support-mismatch", message, "CACHE-42")
+        raise ShdError("support-mismatch", message, "CACHE-127")
     return rows[:, :, :num_keys]

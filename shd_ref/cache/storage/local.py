@@ -1,10 +1,10 @@
-"""Local folders: files that appear whole or not at all (CACHE-70 to CACHE-75, CACHE-80).
+"""Local folders: files that appear whole or not at all (CACHE-60 to CACHE-65, CACHE-66).
 
 A file is written under a temporary name, synchronised and renamed. Its writer holds an advisory lock on it
 all the while, so another process can tell a dead writer's leftovers from work in progress, on any host that
 shares the file system, and for any process id.
 
-Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-8). A writer holds
+Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-7). A writer holds
 the folder that it began with open: when that is moved, what is under way goes with it, and nothing is written to
 another folder that takes its place.
 """
@@ -67,7 +67,7 @@ class LocalStorage(Storage):
         return self.root / name
 
     def size(self, name: str) -> int:
-        """Size of a regular file, refusing links and devices (CACHE-8)."""
+        """Size of a regular file, refusing links and devices (CACHE-7)."""
         with self.reads(name), self._parent(name) as (folder, base):
             return self._check_regular(name, os.stat(base, dir_fd=folder, follow_symlinks=False))
 
@@ -131,14 +131,14 @@ class LocalStorage(Storage):
         for path in (self.root, *self.root.parents):
             if path.exists() and not path.is_dir():
                 message = f"{path} must be a folder; it is a file: choose another place, or move it away"
-                raise ShdError("cache-exists", message, "CACHE-70")
+                raise ShdError("cache-exists", message, "CACHE-60")
         _make_folder(self.root)
         if self._held is None:
             self._held = os.open(self.root, _FOLDER)
             weakref.finalize(self, os.close, self._held)
 
     def check_held(self) -> None:
-        """Refuse to go on where the folder is no longer where it was (CACHE-80)."""
+        """Refuse to go on where the folder is no longer where it was (CACHE-66)."""
         if self._held is None:
             return
         try:
@@ -153,7 +153,7 @@ class LocalStorage(Storage):
             "write-failed",
             f"{self.root} must stay the folder that this job began with until it ends; {what}: put the first one "
             "back, or run the job again where it is now; what was committed is in it, and nothing elsewhere",
-            "CACHE-80",
+            "CACHE-66",
         )
 
     def remove_stale(self) -> None:
@@ -218,7 +218,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def reads(self, name: str) -> Iterator[None]:
-        """Turn what the operating system refuses to read into an error that names the file (CACHE-85)."""
+        """Turn what the operating system refuses to read into an error that names the file (CACHE-83)."""
         try:
             yield
         except FileNotFoundError:
@@ -242,7 +242,7 @@ class LocalStorage(Storage):
             os.close(folder)
 
     def _open_folder(self, parts: Sequence[str], *, make: bool = False) -> int:
-        """A descriptor of a folder of the cache; its parts may not be links (CACHE-8)."""
+        """A descriptor of a folder of the cache; its parts may not be links (CACHE-7)."""
         folder = os.open(self.root, _FOLDER) if self._held is None else os.dup(self._held)
         for count, part in enumerate(parts, 1):
             try:
@@ -267,7 +267,7 @@ class LocalStorage(Storage):
 
     def _unsafe(self, name: str) -> ShdError:
         message = f"{self.root / name} must be a regular file or folder, not a link or a device: move it away"
-        return ShdError("path-unsafe", message, "CACHE-8")
+        return ShdError("path-unsafe", message, "CACHE-7")
 
     def _refuse(self, path: Path, error: OSError) -> ShdError:
         if error.errno == errno.ELOOP and path.is_symlink():
@@ -275,15 +275,15 @@ class LocalStorage(Storage):
         if isinstance(error, NotADirectoryError):
             if not self.root.is_dir():
                 message = f"{self.root} is not a cache folder: name the folder that holds manifest.json"
-                return ShdError("cache-incomplete", message, "CACHE-85")
+                return ShdError("cache-incomplete", message, "CACHE-83")
             blocking = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), path)
             message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
-            return ShdError("cache-corrupt", message, "CACHE-85")
+            return ShdError("cache-corrupt", message, "CACHE-83")
         if isinstance(error, IsADirectoryError):
             message = f"{path} must be a file; it is a folder: move it away, then restore the file or write it again"
-            return ShdError("cache-corrupt", message, "CACHE-85")
+            return ShdError("cache-corrupt", message, "CACHE-83")
         message = f"{path} could not be read: {error.strerror or error}: regain access to it, or restore it"
-        return ShdError("read-failed", message, "CACHE-85")
+        return ShdError("read-failed", message, "CACHE-83")
 
 
 class _LocalPending(PendingFile):

@@ -1,4 +1,4 @@
-"""Object stores through fsspec (CACHE-76 to CACHE-79): a PUT is atomic, and there are no locks.
+"""Object stores through fsspec (CACHE-70 to CACHE-73): a PUT is atomic, and there are no locks.
 
 A file is gathered in a local temporary file and uploaded in one go, so readers see it whole or not at all.
 """
@@ -100,7 +100,7 @@ class RemoteStorage(Storage):
         return _RemotePending(self, name)
 
     def create(self, name: str, data: bytes) -> None:
-        """Put an object unless it exists: atomically where the store has conditional writes (CACHE-78)."""
+        """Put an object unless it exists: atomically where the store has conditional writes (CACHE-72)."""
         filesystem, prefix = self._connect()
         with contextlib.suppress(FileExistsError), _store_errors():
             if not filesystem.exists(f"{prefix}/{name}"):
@@ -181,7 +181,7 @@ class RemoteStorage(Storage):
             raise ShdError(
                 "read-failed",
                 f"{self.locate(name)} could not be read: {error}; check the address, the credentials and the network",
-                "CACHE-79",
+                "CACHE-73",
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Where a cache lies: a local folder, or an object store through fsspec (CACHE-70 to CACHE-79).
+"""Where a cache lies: a local folder, or an object store through fsspec (CACHE-60 to CACHE-73).
 
 Everything above this module asks for files by their names inside the cache, such as ``receipts/000123.json``.
 """
@@ -100,7 +100,7 @@ class Storage(abc.ABC):
         """Bytes of a file.
 
         Raises:
-            ShdError: ``path-unsafe`` for a link or device (CACHE-8); as ``read``.
+            ShdError: ``path-unsafe`` for a link or device (CACHE-7); as ``read``.
             FileNotFoundError: no such file.
         """
 
@@ -121,7 +121,7 @@ class Storage(abc.ABC):
         """A whole file.
 
         Raises:
-            ShdError: naming the file (CACHE-85): ``read-failed`` where the system or store refuses;
+            ShdError: naming the file (CACHE-83): ``read-failed`` where the system or store refuses;
                 ``cache-incomplete`` or ``cache-corrupt`` for a file in a folder's place, or a folder in a file's.
             FileNotFoundError: no such file.
         """
@@ -151,7 +151,7 @@ class Storage(abc.ABC):
         """Refuse a place where no file can be written, because a folder is there or a file in a folder's place.
 
         Raises:
-            ShdError: ``cache-corrupt`` naming what is in the way (CACHE-85).
+            ShdError: ``cache-corrupt`` naming what is in the way (CACHE-83).
         """
 
     @abc.abstractmethod
@@ -166,7 +166,7 @@ class Storage(abc.ABC):
         """Refuse to go on where the place is no longer the one that was prepared.
 
         Raises:
-            ShdError: ``write-failed`` (CACHE-80).
+            ShdError: ``write-failed`` (CACHE-66).
         """
 
     @abc.abstractmethod
@@ -232,11 +232,11 @@ def write_errors(path: Path | str) -> Iterator[None]:
     except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         message = f"{path} could not be written: {error.strerror or error}: a file is where a folder is meant"
         advice = "(or the reverse): move it away, or choose another place"
-        raise ShdError("write-failed", f"{message} {advice}", "CACHE-74") from error
+        raise ShdError("write-failed", f"{message} {advice}", "CACHE-64") from error
     except OSError as error:
         raise ShdError(
             "write-failed",
             f"{path} could not be written: {error.strerror or error}; everything committed is intact: "
             "make room or regain access, then run again to resume",
-            "CACHE-74",
+            "CACHE-64",
         ) from error

@@ -40,7 +40,7 @@ def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
-    """The options of a job that a folder may hold already: matched plans are then taken from its manifest (CACHE-18).
+    """The options of a job that a folder may hold already: matched plans are then those of its manifest (CACHE-103).
 
     Where it holds another job, the options come back as they are, and the writer will refuse the folder.
     """

@@ -40,7 +40,7 @@ class PrecomputeSummary:
         compared_samples: how many the first batch held, where teacher, reference and graph were all at hand.
         comparison: what it showed.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
-        supplied: what was fed beside the data, as it follows from them (CACHE-120), in a line; empty for nothing.
+        supplied: what was fed beside the data, as it follows from them (CACHE-36), in a line; empty for nothing.
         remark: what the reading process said of the data, such as how many texts were cut; None for nothing.
     """
 

@@ -117,7 +117,7 @@ def squeeze_graph(
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
-    check_option("codec", codec, CODECS, "CACHE-30")
+    check_option("codec", codec, CODECS, "CACHE-110")
     _check_layers(model, layers)
     if not isinstance(plan, str):
         plan = merge_plan(layers[0][1].num_heads or 0, num_student_heads, plan)

@@ -54,7 +54,7 @@ def choose_layers(
             raise ShdError(
                 "layers-invalid",
                 f"num_student_layers must be one number, as the graph has no cross attention; got {dict(meant)}",
-                "CACHE-115",
+                "CACHE-105",
             )
         meant = len(selected) if meant is None else meant
         if meant > len(selected):
@@ -76,7 +76,7 @@ def _choose_pairs(
         raise ShdError(
             "layers-invalid",
             f"num_student_layers must be one number with explicit pairs, which count all calls; got {dict(meant)}",
-            "CACHE-115",
+            "CACHE-105",
         )
     num_layers = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
     return tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), num_layers, pairs)), meant
@@ -85,7 +85,7 @@ def _choose_pairs(
 def _choose_by_kind(
     sites: Sequence[AttentionSite], kinds: SiteKinds, meant: int | Mapping[str, int] | None
 ) -> tuple[Chosen, tuple[KindLayers, ...]]:
-    """A layer map for each kind; student layers are numbered kind after kind (CACHE-115)."""
+    """A layer map for each kind; student layers are numbered kind after kind (CACHE-105)."""
     of_kind = {kind: [site for site in sites if kinds.kind(site) == kind] for kind in KINDS}
     held = {kind: len(found) for kind, found in of_kind.items() if found}
     if isinstance(meant, int) and len(held) == 1:
@@ -97,7 +97,7 @@ def _choose_by_kind(
             f"num_student_layers must be a number for each kind of attention that is taught, of {', '.join(held)}, "
             f"as the graph has cross attention; got {meant if isinstance(meant, int) else dict(meant)}: give "
             f"--student-layers {example}, or choose one kind with --sites",
-            "CACHE-115",
+            "CACHE-105",
         )
     chosen: list[tuple[int, AttentionSite]] = []
     counts: list[KindLayers] = []

@@ -238,9 +238,9 @@ def check_options(options: PrecomputeOptions) -> None:
     check_option("strategy", options.strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", options.alpha_per, ALPHA_PER, "ALPHA-9")
-    check_option("codec", options.codec, CODECS, "CACHE-30")
-    check_option("compression", options.compression, COMPRESSIONS, "CACHE-55")
-    check_option("on_error", options.on_error, ON_ERROR, "CACHE-58")
+    check_option("codec", options.codec, CODECS, "CACHE-110")
+    check_option("compression", options.compression, COMPRESSIONS, "CACHE-43")
+    check_option("on_error", options.on_error, ON_ERROR, "CACHE-51")
     check_compression(options.compression)
     check_temperature(options.temperature)
     _check_form(options)
@@ -264,7 +264,7 @@ def check_run(run: RunOptions) -> None:
 
 
 def _check_form(options: PrecomputeOptions) -> None:
-    check_option("form", options.form, FORMS, "CACHE-100")
+    check_option("form", options.form, FORMS, "CACHE-140")
     if not options.is_factored:
         return
     check_factored_codec(options.factored_codec)
@@ -274,5 +274,5 @@ def _check_form(options: PrecomputeOptions) -> None:
                 "argument-value",
                 f"{name} must be {only} for factored records; got {value}: the temperature is chosen with the loss, "
                 "and one weight per map is stored; use --form maps for others",
-                "CACHE-101",
+                "CACHE-141",
             )

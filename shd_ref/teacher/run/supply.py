@@ -2,7 +2,7 @@
 
 A graph exported with past (``text-generation-with-past``) takes the keys and values of earlier positions. Supervision
 is of whole samples, so there are none: the past is fed with length 0. Positions are counted from the attention mask,
-as generation does it on the hub, so that padding in front moves no token (CACHE-120).
+as generation does it on the hub, so that padding in front moves no token (CACHE-36).
 """
 
 from __future__ import annotations

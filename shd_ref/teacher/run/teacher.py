@@ -304,7 +304,7 @@ class TeacherRun:
                     "graph-unsupported",
                     f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: its rows are "
                     "those of a decoder with cross attention (--form maps)",
-                    "CACHE-116",
+                    "CACHE-128",
                 )
 
     def _open(self, checked: bool) -> _Session:
@@ -353,7 +353,7 @@ def _choose_factors(model: onnx.ModelProto, layers: Sequence[tuple[int, Attentio
                 "graph-unsupported",
                 f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: {reason} "
                 "(--form maps)",
-                "CACHE-103",
+                "CACHE-143",
             )
     return found
 

@@ -214,7 +214,7 @@ class _SampledSource(Source):
 
 
 def _maps(work: TeacherRun, outputs: StudentOutputs) -> Iterator[Any]:
-    """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32, as they are stored (CACHE-121)."""
+    """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32, as they are stored (CACHE-129)."""
     for number in range(len(outputs.batch.indices)):
         sample = work.sample(outputs, number)
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):

@@ -73,7 +73,7 @@ def recheck_records(
                 again = np.asarray(layer.checked.merged[:, :n, :keys], dtype=np.float32).copy()
                 again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
                 if layer.row_mask is not None:
-                    again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-121)
+                    again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-129)
                 difference = 0.5 * np.abs(stored - again).sum(axis=-1, dtype=np.float64)
                 rows += difference.size
                 tv_max = max(tv_max, float(difference.max()))

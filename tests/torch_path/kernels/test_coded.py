@@ -71,7 +71,7 @@ def test_the_bytes_of_a_cache_are_read_as_they_lie(kernel: Kernel, support: str)
 
 
 def test_code_one_and_code_zero(kernel: Kernel) -> None:
-    """Code 1 is the centroid of its bin, three quarters of a step squared; code 0 has no mass at all (CACHE-35)."""
+    """Code 1 is the centroid of its bin, three quarters of a step squared; code 0 has no mass at all (CACHE-115)."""
     codes = np.array([[[[1, 2, 0, 255]]]], np.uint8)
     zeros = np.zeros((1, 1, 4, 16), np.float32)
     actual = kernel(

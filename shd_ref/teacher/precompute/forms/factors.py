@@ -43,7 +43,7 @@ class FactorsMaker(Maker[Factors]):
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
     def check(self, form: Factors, samples: Sequence[SampleOutputs]) -> None:
-        """Refuse a teacher whose maps are not what its queries and keys make (CACHE-103).
+        """Refuse a teacher whose maps are not what its queries and keys make (CACHE-143).
 
         Raises:
             ShdError: ``graph-unsupported``; ``inputs-invalid`` for padding between positions that count.
@@ -67,7 +67,7 @@ class FactorsMaker(Maker[Factors]):
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
     def measure(self, form: Factors, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
-        """Of the maps that the stored numbers make (CACHE-110).
+        """Of the maps that the stored numbers make (CACHE-152).
 
         Raises:
             ShdError: ``graph-unsupported`` as ``check``.
@@ -86,7 +86,7 @@ class FactorsMaker(Maker[Factors]):
         return merge_codec_errors(errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
-        """By CACHE-109, and what queries and keys may make otherwise than the teacher."""
+        """By CACHE-151, and what queries and keys may make otherwise than the teacher."""
         factors = form.factors[form.column(layer.layer.student_layer)]
         bound = factored_kl_bound(form.codec, *_cut(layer, extent), factors.scale, form.support)
         # A merged row is moved at most as far as the row of its head that is moved the most.
@@ -108,7 +108,7 @@ def _check_sample(form: Factors, sample: SampleOutputs) -> None:
             "inputs-invalid",
             f"sample {sample.index} must have its positions in one run to be stored as queries and keys; got padding "
             "between them: pad in front or behind, or use --form maps",
-            "CACHE-113",
+            "CACHE-145",
         )
     check_mask(form, sample)
 
@@ -127,7 +127,7 @@ def _compare_maps(form: Factors, sample: SampleOutputs) -> None:
                 f"attention site {site.layer} ({site.name}) must have the maps that its queries and keys "
                 f"make, within a total variation of {limit:g}; got {difference:.3g}: something else takes part, such "
                 "as a bias; use --form maps",
-                "CACHE-103",
+                "CACHE-143",
             )
 
 

@@ -59,7 +59,7 @@ class MapsMaker(Maker[Maps]):
         return merge_codec_errors(errors)
 
     def bound(self, form: Maps, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
-        """By CACHE-39."""
+        """By CACHE-121."""
         return row_tv_bound(form.codec, merged)
 
 
@@ -74,7 +74,7 @@ def find_support(work: TeacherRun, outputs: StudentOutputs) -> str:
     if rows != columns or rows == 1 or has_own_shapes(work, outputs):
         return "full"
     for layer in outputs.layers:
-        # What rows of padding look at is not stored (CACHE-121), and often all keys.
+        # What rows of padding look at is not stored (CACHE-129), and often all keys.
         ahead, mask = np.triu(layer.checked.merged, 1).any(axis=(1, 3)), layer.row_mask
         if (ahead if mask is None else ahead & mask).any():
             return "full"
@@ -82,14 +82,14 @@ def find_support(work: TeacherRun, outputs: StudentOutputs) -> str:
 
 
 def has_own_shapes(work: TeacherRun, outputs: StudentOutputs) -> bool:
-    """Whether the maps of some layers have other rows and keys than the positions of the sample (CACHE-116)."""
+    """Whether the maps of some layers have other rows and keys than the positions of the sample (CACHE-128)."""
     shapes = {layer.checked.merged.shape[2:] for layer in outputs.layers}
     one_sequence = {work.site_kinds.kind(site) for _, site in work.layers} <= {None, "encoder"}
     return not one_sequence or len(shapes) > 1 or any(rows != keys for rows, keys in shapes)
 
 
 def _without_padding(maps: NDArray[Any], layer: LayerOutputs) -> NDArray[Any]:
-    """A copy of maps or codes ``(H_s, rows, keys)`` with 0 in the rows of padding (CACHE-121)."""
+    """A copy of maps or codes ``(H_s, rows, keys)`` with 0 in the rows of padding (CACHE-129)."""
     rows = maps.copy()
     if layer.row_mask is not None:
         rows[:, ~layer.row_mask[: rows.shape[1]]] = 0

@@ -15,7 +15,7 @@ from shd_ref.teacher.run.teacher import TeacherRun
 
 
 def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None, ...]]:
-    """What a manifest says of the mask: the support of all layers, and each layer's window (CACHE-112).
+    """What a manifest says of the mask: the support of all layers, and each layer's window (CACHE-144).
 
     Whether all rows of all samples keep to it is for ``check_mask`` to find.
 
@@ -53,7 +53,7 @@ def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
 
 
 def check_mask(form: Factors, sample: SampleOutputs) -> None:
-    """Refuse a teacher that masked this sample in another way than the manifest says (CACHE-103).
+    """Refuse a teacher that masked this sample in another way than the manifest says (CACHE-143).
 
     Raises:
         ShdError: ``graph-unsupported``.
@@ -74,5 +74,5 @@ def check_mask(form: Factors, sample: SampleOutputs) -> None:
                 f"and a window say, {wanted[2]} from {wanted[0]} to {wanted[1]} for row {first + row} "
                 f"({form.support}, window {factors.window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
                 f"{head}: it has a mask of its own; use --form maps",
-                "CACHE-103",
+                "CACHE-143",
             )
