@@ -113,43 +113,66 @@ def _keep_input(inputs: list[Tensor | None], at: int) -> Callable[..., None]:
     return keep
 
 
+@dataclass(frozen=True, eq=False)
+class LayerTrace:
+    """What one teacher layer did, batch by batch: all that the making of a student layer needs of its streams.
+
+    Attributes:
+        inputs: what queries, keys and values read.
+        middles: the stream after the attention.
+        ffn_inputs: what the FFN reads.
+        ends: the stream after the FFN, before a norm that lies on it.
+        outputs: what the layer returns.
+    """
+
+    inputs: list[Tensor]
+    middles: list[Tensor]
+    ffn_inputs: list[Tensor]
+    ends: list[Tensor]
+    outputs: list[Tensor]
+
+
 @torch.no_grad()
-def study_attention(
+def study_layer(
     model: nn.Module,
     family: Family,
     number: int,
     streams: Sequence[Tensor],
     batches: Sequence[Batch],
     weights: AttentionWeights,
-) -> AttentionStatistics:
-    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11)."""
+) -> tuple[AttentionStatistics, LayerTrace]:
+    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams."""
     layer = family.layers_of(model)[number]
     width, heads = weights.query.shape[1], weights.num_heads
-    first = find_part(layer, family.projections[0])
+    names = [family.projections[0], family.middle, family.ffn[0][0], *([] if family.end is None else [family.end])]
     device = streams[0].device
     gram = torch.zeros((heads,) * 4, dtype=torch.float64, device=device)
     augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
-    rows = 0
+    bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
+    trace = LayerTrace([], [], [], [], [])
     with _attention(model, _RECORDED) as recorded:
-        for (_, (inputs,)), batch in zip(run_layer(layer, streams, batches, number, [first]), batches, strict=True):
+        watched = [find_part(layer, name) for name in names]
+        for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
             probs, values = recorded.pop()
             _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
-            x = inputs.double() * batch.counted[..., None]
-            counts = batch.counted.sum(1, keepdim=True)[..., None].clamp_min(1)
-            mean = x.sum(1, keepdim=True) / counts
-            away = ((x - mean) * batch.counted[..., None]).flatten(0, 1)
-            ones = torch.cat([x, batch.counted[..., None].double()], dim=2).flatten(0, 1)
+            there = batch.counted[..., None]
+            x = read[0].double() * there
+            mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
+            away = ((x - mean) * there).flatten(0, 1)
+            ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
             augmented += ones.mT @ ones
             centred += away.mT @ away
-            bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
-            query = (x.flatten(0, 1) @ weights.query + bias) * batch.counted.flatten()[:, None]
-            sizes += query.square().sum((1, 2))
-            rows += int(batch.counted.sum())
+            sizes += ((x.flatten(0, 1) @ weights.query + bias) * there.flatten(0, 1)).square().sum((1, 2))
+            kept = (read[0], read[1], read[2], read[3] if len(read) > 3 else out, out)
+            for parts, part in zip(
+                (trace.inputs, trace.middles, trace.ffn_inputs, trace.ends, trace.outputs), kept, strict=True
+            ):
+                parts.append(part)
+    rows = int(augmented[-1, -1])
+    query_size = (sizes / rows / weights.head_dim).sqrt()
     length = max(stream.shape[1] for stream in streams)
-    return AttentionStatistics(
-        gram, augmented / rows, centred / rows, (sizes / rows / weights.head_dim).sqrt(), length
-    )
+    return AttentionStatistics(gram, augmented / rows, centred / rows, query_size, length), trace
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:
@@ -186,7 +209,8 @@ def _attention(model: Any, name: str) -> Iterator[Recorded]:
     ) -> tuple[Tensor, Tensor]:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         groups = query.shape[1] // key.shape[1]
-        logits = query.double() @ key.double().repeat_interleave(groups, 1).mT * scaling
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        logits = query.to(dtype) @ key.to(dtype).repeat_interleave(groups, 1).mT * scaling
         probs = (logits if attention_mask is None else logits + attention_mask).softmax(-1)
         recorded.append((probs, value))
         out = probs.to(value.dtype) @ value.repeat_interleave(groups, 1)

@@ -16,7 +16,7 @@ from shd_ref.errors import ShdError
 from shd_torch.checks import check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.align import RIDGE, OutputFit
-from shd_torch.shrink.calibration import Batch, rotary_frequencies, run_layer, start_batches, study_attention
+from shd_torch.shrink.calibration import Batch, LayerTrace, rotary_frequencies, run_layer, start_batches, study_layer
 from shd_torch.shrink.families import Family, base_of, family_of, find_part, read_linear, write_linear
 from shd_torch.shrink.heads import Squeezed, squeeze_attention
 from shd_torch.shrink.merges import PLANS, HeadMerge, merge_heads
@@ -214,11 +214,11 @@ def _make_layer(
     work: _Work, number: int, source: int, following: int, taught: list[Tensor], own: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """One student layer; returns the streams of teacher and student after it, and its report."""
-    family, batches = work.family, work.batches
+    family = work.family
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
     given = sizes_of(work.teacher.config)
     weights = family.read_attention(layer, given.heads, given.kv_heads)
-    statistics = study_attention(work.teacher, family, source, taught, batches, weights)
+    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights)
     merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
     squeezed = work.squeezer(
         weights,
@@ -229,34 +229,30 @@ def _make_layer(
         frequencies=work.frequencies,
         query_norm=family.query_norm is not None,
     )
-    middles = [read for _, (read,) in run_layer(layer, taught, batches, source, [find_part(layer, family.middle)])]
-    _fill_layer(work, layer, target, squeezed, taught, middles)
+    _fill_layer(work, layer, target, squeezed, taught, trace.middles)
     if work.align and work.turn is not None:
-        names = family.projections[:-1]
-        given_to = _read_by(work, layer, source, taught, names[0])
-        _fit_readers(work, target, source, own, names, given_to, _input_matrix(squeezed.weights))
-    after, ends, last = _advance(work, source, following, taught)
+        wanted = _input_matrix(squeezed.weights)
+        _fit_readers(work, target, source, own, family.projections[:-1], trace.inputs, *wanted)
+    after, ends, last = _advance(work, source, following, trace)
     if work.align and family.end is not None and last is not layer:
         find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
     if work.align:
-        _fit(work, target, source, own, family.projections[-1], family.middle, [work.on_axes(m) for m in middles])
-    wanted = [work.on_axes(end) for end in ends]
+        _fit(work, target, source, own, family.projections[-1], family.middle, trace.middles)
     if work.align and work.turn is not None:
-        given_to = _read_by(work, layer, source, taught, family.ffn[0][0])
-        _fit_readers(work, target, source, own, family.ffn[0], given_to, _matrix_of(layer, family.ffn[0]))
+        _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *_matrix_of(layer, family.ffn[0]))
     if work.align:
-        _fit(work, target, source, own, family.ffn[1], family.end, wanted)
-    streams, attention_error, layer_error = _measure(work, target, source, own, middles, wanted)
+        _fit(work, target, source, own, family.ffn[1], family.end, ends)
+    streams, attention_error, layer_error = _measure(work, target, source, own, trace.middles, ends)
     return after, streams, _report_layer(merge, squeezed, attention_error, layer_error)
 
 
 def _advance(
-    work: _Work, source: int, following: int, taught: list[Tensor]
+    work: _Work, source: int, following: int, trace: LayerTrace
 ) -> tuple[list[Tensor], list[Tensor], nn.Module]:
     """The teacher's stream before the next source layer, what the last norm on it read, and the last layer run."""
     layers = work.family.layers_of(work.teacher)
-    ends: list[Tensor] = []
-    for number in range(source, following):
+    taught, ends = trace.outputs, trace.ends
+    for number in range(source + 1, following):
         watched = [] if work.family.end is None else [find_part(layers[number], work.family.end)]
         found = list(run_layer(layers[number], taught, work.batches, number, watched))
         taught = [stream for stream, _ in found]
@@ -303,7 +299,7 @@ def _fit(
     ):
         stream = out if place is None else read[1]
         before = stream.double() - module(read[0]).double()
-        fit.add(read[0][batch.counted], (goal.double() - before)[batch.counted])
+        fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted])
     write_linear(module, *fit.solve())
 
 
@@ -314,12 +310,12 @@ def _fit_readers(
     own: list[Tensor],
     names: Sequence[str],
     inputs: list[Tensor],
-    made: tuple[Tensor, Tensor | None],
+    matrix: Tensor,
+    bias: Tensor | None,
 ) -> None:
     """Refit what reads a cut stream towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
     modules = [find_part(target, name) for name in names]
     fit = OutputFit(*_matrix_of(target, names), work.ridge)
-    matrix, bias = made
     for (_, (read,)), given, batch in zip(
         run_layer(target, own, work.batches, source, modules[:1]), inputs, work.batches, strict=True
     ):
@@ -348,10 +344,6 @@ def _fit_final(work: _Work, taught: list[Tensor], own: list[Tensor]) -> None:
         write_linear(module, *fit.solve())
 
 
-def _read_by(work: _Work, layer: nn.Module, source: int, taught: list[Tensor], name: str) -> list[Tensor]:
-    return [read for _, (read,) in run_layer(layer, taught, work.batches, source, [find_part(layer, name)])]
-
-
 def _matrix_of(layer: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
     """Several matrices that read the same rows, side by side."""
     matrices, biases = zip(*(read_linear(find_part(layer, name)) for name in names), strict=True)
@@ -376,7 +368,7 @@ def _measure(
     runs = run_layer(target, own, work.batches, source, [find_part(target, name) for name in names])
     for (out, read), middle, end, batch in zip(runs, middles, wanted, work.batches, strict=True):
         streams.append(out)
-        pairs = ((read[0], work.on_axes(middle)), (out if len(read) == 1 else read[1], end))
+        pairs = ((read[0], work.on_axes(middle)), (out if len(read) == 1 else read[1], work.on_axes(end)))
         for at, (found, goal) in enumerate(pairs):
             there = goal.double()[batch.counted]
             sums[2 * at] += float((found.double()[batch.counted] - there).square().sum())

@@ -74,7 +74,7 @@ def mixed_logits(model: Any, merges: list[tuple[list[list[int]], list[list[float
         groups, mixing = merges[next(calls) % len(merges)]
         repeats = query.shape[1] // key.shape[1]
         logits = query @ key.repeat_interleave(repeats, 1).mT * (kwargs.get("scaling") or query.shape[-1] ** -0.5)
-        mixed = torch.einsum("ht,btls->bhls", torch.tensor(mixing).to(logits.dtype), logits)
+        mixed = torch.einsum("ht,btls->bhls", torch.tensor(mixing, dtype=logits.dtype), logits)
         mixed = mixed if attention_mask is None else mixed + attention_mask
         homes = {head: number for number, group in enumerate(groups) for head in group}
         probs = mixed.softmax(-1)[:, [homes[head] for head in range(query.shape[1])]]
