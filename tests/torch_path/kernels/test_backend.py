@@ -134,6 +134,12 @@ def teach(q: torch.Tensor, **fields: Any) -> Factored:
     return Factored(q, q, torch.eye(2).expand(2, 2, 2), **fields)
 
 
+def cross(support: str) -> Coded:
+    """Maps with rows and keys of two sequences."""
+    buffer = torch.zeros(256, dtype=torch.uint8)
+    return Coded(buffer, (0, 128), (8, 8), 2, "sqrt8-row", support, 8, key_lengths=(8, 8), num_keys=8)
+
+
 KEYS = torch.ones(2, 1, 1, 8, dtype=torch.bool)
 
 
@@ -142,6 +148,8 @@ KEYS = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     [
         (Dense(torch.full((2, 2, 8, 8), 1 / 8)), {}, "and no maps"),
         (Coded(torch.zeros(128, dtype=torch.uint8), (0, 64), (8, 8), 2, "u4", "full", 8), {}, "got u4"),
+        (cross("causal"), {}, "triangles of square maps"),
+        (cross("full"), {}, None),
         (teach(heads()), {"support": "intersect"}, "needs the maps"),
         (teach(heads()), {"softcap": 3.0}, "the student has a soft cap"),
         (teach(heads(), softcap=3.0), {}, "the teacher has a soft cap"),
