@@ -44,7 +44,7 @@ def lint(session: nox.Session) -> None:
 
 FILES = {
     "teacher": ("load", "find", "projection", "factored"),
-    "torch_path": ("parity", "divergences", "coded", "capture", "taps", "dataset"),
+    "torch_path": ("parity", "divergences", "coded", "capture", "taps"),
 }
 QUICK_TESTS = (
     *("tests/packaging", "tests/specs", "tests/cache", "tests/judge", "tests/kd", "tests/shrink"),
