@@ -196,7 +196,7 @@ def in_dtype_of(given: ArrayLike, maps: Array) -> Array:
 
 
 def check_axes(array: Array, name: str) -> None:
-    """Maps and logits have rows and keys, whatever comes before them (MAP-13)."""
+    """Maps and logits have rows and keys as their last axes (MAP-13)."""
     if array.ndim < 2:
         raise ShdError("argument-shape", f"{name} must be (..., L, S); got shape {array.shape}", "MAP-13")
 

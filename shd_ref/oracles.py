@@ -160,7 +160,7 @@ def nearest_weights(points: Array) -> Array:
     """
     nnls = _import_nnls()
     scale = float(np.abs(points).max(initial=0.0)) or 1.0
-    # Both terms of one size, whatever the unit of the value outputs.
+    # Both terms of one size, for value outputs of any unit.
     system = np.vstack((points.T / scale, np.ones(len(points))))
     target = np.zeros(len(system))
     target[-1] = 1.0

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class OwnDtype(np.ndarray[Any, np.dtype[Any]]):
-    """A float array that a case gives in a dtype of its own, in place of the one under judgement (MIX-3).
+    """A float array that a case gives in its own dtype, in place of the one under judgement (MIX-3).
 
     An adapter that turns arrays into others leaves such a one in its dtype.
     """

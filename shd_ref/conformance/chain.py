@@ -30,7 +30,7 @@ class Pair:
     degenerate: NDArray[np.bool_]  # where every alpha is as good, among counted rows (ALPHA-6, ALPHA-9)
     flatness: Array  # ||M||^2 over ||A_p X||^2 + ||A_q X||^2, what ALPHA-6 compares
     m: Array  # (B, L, D), zero on rows that do not count
-    n: Array  # (B, L, D), likewise
+    n: Array  # (B, L, D), as m
     target: Array  # ||A_p X_p + A_q X_q||^2
 
     @classmethod

@@ -91,7 +91,7 @@ class Program:
             answer = process.ask(request, self.timeout, self.max_answer)
             return self._read_answer(answer)
         except BrokenError:
-            # Whatever else it may still say belongs to no question: begin anew.
+            # What it may still say belongs to no question: start it again.
             process.stop()
             self._process = None
             raise

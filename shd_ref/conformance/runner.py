@@ -106,7 +106,7 @@ def judge(
 
 
 def run_item(item: Item, adapter: Adapter, dtype: str) -> Result:
-    """One item, whatever the implementation does; never raises because of it."""
+    """One item; nothing that the implementation does is raised here."""
     subject = Subject(adapter, dtype)
     started = time.perf_counter()
     status, finding, note = Status.PASSED, None, ""

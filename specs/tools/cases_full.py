@@ -85,7 +85,7 @@ def _soften() -> list[_Case]:
         ("below-one-sinks", "rows with sinks keep their own mass", "TEMP-5",
          {"attn_probs": array(draws.maps(2, 2, 3, 4, zeros=True, sinks=True)), "temperature": COLD,
           "row_sums": "at_most_one"}),
-        ("one", "nothing is divided, whatever a row sums to", "TEMP-7",
+        ("one", "nothing is divided by the sum of its row", "TEMP-7",
          {"attn_probs": array(draws.maps(1, 2, 3, 5)), "temperature": 1}),
     ]  # fmt: skip
 

@@ -52,7 +52,7 @@ def test_there_are_enough() -> None:
 
 def test_table_is_in_step() -> None:
     page = table.PAGE.read_text(encoding="utf-8")
-    assert table.render(table.read()) == page, "write it anew: cd tests && python -m judge.mutants.table"
+    assert table.render(table.read()) == page, "write it again: cd tests && python -m judge.mutants.table"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -64,7 +64,7 @@ def test_mutant_is_caught(mutant: Mutant) -> None:
     caught = {result.id for result in found}
     assert caught, "no vector or law catches it"
     assert caught >= set(listed), (
-        f"{set(listed) - caught} pass: write the table anew, cd tests && python -m judge.mutants.table"
+        f"{set(listed) - caught} pass: write the table again, cd tests && python -m judge.mutants.table"
     )
     if mutant.hint:
         assert any(table.names_mistake(result, mutant) for result in found), f"no report says {mutant.hint!r}"

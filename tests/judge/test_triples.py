@@ -1,4 +1,4 @@
-"""The laws of three options: each option shows in the answer, whatever values two other options have."""
+"""The laws of three options: each option shows in the answer, with any values of two other options."""
 
 from __future__ import annotations
 

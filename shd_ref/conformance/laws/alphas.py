@@ -415,7 +415,7 @@ LAWS = (
         "law/gram-near-ends",
         ("solve_alpha_from_gram",),
         ("GRAM-2", "GRAM-3"),
-        "So is one from a gram tensor, of whatever size its entries are.",
+        "So is one from a gram tensor, for entries of any size.",
         _gram_ends,
         dtypes=("float64", "float32"),
     ),

@@ -177,7 +177,7 @@ def _survive(operation: str, trial: Trial) -> None:
         _same(before, again, f"the same call of {operation} after one with {name}", exact=False)
     other = _numbers_of(trial, operation, make(trial, 9531))
     _same(before, _copied(operation, first), f"after another call of {operation}, the first result", exact=True)
-    # What a caller writes into arrays is new input, whatever object holds it.
+    # What a caller writes into an array is new input, though the object is the same.
     inputs = make(trial, 9500)
     _numbers_of(trial, operation, inputs)
     if _overwrite(inputs, make(trial, 9531)):

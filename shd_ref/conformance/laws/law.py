@@ -54,7 +54,7 @@ class Law:
 
     @property
     def flags(self) -> Mapping[str, str]:
-        """Laws hunt whatever breaks them."""
+        """None: a law hunts every mistake that breaks it."""
         return {}
 
 

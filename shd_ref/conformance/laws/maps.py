@@ -135,7 +135,7 @@ def _value_outputs(trial: Trial) -> None:
     values, projection = trial.numbers(9, 2, 2, 5, 3), trial.numbers(10, 12, 4)
     outputs = trial.numbers_of("value_outputs", values=values, output_projection=projection)
     probs = trial.probs(11, 2, 4, 3, 5)
-    # Attention as everybody computes it: heads side by side, then one projection.
+    # Attention as it is usually computed: heads side by side, then one projection.
     heads = probs.astype(np.float64) @ np.repeat(values.astype(np.float64), 2, axis=1)
     side_by_side = heads.transpose(0, 2, 1, 3).reshape(2, 3, 12) @ projection.astype(np.float64)
     require(outputs.shape == (2, 4, 5, 4), "the shape of value_outputs", "[2, 4, 5, 4]", str(list(outputs.shape)))
@@ -260,7 +260,7 @@ LAWS = (
         "law/equal-calls-agree",
         ("squeeze_heads",),
         ("NUM-2",),
-        "Two equal calls agree, whatever was called between them.",
+        "Two equal calls agree, with any other call between them.",
         _repeatable,
     ),
 )

@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     mutant(
         "nothing-counts-nothing-checked",
-        "Where loss_mask leaves no row the loss is 0, whatever the arguments are.",
+        "Where loss_mask leaves no row the loss is 0 for arguments that must be refused.",
         (
             "loss",
             "    maps, logits = as_layers(supervision=supervision, student_logits=student_logits)\n    layers",

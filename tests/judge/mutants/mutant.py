@@ -158,6 +158,6 @@ def _compile(chapter: str, edits: tuple[Edit, ...]) -> CodeType:
     for edit in edits:
         if text.count(edit.old) != 1:
             count = text.count(edit.old)
-            raise LookupError(f"{path.name} must hold this once, not {count} times; write it anew:\n{edit.old}")
+            raise LookupError(f"{path.name} must hold this once, not {count} times; adapt it:\n{edit.old}")
         text = text.replace(edit.old, edit.new)
     return compile(_NAMES.sub(rf"{_COPY}.\1", text), f"{path} with edits", "exec")

@@ -86,7 +86,7 @@ def main() -> None:
         found = [result for result in failures(mutant, items_on(mutant.operations)) if result.id not in wrong]
         caught[mutant.name] = choose(mutant, found)
         if {result.id for result in failures(mutant, _items(caught[mutant.name]))} != set(caught[mutant.name]):
-            # A mistake that remembers calls: what catches it alone, whatever ran before.
+            # A mistake that remembers calls: what catches it alone, without the items before.
             found = [result for result in found if failures(mutant, _items([result.id]))]
             caught[mutant.name] = choose(mutant, found)
         if not found:
