@@ -52,6 +52,7 @@ function headResidual(error, whole) {
 function ratio(a, b) {
   const isZero = (x) => x * x <= DEGENERATE;
   if (isZero(b)) return isZero(a) ? 1 : Infinity;
+  if (a === Infinity && b === Infinity) return 1;
   return isZero(a) ? 0 : a / b;
 }
 
