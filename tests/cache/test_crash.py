@@ -1,4 +1,4 @@
-"""Writers that are killed or race: whatever happens, a finished cache is the undisturbed one."""
+"""Writers that are killed or race: a cache that is finished later is the undisturbed one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_killed_writers_resume(tmp_path: Path, undisturbed: Path) -> None:
             process.kill()
         if not (tmp_path / "manifest.json").exists():
             continue
-        partial = CacheReader(tmp_path, allow_partial=True)  # whatever was committed is whole
+        partial = CacheReader(tmp_path, allow_partial=True)  # what was committed is whole
         assert committed <= len(partial)
         committed = len(partial)
         read_everything(partial)

@@ -181,7 +181,7 @@ def attention_on_inputs(
 
     Args:
         change_logits: appends nodes between ``Q K^T`` and the softmax, and names their result.
-        change_probs: likewise between the softmax and V.
+        change_probs: appends nodes between the softmax and V, and names their result.
         extra: more inputs.
     """
     build = GraphBuilder()

@@ -120,7 +120,7 @@ KINDS = {
 
 
 def shapes_of(manifest: Manifest, index: int) -> tuple[tuple[int, int], ...]:
-    """Rows and keys of each layer, where records have shapes of their own."""
+    """Rows and keys of each layer, where every record keeps its own shapes."""
     keys = 1 + index * 3 % 4
     own = isinstance(manifest.attention, Maps) and manifest.attention.shapes == "own"
     return ((keys, keys), (keys, length_of(index))) if own else ()

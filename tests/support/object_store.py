@@ -40,7 +40,7 @@ def environment(port: int) -> dict[str, str]:
 
 @contextmanager
 def serve_s3() -> Iterator[int]:
-    """Run a server as a process of its own; yields its port."""
+    """Run a server in a separate process; yields its port."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:

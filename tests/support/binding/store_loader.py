@@ -1,7 +1,7 @@
 """A loader whose workers read a cache in an object store; see ``test_dataset``.
 
-A process of its own, since a fork of the tests' process takes along threads that other tests have started, and locks
-that these may hold.
+Runs in a separate process, since a fork of the tests' process takes along threads that other tests have started,
+and locks that these may hold.
 """
 
 from __future__ import annotations
