@@ -5,9 +5,7 @@ the gradient from whole rows:
 
 - ``logits``: relative error of the gradient of a token's logits, root mean square over tokens;
 - ``body``: the same for the gradient of what the head reads, which is all that the student's body sees of it;
-- ``batch``: relative error of the gradient of the head's weights, summed over all tokens; ``quarter`` is that of a
-  quarter of them, root mean square over the four. Errors of draws are unbiased, so that four times the tokens halve
-  them; what truncation loses stays.
+- ``batch``: relative error of the gradient of the head's weights, summed over all tokens.
 
 A renormalised top k is charged twice: what a float16 takes for each value, and what DistillKit's codec takes (ids in
 the fewest bits, 16-bit numbers for the exact values and for the terms of the curve that it fits to the others). Both
@@ -121,11 +119,8 @@ def coded(teacher: Tensor, code: RowCode, seed: int) -> TopkTargets | SampledTar
             drawn.entropy.numpy(),
         )
     )
-    each = np.repeat(np.exp(got.log_tail)[:, None] / code.draws, code.draws, axis=-1)
-    return drawn._replace(
-        ids=torch.from_numpy(np.concatenate((got.head_ids, got.draw_ids), -1)),
-        weights=torch.from_numpy(np.concatenate((np.exp(got.log_probs), each), -1)),
-    )
+    kept, shares = got.slots()
+    return drawn._replace(ids=torch.from_numpy(kept), weights=torch.from_numpy(shares))
 
 
 def renormalised(teacher: Tensor, k: int) -> TopkTargets:
@@ -163,13 +158,12 @@ def measure(vocab_size: int, tokens: int, student: str) -> dict[str, Any]:
     source = stories_rows(tokens, student) if vocab_size == 512 else synthetic_rows(vocab_size, tokens, student)
     made = forms(vocab_size)
     squares = {name: np.zeros(2) for name in made}
-    blocks = -(-tokens // ROWS)
-    sums: dict[str, Any] = {name: [0.0] * 4 for name in made}
-    whole, exact_sum, entropy, divergence = np.zeros(2), [0.0] * 4, 0.0, 0.0
+    sums: dict[str, Any] = dict.fromkeys(made, 0.0)
+    whole, exact_sum, entropy, divergence = np.zeros(2), 0.0, 0.0, 0.0
     for number, rows in enumerate(source):
         exact = gradient(rows.teacher, rows)
         whole += [float(exact.square().sum()), float((exact @ rows.weight).square().sum())]
-        exact_sum[4 * number // blocks] += exact.T @ rows.hidden
+        exact_sum = exact_sum + exact.T @ rows.hidden
         log_p = rows.teacher.log_softmax(-1)
         entropy -= float((log_p.exp() * log_p).sum())
         logits = rows.hidden @ rows.weight.T + (0.0 if rows.bias is None else rows.bias)
@@ -177,8 +171,8 @@ def measure(vocab_size: int, tokens: int, student: str) -> dict[str, Any]:
         for name, (_, make) in made.items():
             off = gradient(make(rows.teacher, number), rows) - exact
             squares[name] += [float(off.square().sum()), float((off @ rows.weight).square().sum())]
-            sums[name][4 * number // blocks] += off.T @ rows.hidden
-    scale = float(sum(exact_sum).norm())
+            sums[name] = sums[name] + off.T @ rows.hidden
+    scale = float(torch.as_tensor(exact_sum).norm())
     return {
         "vocabulary": vocab_size,
         "student": student,
@@ -190,8 +184,7 @@ def measure(vocab_size: int, tokens: int, student: str) -> dict[str, Any]:
                 "bytes": made[name][0],
                 "logits": math.sqrt(squares[name][0] / whole[0]),
                 "body": math.sqrt(squares[name][1] / whole[1]),
-                "batch": float(sum(sums[name]).norm()) / scale,
-                "quarter": math.sqrt(sum(float(part.square().sum()) for part in sums[name]) / 4) / (scale / 4),
+                "batch": float(sums[name].norm()) / scale,
             }
             for name in made
         },
@@ -203,9 +196,9 @@ def show(found: dict[str, Any]) -> None:
         f"\nV = {found['vocabulary']}, {found['student']} student: {found['tokens']} tokens, "
         f"entropy {found['entropy']:.2f}, KL {found['kl']:.3f} nats"
     )
-    print(f"{'form':<30}{'bytes':>6}{'logits':>9}{'body':>9}{'batch':>9}{'quarter':>9}")
+    print(f"{'form':<30}{'bytes':>6}{'logits':>9}{'body':>9}{'batch':>9}")
     for name, row in found["forms"].items():
-        errors = "".join(f"{row[by]:>9.4f}" for by in ("logits", "body", "batch", "quarter"))
+        errors = "".join(f"{row[by]:>9.4f}" for by in ("logits", "body", "batch"))
         print(f"{name:<30}{row['bytes']:>6.0f}{errors}")
     for rival in [name for name in found["forms"] if name.startswith("renormalised")]:
         for by in ("body", "batch"):

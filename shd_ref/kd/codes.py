@@ -41,13 +41,19 @@ _TINY = 2.0**-25  # and absolute, below its normal numbers
 
 
 class DecodedRows(NamedTuple):
-    """What a row says; the fields of ``TopkTargets`` or ``SampledTargets`` follow from it."""
+    """What a row says: the fields of ``TopkTargets``, or with draws, by ``slots``, of ``SampledTargets``."""
 
     head_ids: Ids  # (R, head), ascending
     log_probs: Array  # (R, head)
     log_tail: Array  # (R,)
     draw_ids: Ids  # (R, draws), ascending
     entropy: Array | None  # (R,), with draws
+
+    def slots(self) -> tuple[Ids, Array]:
+        """Ids and weights ``(R, head + draws)``, as ``SampledTargets`` has them."""
+        each = np.exp(self.log_tail)[:, None] / max(self.draw_ids.shape[1], 1)
+        weights = np.concatenate((np.exp(self.log_probs), np.broadcast_to(each, self.draw_ids.shape)), axis=-1)
+        return np.concatenate((self.head_ids, self.draw_ids), axis=-1), weights
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ def test_round_trip_within_the_bound(shape: tuple[int, int, int, int], scale: fl
     if code.draws:
         np.testing.assert_array_equal(got.draw_ids, given["draw_ids"])
         np.testing.assert_allclose(got.entropy, given["entropy"], rtol=2**-11)
+        ids, weights = got.slots()
+        np.testing.assert_array_equal(ids, np.concatenate((given["head_ids"], given["draw_ids"]), axis=-1))
+        np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-7 if scale else 1e-3)
     # What is decoded is coded to the same bytes.
     again = {**given, "log_probs": got.log_probs, "log_tail": got.log_tail}
     np.testing.assert_array_equal(code.encode(**again), rows)

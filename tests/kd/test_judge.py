@@ -29,12 +29,15 @@ UNCOVERED = {"KD-24", "HID-7"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["shd_ref", "shd_torch"])
+@pytest.mark.parametrize("name", ["shd_ref", "shd_torch-cpu", pytest.param("shd_torch-cuda", marks=pytest.mark.gpu)])
 def test_implementation_conforms(name: str, dtype: str) -> None:
     implementation: Any = shd_ref.kd
-    if name == "shd_torch":
-        pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-        implementation = importlib.import_module("shd_torch.adapters.kd").KdAdapter()
+    if name != "shd_ref":
+        torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+        device = name.removeprefix("shd_torch-")
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("torch finds no CUDA device")
+        implementation = importlib.import_module("shd_torch.adapters.kd").KdAdapter(device)
     report = judge(implementation, dtype=dtype, part="kd", name=name)
     assert report.passed, report.summary()
     assert report.count(Status.MISSING) == 0
