@@ -12,6 +12,7 @@ from shd_ref.commands.derive import add_command
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
+from shd_torch.shrink_command import shrink
 
 app = typer.Typer(
     name="shd-torch",
@@ -89,5 +90,5 @@ def _require(*packages: str, extra: str) -> None:
             raise ShdError("dependency-missing", message)
 
 
-for _command in (export, demo):
+for _command in (export, shrink, demo):
     add_command(app, _command)

@@ -214,7 +214,7 @@ FLOORS = {
             "data",
             "training",
         ),
-        *("shrink", "export", "top", "adapters", "demo", "commands", "cli"),
+        *("shrink", "export", "top", "adapters", "demo", "shrink_command", "commands", "cli"),
     ),
 }
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

@@ -1,0 +1,112 @@
+"""``shd-torch shrink``: a student's folder from a teacher's; PyTorch is imported when it runs."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from shd_ref.cache.storage.outputs import output_path
+from shd_ref.commands.terminal import console
+from shd_ref.errors import ShdError
+from shd_ref.teacher.run.options import Shown
+
+
+def shrink(
+    teacher: Annotated[Path, typer.Argument(help="A Hugging Face model's folder, with safetensors.")],
+    data: Annotated[Path, Shown("Calibration: .npz of the model's inputs by name, or .npy of token ids or pixels.")],
+    out: Annotated[Path, Shown("A new folder for the student.")],
+    heads: Annotated[int | None, Shown("Query heads of the student; the teacher's by default.", least=1)] = None,
+    layers: Annotated[str | None, Shown("How many layers, or which of the teacher's: 3, or 0,2,4.")] = None,
+    hidden: Annotated[int | None, Shown("Channels of the student's stream.", least=1)] = None,
+    kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None,
+    head_dim: Annotated[int | None, Shown("Entries of a head, where a configuration may say so.", least=1)] = None,
+    plan: Annotated[
+        str, Shown("Which heads merge.", choices=("auto", "matched", "balanced", "progressive"))
+    ] = "auto",
+    samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 64,
+    batch_size: Annotated[int, Shown("Samples that run together.", least=1)] = 16,
+    no_align: Annotated[bool, typer.Option("--no-align", help="The closed form alone, nothing refitted.")] = False,
+) -> None:
+    """Make a smaller student that starts as its squeezed teacher, without training.
+
+    shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
+
+    The student has the teacher's architecture and loads with the Auto classes; shrink.json beside it says what was
+    done, and how far each layer's stream is from the teacher's. See specs/shrink.md.
+    """
+    from importlib.util import find_spec
+
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
+            raise ShdError("dependency-missing", message)
+    place = output_path(out)
+    inputs = {name: part[:samples] for name, part in read_inputs(data).items()}
+    from transformers.utils import logging
+
+    from shd_torch.shrink import shrink as run
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
+    made = run(
+        str(teacher),
+        inputs,
+        heads=heads,
+        layers=read_layers(layers),
+        hidden=hidden,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        plan=plan,
+        align=not no_align,
+        batch_size=batch_size,
+        out=place,
+        progress=console.say,
+    )
+    before, after = (made.report[name] for name in ("teacher", "student"))
+    for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden"):
+        console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
+    if not all(layer["exact"] for layer in made.report["layers"]):
+        console.say("heads were approximated: shrink.json says in which layers")
+    console.say(f"{place}: the student, and shrink.json")
+
+
+def read_layers(text: str | None) -> int | list[int] | None:
+    """``3`` is a number of layers, ``0,2,4`` names them."""
+    if text is None:
+        return None
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ShdError("argument-value", f"layers must be 3, or 0,2,4; got {text!r}", "DEPTH-1") from None
+    return numbers if "," in text else numbers[0]
+
+
+def read_inputs(path: Path) -> dict[str, NDArray[Any]]:
+    """Arrays by the name of the model's input; nothing in the file is run.
+
+    A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``.
+    """
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            given = {"input_ids" if loaded.dtype.kind in "iu" else "pixel_values": loaded}
+        else:
+            with loaded:
+                given = {name: loaded[name] for name in loaded.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ShdError("read-failed", f"data must be a readable .npy or .npz; got {path}: {error}") from error
+    # torch has few unsigned integers, and no model takes any.
+    arrays = {name: part.astype(np.int64) if part.dtype.kind in "iu" else part for name, part in given.items()}
+    wrong = [name for name, part in arrays.items() if part.ndim < 2 or part.dtype.kind not in "if"]
+    if wrong or not arrays:
+        raise ShdError(
+            "argument-shape",
+            "data must hold the model's inputs, numbers of shape (N, ...) with two axes or more, and nothing else; "
+            + (f"got {wrong[0]!r} of shape {arrays[wrong[0]].shape}" if wrong else "got nothing"),
+        )
+    return arrays

@@ -1,0 +1,75 @@
+"""``shd-torch shrink``, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+
+from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
+
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_torch.commands import app  # noqa: E402
+from shd_torch.shrink_command import read_inputs, read_layers  # noqa: E402
+
+RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def run(*words: object, code: int = 0) -> str:
+    result = RUNNER.invoke(app, ["shrink", *(str(word) for word in words)])
+    assert result.exit_code == code, result.output
+    return str(result.output)
+
+
+def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
+    import transformers
+
+    make_teacher("llama").float().save_pretrained(tmp_path / "teacher")
+    np.savez(tmp_path / "data.npz", **{name: part.numpy() for name, part in make_data("llama", samples=9).items()})
+    words = [tmp_path / "teacher", "--data", tmp_path / "data.npz", "--out", tmp_path / "student"]
+    output = run(*words, "--heads", 2, "--layers", "0,2", "--hidden", 20, "--samples", 8)
+    assert "heads: 4 -> 2" in output
+    assert "hidden: 24 -> 20" in output
+    assert len(re.findall("layer . of 2", output)) == 2
+    report = json.loads((tmp_path / "student" / "shrink.json").read_text(encoding="utf-8"))
+    assert (report["layer_map"], report["calibration_rows"]) == ([[0, 0], [1, 2]], 8 * 9 - 2)
+    student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert sum(part.numel() for part in student.parameters()) == report["student"]["parameters"]
+    assert "write-failed" in run(*words, "--heads", 2, code=1)
+
+
+def test_errors_name_what_was_typed(tmp_path: Path) -> None:
+    make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
+    np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))
+    words = [tmp_path / "teacher", "--data", tmp_path / "ids.npy", "--out", tmp_path / "student"]
+    assert "shrink-unsupported" in run(*words, "--hidden", 12, code=1)
+    assert "layers-invalid" in run(*words, "--layers", 7, code=1)
+    assert "argument-value" in run(*words, "--layers", "half", code=1)
+    assert "read-failed" in run(tmp_path, *words[1:], code=1)
+    assert not (tmp_path / "student").exists()
+
+
+def test_data_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))
+    assert read_inputs(tmp_path / "ids.npy")["input_ids"].dtype == np.int64
+    np.save(tmp_path / "pixels.npy", np.ones((3, 2, 4, 4), dtype=np.float32))
+    assert list(read_inputs(tmp_path / "pixels.npy")) == ["pixel_values"]
+    np.savez(tmp_path / "labels.npz", input_ids=np.ones((3, 5), dtype=int), label=np.ones(3))
+    np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "text.npy").write_text("no array")
+    for name, code in (
+        ("labels.npz", "argument-shape"),
+        ("pickled.npy", "read-failed"),
+        ("text.npy", "read-failed"),
+        ("none.npy", "read-failed"),
+    ):
+        with pytest.raises(ShdError) as error:
+            read_inputs(tmp_path / name)
+        assert error.value.code == code
+    assert (read_layers(None), read_layers("3"), read_layers("0,2")) == (None, 3, [0, 2])
