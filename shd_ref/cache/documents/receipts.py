@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -172,9 +173,11 @@ class Receipt:
     def stored_parts(self, manifest: Manifest) -> Iterator[tuple[Record, Part, Blob]]:
         """All blobs as they lie in the shard: the float32 ones of every record, then the coded ones (CACHE-40)."""
         for dtype in (F32, U8):
+            places = [(number, part) for number, part in enumerate(manifest.parts) if part.dtype == dtype]
             for record in self.records:
-                for part, blob in zip(manifest.parts, record.blobs, strict=True):
-                    if part.dtype == dtype and blob is not None:
+                for number, part in places:
+                    blob = record.blobs[number]
+                    if blob is not None:
                         yield record, part, blob
 
     def coded_bytes(self, manifest: Manifest) -> int:
@@ -200,12 +203,14 @@ class Receipt:
             problems = (*_key_problems(skipped.key), *_seed_problems(skipped.seed, manifest))
             yield from (f"skipped sample {skipped.index}: {problem}" for problem in problems)
         yield from self.errors.problems()
-        count = len(manifest.parts)
+        count, shapes_of = len(manifest.parts), functools.cache(manifest.part_shapes)
         for record in self.records:
             if len(record.blobs) != count:
                 yield f"record {record.index}: blobs must be {count}, one for each part; got {len(record.blobs)}"
                 return
-            yield from (f"record {record.index}: {problem}" for problem in _record_problems(record, manifest))
+            yield from (
+                f"record {record.index}: {problem}" for problem in _record_problems(record, manifest, shapes_of)
+            )
         position = None
         for _, _, blob in self.stored_parts(manifest):
             if blob.start != (blob.start if position is None else position) or blob.end < blob.start:
@@ -215,7 +220,9 @@ class Receipt:
             yield f"the last blob must end at the shard's size {self.size}; got {position}"
 
 
-def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
+def _record_problems(
+    record: Record, manifest: Manifest, shapes_of: Callable[[Extent], tuple[tuple[int, ...], ...]]
+) -> Iterator[str]:
     yield from _key_problems(record.key)
     yield from _seed_problems(record.seed, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
@@ -224,7 +231,7 @@ def _record_problems(record: Record, manifest: Manifest) -> Iterator[str]:
     if wrong:
         yield from wrong
         return  # the sizes would follow from nonsense
-    for part, blob, shape in zip(manifest.parts, record.blobs, manifest.part_shapes(record.extent), strict=True):
+    for part, blob, shape in zip(manifest.parts, record.blobs, shapes_of(record.extent), strict=True):
         size = math.prod(shape) * (4 if part.dtype == F32 else 1)
         if blob is None:
             if not part.optional:

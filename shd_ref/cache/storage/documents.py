@@ -152,10 +152,9 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         raise _mistyped(hint.__name__, value, where)
     origin, arguments = _parts(hint)
     if origin is types.UnionType:
-        kinds = [kind for kind in arguments if kind is not types.NoneType]
-        if value is None and len(kinds) < len(arguments):
+        if value is None and types.NoneType in arguments:
             return None
-        return _build(kinds[0] if len(kinds) == 1 else _choose_kind(kinds, value, where), value, where)
+        return _build(_choose_kind(arguments, value, where), value, where)
     if origin is tuple:
         return _build_tuple(arguments, value, where)
     if issubclass(hint, tuple):  # a named tuple is stored as a list
@@ -198,9 +197,11 @@ def _build_fields(kind: type, value: Any, where: str) -> Any:
     )
 
 
-def _choose_kind(kinds: list[Any], value: Any, where: str) -> Any:
-    """Which of several dataclasses an object is, by its member ``form``."""
-    tags = {_fixed_members(kind)[_TAG]: kind for kind in kinds}
+def _choose_kind(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Which of several types a value is of: the one that is not None, or the dataclass that its ``form`` names."""
+    if len(kinds) == 2 and kinds[1] is types.NoneType:
+        return kinds[0]
+    tags = {_fixed_members(kind)[_TAG]: kind for kind in kinds if kind is not types.NoneType}
     tag = value.get(_TAG) if type(value) is dict else None
     if not isinstance(tag, str) or tag not in tags:
         raise _mistyped(f"an object whose {_TAG} is one of {', '.join(tags)}", tag, where)
