@@ -448,6 +448,21 @@ class PlusOneFromMaximum(Kind):
         return powers / (torch.exp(-highest) + powers.sum(-1, keepdim=True))
 
 
+class LogSoftmax(Kind):
+    """The exponential of a logarithm."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        return torch.log_softmax(self.logits(query, key), -1).exp()
+
+
+class LogSumExp(Kind):
+    """The same without that function."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        logits = self.logits(query, key)
+        return torch.exp(logits - torch.logsumexp(logits, -1, keepdim=True))
+
+
 class MaskedBehind(Kind):
     """Masked behind the softmax, and scaled to one again."""
 
@@ -571,6 +586,18 @@ class SmoothedByConvolution(Kind):
         return smoothed
 
 
+class SmoothedAndMixed(Smoothed):
+    """Smoothed maps that are mixed among heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.Linear(HEADS, HEADS, bias=False)
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        mixed: Tensor = self.after(super().attend(query, key).permute(0, 2, 3, 1))
+        return mixed.permute(0, 3, 1, 2)
+
+
 class Sigmoids(Kind):
     """A sigmoid of every logit in place of a softmax."""
 
@@ -649,6 +676,8 @@ CASES: dict[str, Case] = {
     "d_v other than d_k": Case(WideValues),
     "softmax plus one": Case(PlusOne, row_sums="at_most_one"),
     "softmax plus one, from the maximum": Case(PlusOneFromMaximum, row_sums="at_most_one"),
+    "exponential of log-softmax": Case(LogSoftmax),
+    "exponential less log-sum-exp": Case(LogSumExp),
     "masked behind the softmax": Case(MaskedBehind),
     "masked before the sum": Case(MaskedPowers),
     "largest entries": Case(Largest),
@@ -660,6 +689,7 @@ CASES: dict[str, Case] = {
     "difference of pairs": Case(DifferenceOfPairs, reason="Sub, as in differential attention"),
     "smoothed maps": Case(Smoothed, reason="made of its map by Add, Mul, as in differential attention or"),
     "convolved maps": Case(SmoothedByConvolution, reason="made of its map by Conv"),
+    "smoothed and mixed": Case(SmoothedAndMixed, reason="made of its map by Add, MatMul, Mul, as in differential"),
     "sigmoids": Case(Sigmoids, reason="made of queries and keys by Div, Sigmoid, Sub and by no softmax"),
     "linear attention": Case(Linear, reason="it is linear attention"),
     "gated maps": Case(GatedMaps, reason="changed behind the softmax, as by a gate"),

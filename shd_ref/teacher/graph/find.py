@@ -35,7 +35,7 @@ class AttentionSite:
     Attributes:
         layer: position among the graph's attention sites, from 0.
         name: name of the softmax (or fused operator) node, made unique.
-        op_type: ``"Softmax"``, ``"Div"`` for one written out, or the fused operator.
+        op_type: ``"Softmax"``, ``"Div"`` or ``"Exp"`` for one written out, or the fused operator.
         logits: name of what the softmax reads; empty where ``supported`` is False, or the map is no softmax of it.
         probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
         values: name of V's tensor, as the product consumes it; empty likewise.

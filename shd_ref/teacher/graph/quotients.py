@@ -63,8 +63,22 @@ def read_quotient(node: ir.Node) -> Quotient | None:
     return None
 
 
+def read_log_softmax(node: ir.Node) -> ir.Value | None:
+    """The logits of a softmax that is the exponential of its own logarithm; None where an operator is no such one."""
+    log = _before_casts(node.inputs[0]).producer() if node.op_type == "Exp" and node.inputs[0] is not None else None
+    if log is None or len(log.inputs) == 0:
+        return None
+    if log.op_type == "LogSoftmax":
+        return log.inputs[0] if is_over_last_axis(log) else None
+    total = None if log.op_type != "Sub" or log.inputs[1] is None else _before_casts(log.inputs[1]).producer()
+    is_log_of_sum = total is not None and total.op_type == "ReduceLogSumExp" and _is_over_last_axis(total)
+    return log.inputs[0] if total is not None and is_log_of_sum and total.inputs[0] is log.inputs[0] else None
+
+
 def _gives_map(node: ir.Node) -> bool:
-    return (node.op_type == "Softmax" and is_over_last_axis(node)) or read_quotient(node) is not None
+    if node.op_type == "Softmax":
+        return is_over_last_axis(node)
+    return read_quotient(node) is not None or read_log_softmax(node) is not None
 
 
 def _operands(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:

@@ -6,6 +6,7 @@ that are smoothed over positions or layers, and products of queries and keys tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Final
 
@@ -45,6 +46,7 @@ _BY_ENTRY: Final = ADDING_OPS | _WEIGHING | {"Clip", "Max", "Mean", "Min", "Wher
 _FOLLOWED: Final = (
     _BY_ENTRY | LAYOUT_OPS | MAP_CARRIERS | REPEAT_OPS | {"GatherElements", "GatherND", "Split", "Trilu"}
 )
+_CUTTING: Final = frozenset({"Pad", "Slice"})
 _SMOOTHING: Final = PRODUCTS | {"AveragePool", "Conv", "CumSum", "MaxPool", "Pad", "ReduceMean", "ReduceSum"}
 
 
@@ -76,45 +78,51 @@ def find_remade(
 def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, frozenset[str]]]:
     """Products with values of all that has the axes of a map, and the operators on the way there."""
     first = start.outputs[0]
-    queue: list[tuple[ir.Value, frozenset[str]]] = [(first, frozenset())]
+    queue: list[tuple[ir.Value, Counter[str] | None, frozenset[str]]] = [(first, _sizes(first, 2), frozenset())]
     seen = {first}
-    for value, passed in queue:
+    for value, axes, passed in queue:
         for node, place in value.uses():
             if is_value_product(node):
                 if place == 0 or is_map:
                     yield node, passed
                 continue
-            for output in node.outputs if _is_followed(node, value, is_map) else ():
-                if output not in seen and _has_axes_of(output, first, node):
-                    seen.add(output)
-                    queue.append((output, passed | {node.op_type}))
+            for output in node.outputs if _is_followed(node, value, axes) else ():
+                sizes = _sizes(output)
+                if output in seen or (axes is not None and sizes is not None and not _keeps(node, axes, sizes)):
+                    continue
+                seen.add(output)
+                cut = _sizes(output, 2) if node.op_type in _CUTTING and _last(value) != _last(output) else None
+                queue.append((output, None if sizes is None else cut or axes, passed | {node.op_type}))
 
 
-def _is_followed(node: ir.Node, value: ir.Value, is_map: bool) -> bool:
-    if node.op_type in _FOLLOWED:
-        # Without known axes, what a computed tensor joins may be anything, such as the stream behind a router.
-        alone = _axes(value) is not None or node.op_type not in (*_BY_ENTRY, "Concat")
-        return alone or all(each is None or each is value or _is_like_a_map(each) for each in node.inputs)
-    return is_map and node.op_type in _SMOOTHING and _axes(value) is not None
+def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> bool:
+    if node.op_type in _SMOOTHING:
+        return axes is not None
+    # Without known axes, what a computed tensor joins may be anything, such as the stream behind a router.
+    known = axes is not None or node.op_type not in (*_BY_ENTRY, "Concat")
+    joined = known or all(each is None or each is value or _is_like_a_map(each) for each in node.inputs)
+    return node.op_type in _FOLLOWED and joined
+
+
+def _keeps(node: ir.Node, axes: Counter[str], sizes: Counter[str]) -> bool:
+    """Whether rows and keys are still axes, wherever they stand."""
+    return node.op_type in _CUTTING or axes <= sizes
 
 
 def _is_like_a_map(value: ir.Value) -> bool:
     return is_constant(value) or trace_back(value, MAP_CARRIERS, lambda node: node.op_type == "Softmax") is not None
 
 
-def _has_axes_of(output: ir.Value, first: ir.Value, node: ir.Node) -> bool:
-    """Whether the last two axes are still those of rows and keys, as far as shapes are known."""
-    here, there = _axes(output), _axes(first)
-    if here is None or there is None:
-        return node.op_type not in _SMOOTHING
-    return here == there or node.op_type in ("Pad", "Slice")
-
-
-def _axes(value: ir.Value) -> tuple[str, ...] | None:
+def _sizes(value: ir.Value, last: int = 0) -> Counter[str] | None:
+    """How often each size stands among the axes, or the last ones; None where one is unknown."""
     if value.shape is None or len(value.shape) < 2:
         return None
-    sizes = tuple(str(size) for size in list(value.shape)[-2:])
+    sizes = Counter(str(size) for size in list(value.shape)[-last:])
     return None if "None" in sizes or "" in sizes else sizes
+
+
+def _last(value: ir.Value) -> str | None:
+    return None if value.shape is None or not len(value.shape) else str(value.shape[-1])
 
 
 def _remade(passed: frozenset[str]) -> str:

@@ -20,7 +20,7 @@ from shd_ref.teacher.graph.nodes import (
     name_of,
 )
 from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection
-from shd_ref.teacher.graph.quotients import Quotient, read_quotient
+from shd_ref.teacher.graph.quotients import Quotient, read_log_softmax, read_quotient
 from shd_ref.teacher.graph.remade import find_remade
 from shd_ref.teacher.graph.tracing import (
     before_rounding,
@@ -129,6 +129,8 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
         yield from _walk_map(_Start(node, node.inputs[0]), met)
     elif node.op_type == "QLinearSoftmax":
         yield _quantised(node, "its softmax gives integers (QLinearSoftmax)")
+    elif (logits := read_log_softmax(node)) is not None:
+        yield from _walk_map(_Start(node, logits), met)
     elif (quotient := read_quotient(node)) is not None and not quotient.is_of_map():
         yield from _walk_map(_Start(node, quotient.logits, quotient), met)
 
@@ -143,12 +145,12 @@ class _Start:
 
     @property
     def is_over_last_axis(self) -> bool:
-        return self.quotient is not None or is_over_last_axis(self.node)
+        return self.node.op_type != "Softmax" or is_over_last_axis(self.node)
 
     @property
     def made_of(self) -> ir.Value | None:
         """What leads back to queries and keys."""
-        return self.node.inputs[0] if self.quotient is None else self.quotient.numbers
+        return self.logits if self.quotient is None else self.quotient.numbers
 
 
 def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
