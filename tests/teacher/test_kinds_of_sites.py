@@ -60,6 +60,14 @@ def test_what_reads_the_encoders_inputs_alone_has_its_positions(learned: bool, k
     assert [found.kind(site) for site in sites] == kinds
 
 
+def test_a_mask_of_a_fixed_length_is_that_of_the_inputs_as_long() -> None:
+    model = beside(learned=False)
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[1].dim_value = 6
+    found = find_kinds(model, find_sites(model), input_specs(model))
+    assert found.decoder_inputs == ()
+
+
 def test_its_records_do_not_depend_on_the_padding_of_a_batch(tmp_path: Path) -> None:
     onnx.save(beside(learned=False), tmp_path / "teacher.onnx")
     lengths = np.array([6, 3, 5, 4])

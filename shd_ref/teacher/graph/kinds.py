@@ -81,8 +81,10 @@ def find_kinds(
     sequences = [spec.name for spec in specs if len(spec.shape) > 1]
     # A mask that only the logits read belongs to the inputs that are as long by name.
     lengths = {spec.shape[1] for spec in specs if spec.name in encoder_tensors and len(spec.shape) > 1} - {None}
-    masks = {s.name for s in specs if s.part == "mask" and isinstance(s.shape[1], str) and s.shape[1] in lengths}
     others = [name for name in sequences if name not in encoder_tensors and not name.startswith("encoder_")]
+    # A number may be both sequences' length by chance; a name is one of them.
+    lengths -= {s.shape[1] for s in specs if s.name in others and s.part != "mask" and isinstance(s.shape[1], int)}
+    masks = {spec.name for spec in specs if spec.part == "mask" and spec.shape[1] in lengths}
     decoder = tuple(sorted(n for n in others if n not in masks or n.startswith("decoder_")))
     kinds: dict[int, str] = {}
     for site in readable:
