@@ -98,6 +98,8 @@ def _row_softmax(logits: Array, masked_row: float = 0.0) -> Array:
 
 def _soften(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
     maps = given["attn_probs"]
+    if given["temperature"] == 1:
+        return {"attn_probs": maps}
     softened = _row_softmax(_tempered(np.log(maps), given["temperature"], choices))
     return {"attn_probs": softened * _row_mass(maps, given, choices)}
 
