@@ -1,0 +1,116 @@
+"""Every two options of the loss on logits together, drawn at random: the binding against the reference."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+
+import shd_ref.kd  # noqa: E402
+import shd_torch.kd  # noqa: E402
+
+V, PADDED, ROWS, WIDTH = 11, 14, (3, 4), 5
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "targets": ("logits", "topk", "whole", "one", "sampled", "drawn-alone"),
+    "divergence": ("kl", "reverse_kl", "jsd", "cross_entropy"),
+    "mixing": (0, 0.3, 1),
+    "temperature": (0.5, 1.0, 3.0),
+    "t_squared": (True, False),
+    "loss_mask": ("none", "some", "one sample", "nothing"),
+    "reduction": ("mean", "sum", "batch_mean"),
+    "vocab_size": (None, V),
+    "form": ("logits", "head", "head and bias"),
+    "ids": ("int64", "int32", "uint8"),
+    "rows": ("sequence", "classifier"),
+    "chunk_rows": (None, 1, 5),
+    "check": (True, False),
+}
+NUM_CASES = 160
+LINEAR = ("kl", "cross_entropy")
+
+
+def draw(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    case = {name: values[rng.integers(len(values))] for name, values in OPTIONS.items()}
+    if case["targets"] in ("sampled", "drawn-alone"):
+        case["divergence"] = LINEAR[rng.integers(2)]
+    return case
+
+
+def targets_of(case: dict[str, Any], rng: np.random.Generator) -> tuple[Any, Any]:
+    """The same targets for the reference and for the binding."""
+    rows = ROWS if case["rows"] == "sequence" else ROWS[:1]
+    teacher = np.full((*rows, PADDED if case["vocab_size"] else V), -40.0)
+    teacher[..., :V] = 3 * rng.standard_normal((*rows, V))
+    options = {"temperature": case["temperature"], "vocab_size": case["vocab_size"]}
+    kd = shd_ref.kd
+    if case["targets"] == "logits":
+        return teacher, torch.from_numpy(teacher)
+    if case["targets"] in ("topk", "whole", "one"):
+        made: Any = kd.kd_targets_topk(teacher, {"topk": 4, "whole": V, "one": 1}[case["targets"]], **options)
+    else:
+        keep = 3 if case["targets"] == "sampled" else 0
+        made = kd.kd_targets_sampled(teacher, rng.random((*rows, 6)), keep=keep, power=0.7, **options)
+    given = [torch.from_numpy(np.asarray(field)) for field in made[:3]]
+    given[0] = given[0].to(getattr(torch, case["ids"]))
+    kind = getattr(shd_torch.kd, type(made).__name__)
+    return made, kind(*given, *made[3:])
+
+
+def mask_of(case: dict[str, Any], rows: tuple[int, ...], rng: np.random.Generator) -> Any:
+    mask = rng.random(rows) < 0.5
+    if case["loss_mask"] == "one sample":
+        mask[:] = False
+        mask[0] = True
+    return {"none": None, "nothing": np.zeros(rows, bool)}.get(case["loss_mask"], mask)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+def test_binding_agrees(seed: int) -> None:
+    case, rng = draw(seed), np.random.default_rng(10_000 + seed)
+    wanted_targets, targets = targets_of(case, rng)
+    size = PADDED if case["vocab_size"] else V
+    rows = ROWS if case["rows"] == "sequence" else ROWS[:1]
+    keywords = {name: case[name] for name in ("divergence", "mixing", "t_squared", "reduction", "vocab_size")}
+    keywords["loss_mask"] = mask_of(case, rows, rng)
+    if case["targets"] == "logits" or seed % 2:
+        keywords["temperature"] = case["temperature"]
+    if case["form"] == "logits":
+        arrays, name = [2 * rng.standard_normal((*rows, size))], "kd_loss"
+    else:
+        arrays, name = [rng.standard_normal((*rows, WIDTH)), rng.standard_normal((size, WIDTH))], "linear_kd_loss"
+        arrays += [rng.standard_normal(size)] if case["form"] == "head and bias" else []
+    wanted = getattr(shd_ref.kd, name)(wanted_targets, *arrays, **keywords)
+    slopes = getattr(shd_ref.kd, f"{name}_gradient")(wanted_targets, *arrays, **keywords)
+    if keywords["loss_mask"] is not None:
+        keywords["loss_mask"] = torch.from_numpy(keywords["loss_mask"])
+    leaves = [torch.from_numpy(array).requires_grad_() for array in arrays]
+    loss = getattr(shd_torch.kd, name)(
+        targets, *leaves, **keywords, check=case["check"], chunk_rows=case["chunk_rows"]
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted, rel=1e-11, abs=1e-13), case
+    for leaf, slope in zip(leaves, slopes if isinstance(slopes, tuple) else (slopes,), strict=False):
+        np.testing.assert_allclose(leaf.grad.numpy(), slope, rtol=1e-9, atol=1e-11, err_msg=str(case))
+
+
+def test_every_two_options_meet() -> None:
+    met = {
+        (one, case[one], other, case[other])
+        for case in map(draw, range(NUM_CASES))
+        for one, other in combinations(OPTIONS, 2)
+    }
+    asked = {
+        (one, first, other, second)
+        for one, other in combinations(OPTIONS, 2)
+        for first in OPTIONS[one]
+        for second in OPTIONS[other]
+        if not (
+            first in ("sampled", "drawn-alone") and second in ("reverse_kl", "jsd")
+        )  # refused: KD-19, the vectors hold it
+    }
+    assert asked - met == set()
