@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_real, compute_dtype
-from shd_torch.kd.chunks import row_chunks
+from shd_torch.checks import compute_dtype
+from shd_torch.kd.chunks import check_rows, row_chunks
 from shd_torch.kd.rows import KdKeywords, KdRows, Targets, kd_rows
 from shd_torch.kd.targets import check_logits, cut
 from shd_torch.kl.gradient import differentiated_once, refuse_transforms
@@ -96,7 +96,7 @@ def linear_kd_loss(
     refuse_transforms(hidden, weight, bias, name="linear_kd_loss", remedy=_REMEDY)
     for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if value is not None:
-            check_real(value, name, check=check, ndim={"weight": 2}.get(name))
+            check_rows(value, name, check=check, ndim={"weight": 2}.get(name))
     biased = bias is None or tuple(bias.shape) == tuple(weight.shape[:1])
     if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1] or not biased:
         raise ShdError(

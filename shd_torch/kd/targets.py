@@ -12,7 +12,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
-from shd_torch.kd.chunks import row_chunks
+from shd_torch.kd.chunks import check_rows, row_chunks
 from shd_torch.precision import without_autocast
 
 MEANS: tuple[str, ...] = ("logits", "probs")
@@ -193,7 +193,7 @@ def kd_targets_sampled(
 
 def check_logits(value: Tensor, name: str, *, check: bool) -> None:
     """Finite logits ``(..., V)`` with at least one leading axis (KD-1)."""
-    check_real(value, name, check=check)
+    check_rows(value, name, check=check)
     if value.ndim < 2:
         raise ShdError("argument-shape", f"{name} must be (..., V) with rows; got {tuple(value.shape)}", "KD-1")
 

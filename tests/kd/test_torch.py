@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -194,50 +195,70 @@ def test_ids_of_a_narrow_dtype() -> None:
     assert shd_torch.kd.kd_loss(topk._asdict(), tensor(STUDENT)) == wanted
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that any operation made, and how much float32 of the logits' size there was."""
+class Live(TorchDispatchMode):
+    """The most bytes that were alive at once, of what operations made; the tensors given were there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *held: Tensor) -> None:
         super().__init__()
-        self.most = 0
+        self.now = self.most = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        held = {x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
         for made in found if isinstance(found, list | tuple) else (found,):
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in held:
-                self.most = max(self.most, made.untyped_storage().nbytes())
+            storage = made.untyped_storage() if isinstance(made, Tensor) else None
+            if storage is not None and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
         return found
+
+    def drop(self, name: int, size: int) -> None:
+        self.known.discard(name)
+        self.now -= size
 
 
 @pytest.mark.parametrize("kind", ["logits", "topk", "sampled"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool) -> None:
-    rows, width, size, chunk = 256, 8, 1000, 16
-    teacher = torch.randn(2, rows // 2, size, dtype=torch.bfloat16)
-    kd = shd_torch.kd
-    keywords: dict[str, Any] = {"chunk_rows": chunk, "temperature": 2.0}
+    rows, width, size, chunk = 512, 8, 1000, 4
+    some = 16 * 8 * chunk * size  # a few chunks of float64, which is what draws are found in
+    shape = (2, rows // 2)
+    kd, teacher = shd_torch.kd, torch.randn(*shape, size, dtype=torch.bfloat16)
+    assert some < teacher.nbytes / 1.9
+    keywords: dict[str, Any] = {"chunk_rows": chunk, "temperature": 2.0, "check": False}
     if masked:
-        keywords["loss_mask"] = torch.rand(2, rows // 2) < 0.9
-    with Largest() as making:
-        uniforms = torch.rand(2, rows // 2, 8)
+        keywords["loss_mask"] = torch.rand(shape) < 0.9
+    options = {"temperature": 2.0, "chunk_rows": chunk, "check": False}
+    uniforms = torch.rand(*shape, 8)
+    with Live(teacher, uniforms) as making:
         targets = {
             "logits": lambda: teacher,
-            "topk": lambda: kd.kd_targets_topk(teacher, 8, temperature=2.0, chunk_rows=chunk),
-            "sampled": lambda: kd.kd_targets_sampled(teacher, uniforms, keep=4, temperature=2.0, chunk_rows=chunk),
+            "topk": lambda: kd.kd_targets_topk(teacher, 8, **options),
+            "sampled": lambda: kd.kd_targets_sampled(teacher, uniforms, keep=4, **options),
         }[kind]()
-    assert making.most <= teacher.nbytes  # the check of finite values is one byte an entry
-    z = torch.randn(2, rows // 2, size, dtype=torch.bfloat16, requires_grad=True)
-    with Largest() as dense:
+    assert making.most < some
+    held = [teacher, *(targets[:3] if kind != "logits" else ())]
+    z = torch.randn(*shape, size, dtype=torch.bfloat16, requires_grad=True)
+    with Live(z, *held) as dense:
         kd.kd_loss(targets, z, **keywords).backward()
-    assert dense.most == z.nbytes  # the gradient itself, in the logits' dtype
-    hidden = torch.randn(2, rows // 2, width, requires_grad=True)
-    weight = torch.randn(size, width, requires_grad=True)
-    targets = targets if kind != "logits" else teacher
-    with Largest() as fused:
-        kd.linear_kd_loss(targets, hidden, weight, check=False, **keywords).backward()
-    assert fused.most == 4 * chunk * size  # a chunk of logits, which is larger than all gradients
-    assert fused.most < z.nbytes / 4
+    assert z.nbytes <= dense.most < z.nbytes + some  # the gradient itself, in the logits' dtype
+    hidden, weight = torch.randn(*shape, width, requires_grad=True), torch.randn(size, width, requires_grad=True)
+    with Live(hidden, weight, *held) as fused:
+        kd.linear_kd_loss(targets, hidden, weight, **keywords).backward()
+    assert fused.most < some
+
+
+def test_checks_make_no_copy_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shd_torch.kd.chunks._ENTRIES, "cpu", 4000)
+    z = torch.randn(2, 256, 1000, dtype=torch.bfloat16)
+    with Live(z) as looking:
+        shd_torch.kd.targets.check_logits(z, "student_logits", check=True)
+    assert looking.most < z.nbytes / 20
+    z[1, 200, 999] = torch.nan
+    with pytest.raises(ShdError, match=r"must be finite; got nan at index \(1, 200, 999\)|sample 1"):
+        shd_torch.kd.targets.check_logits(z, "student_logits", check=True)
 
 
 def test_no_gradient_reaches_the_targets() -> None:
