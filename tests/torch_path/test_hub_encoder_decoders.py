@@ -159,7 +159,7 @@ def test_records_hold_the_models_own_maps(name: str, tmp_path: Path) -> None:
         sample = {each: array[number] for each, array in data.items()}
         record = reader.read(sample_key(trim_inputs(sample, masks[0], decoder, masks[1])[0]))
         assert record.shapes == case.shapes(LENGTHS[number], DECODER_LENGTHS[number])
-        for place, layer in enumerate(reader.manifest.layers):
+        for place, layer in enumerate(reader.manifest.attention.layers):
             own = outputs[case.maps[layer.teacher_layer]][-1][number].numpy()
             rows, columns = record.shapes[place]
             found = reader.decode(record, place)
