@@ -23,6 +23,7 @@ def shrink(
     heads: Annotated[int | None, Shown("Query heads of the student; the teacher's by default.", least=1)] = None,
     layers: Annotated[str | None, Shown("How many layers, or which of the teacher's: 3, or 0,2,4.")] = None,
     hidden: Annotated[int | None, Shown("Channels of the student's stream.", least=1)] = None,
+    neurons: Annotated[int | None, Shown("Neurons of each FFN, the most important ones.", least=1)] = None,
     kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None,
     head_dim: Annotated[int | None, Shown("Entries of a head, where a configuration may say so.", least=1)] = None,
     plan: Annotated[
@@ -59,6 +60,7 @@ def shrink(
         heads=heads,
         layers=read_layers(layers),
         hidden=hidden,
+        neurons=neurons,
         kv_heads=kv_heads,
         head_dim=head_dim,
         plan=plan,
@@ -68,7 +70,7 @@ def shrink(
         progress=console.say,
     )
     before, after = (made.report[name] for name in ("teacher", "student"))
-    for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden"):
+    for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
     if not all(layer["exact"] for layer in made.report["layers"]):
         console.say("heads were approximated: shrink.json says in which layers")

@@ -123,6 +123,7 @@ class LayerTrace:
         ffn_inputs: what the FFN reads.
         ends: the stream after the FFN, before a norm that lies on it.
         outputs: what the layer returns.
+        neuron_squares: sum over counted rows of the squares of what the FFN's last matrix reads ``(F,)``, float64.
     """
 
     inputs: list[Tensor]
@@ -130,6 +131,7 @@ class LayerTrace:
     ffn_inputs: list[Tensor]
     ends: list[Tensor]
     outputs: list[Tensor]
+    neuron_squares: Tensor
 
 
 @torch.no_grad()
@@ -144,13 +146,15 @@ def study_layer(
     """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams."""
     layer = family.layers_of(model)[number]
     width, heads = weights.query.shape[1], weights.num_heads
-    names = [family.projections[0], family.middle, family.ffn[0][0], *([] if family.end is None else [family.end])]
+    names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
+    names += [] if family.end is None else [family.end]
     device = streams[0].device
     gram = torch.zeros((heads,) * 4, dtype=torch.float64, device=device)
     augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
     bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
-    trace = LayerTrace([], [], [], [], [])
+    squares = torch.zeros(len(family.read_last(layer)[0]), dtype=torch.float64, device=device)
+    trace = LayerTrace([], [], [], [], [], squares)
     with _attention(model, _RECORDED) as recorded:
         watched = [find_part(layer, name) for name in names]
         for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
@@ -164,7 +168,8 @@ def study_layer(
             augmented += ones.mT @ ones
             centred += away.mT @ away
             sizes += ((x.flatten(0, 1) @ weights.query + bias) * there.flatten(0, 1)).square().sum((1, 2))
-            kept = (read[0], read[1], read[2], read[3] if len(read) > 3 else out, out)
+            squares += (read[3].double() * there).square().sum((0, 1))
+            kept = (read[0], read[1], read[2], read[4] if len(read) > 4 else out, out)
             for parts, part in zip(
                 (trace.inputs, trace.middles, trace.ffn_inputs, trace.ends, trace.outputs), kept, strict=True
             ):

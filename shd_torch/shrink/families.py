@@ -207,13 +207,20 @@ def family_of(model: nn.Module) -> Family:
             "STUDENT-1",
         )
     family = FAMILIES[name]
-    if getattr(config, "add_cross_attention", False) or getattr(config, "use_swiglu_ffn", False):
-        raise ShdError(
-            "shrink-unsupported",
-            "teacher must be one stack of self-attention and FFNs as its family has them; got add_cross_attention or "
-            "use_swiglu_ffn in its configuration",
-            "STUDENT-1",
-        )
+    usual = {
+        "add_cross_attention": False,
+        "use_swiglu_ffn": False,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+    }
+    for option, value in usual.items():
+        if getattr(config, option, value) != value:
+            raise ShdError(
+                "shrink-unsupported",
+                f"teacher must be a stack of self-attention, scaled by its head's length, and FFNs as its family has "
+                f"them; got {option}={getattr(config, option)} in its configuration",
+                "STUDENT-1",
+            )
     return family
 
 

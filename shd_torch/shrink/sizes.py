@@ -23,6 +23,7 @@ class Sizes:
         head_dim: entries of a head.
         layers: how many.
         hidden: channels of the stream.
+        neurons: of an FFN.
     """
 
     heads: int
@@ -30,6 +31,7 @@ class Sizes:
     head_dim: int
     layers: int
     hidden: int
+    neurons: int
 
 
 def sizes_of(config: Any) -> Sizes:
@@ -41,7 +43,16 @@ def sizes_of(config: Any) -> Sizes:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
+        neurons=_count_neurons(config),
     )
+
+
+def _count_neurons(config: Any) -> int:
+    if hasattr(config, "mlp_ratio"):
+        return int(config.hidden_size * config.mlp_ratio)
+    if hasattr(config, "n_inner"):  # GPT-2, whose default is None
+        return config.n_inner or 4 * int(config.hidden_size)
+    return int(config.intermediate_size)
 
 
 def choose_layers(num_teacher_layers: int, layers: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -74,9 +85,11 @@ def choose_sizes(
     head_dim: int | None,
     layers: int,
     hidden: int | None,
+    neurons: int | None,
 ) -> Sizes:
     """The student's sizes, with the defaults of HEAD-17 and STUDENT-2."""
-    for name, value, most in (("heads", heads, teacher.heads), ("hidden", hidden, teacher.hidden)):
+    for name, value in (("heads", heads), ("hidden", hidden), ("neurons", neurons)):
+        most = getattr(teacher, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
             code = "heads-exceed" if name == "heads" and isinstance(value, int) and value > most else "argument-value"
             raise ShdError(code, f"{name} must be an integer of 1..{most}, the teacher's; got {value!r}", "STUDENT-2")
@@ -108,7 +121,7 @@ def choose_sizes(
             f"got {chosen}",
             "HEAD-14",
         )
-    return Sizes(heads, kv_heads, chosen, layers, hidden)
+    return Sizes(heads, kv_heads, chosen, layers, hidden, neurons or teacher.neurons)
 
 
 def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int]) -> Any:
@@ -128,7 +141,10 @@ def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequenc
         if family.free_head_dim:
             config.head_dim = sizes.head_dim
         if sizes.hidden != before.hidden:
-            _narrow(config, before.hidden, sizes.hidden)
+            config.hidden_size = sizes.hidden
+            config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
+        if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons):
+            _write_neurons(config, sizes)
         if hasattr(config, "validate_architecture"):
             config.validate_architecture()
         student = type(teacher)(config)
@@ -137,24 +153,25 @@ def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequenc
             raise
         raise ShdError(
             "shrink-unsupported",
-            f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers and hidden "
-            f"{sizes.hidden}: {error}",
+            f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers, hidden "
+            f"{sizes.hidden} and {sizes.neurons} neurons: {error}",
             "STUDENT-2",
         ) from error
     example = next(teacher.parameters())
     return student.to(device=example.device, dtype=example.dtype).eval()
 
 
-def _narrow(config: Any, before: int, hidden: int) -> None:
-    if getattr(config, "n_inner", 0) is None:
-        config.n_inner = 4 * before  # GPT-2: the FFN keeps its width
+def _write_neurons(config: Any, sizes: Sizes) -> None:
     if hasattr(config, "mlp_ratio"):
-        inner = int(before * config.mlp_ratio)
-        if inner % hidden:
-            raise ValueError(f"mlp_ratio must be a whole number, and {inner} neurons are no multiple of {hidden}")
-        config.mlp_ratio = inner // hidden
-    config.hidden_size = hidden
-    config.tie_word_embeddings = False  # the final norm's scale folds into the output layer alone (WIDTH-1)
+        if sizes.neurons % sizes.hidden:
+            raise ValueError(
+                f"mlp_ratio must be a whole number, and {sizes.neurons} neurons are no multiple of {sizes.hidden}"
+            )
+        config.mlp_ratio = sizes.neurons // sizes.hidden
+    elif hasattr(config, "n_inner"):
+        config.n_inner = sizes.neurons
+    else:
+        config.intermediate_size = sizes.neurons
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ def shrink(
     heads: int | None = None,
     layers: int | Sequence[int] | None = None,
     hidden: int | None = None,
+    neurons: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     plan: str = "auto",
@@ -95,6 +96,7 @@ def shrink(
         heads: query heads of the student; default the teacher's.
         layers: how many, or which of the teacher's; default all.
         hidden: channels of the stream; default the teacher's.
+        neurons: of each FFN, the most important ones; default the teacher's.
         kv_heads: key and value heads; see HEAD-17.
         head_dim: entries of a head, where the family's configuration may say so.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
@@ -107,7 +109,7 @@ def shrink(
         progress: gets a line a layer.
 
     Returns:
-        The student and the report.
+        The student and the report. A teacher that a folder stores in half precision is computed with in float32.
 
     Raises:
         ShdError: ``shrink-unsupported``, ``argument-value``, ``argument-shape``, ``heads-exceed``,
@@ -119,10 +121,18 @@ def shrink(
     folder = None if out is None else _new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
     family = family_of(model)
+    stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config)
     kept = choose_layers(own.layers, layers)
     sizes = choose_sizes(
-        own, family, heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=len(kept), hidden=hidden
+        own,
+        family,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=len(kept),
+        hidden=hidden,
+        neurons=neurons,
     )
     narrower = sizes.hidden != own.hidden
     if narrower:
@@ -164,9 +174,25 @@ def shrink(
         "holes": [layer for layer in range(own.layers) if layer not in kept],
         "layers": work.reports,
     }
+    student.to(stored)
     if folder is not None:
         _save(student, report, folder)
     return Shrunk(student, report)
+
+
+def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
+    """What the student is stored in; a loaded teacher of half precision is widened, a given one is left alone."""
+    stored: torch.dtype = next(model.parameters()).dtype
+    if stored in (torch.float32, torch.float64):
+        return stored
+    if is_given:
+        raise ShdError(
+            "argument-dtype",
+            f"teacher must be float32 or float64 while it is shrunk, since streams are subtracted; got {stored}: "
+            "give its folder, or teacher.float()",
+        )
+    model.float()
+    return stored
 
 
 def load_teacher(source: str | os.PathLike[str]) -> Any:
@@ -229,7 +255,8 @@ def _make_layer(
         frequencies=work.frequencies,
         query_norm=family.query_norm is not None,
     )
-    _fill_layer(work, layer, target, squeezed, taught, trace.middles)
+    ffn = _read_ffn(work, layer, trace.neuron_squares)
+    _fill_layer(work, layer, target, squeezed, ffn, taught, trace.middles)
     if work.align and work.turn is not None:
         wanted = _input_matrix(squeezed.weights)
         _fit_readers(work, target, source, own, family.projections[:-1], trace.inputs, *wanted)
@@ -239,11 +266,12 @@ def _make_layer(
     if work.align:
         _fit(work, target, source, own, family.projections[-1], family.middle, trace.middles)
     if work.align and work.turn is not None:
-        _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *_matrix_of(layer, family.ffn[0]))
+        _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *_side_by_side(ffn.readers))
     if work.align:
         _fit(work, target, source, own, family.ffn[1], family.end, ends)
     streams, attention_error, layer_error = _measure(work, target, source, own, trace.middles, ends)
-    return after, streams, _report_layer(merge, squeezed, attention_error, layer_error)
+    report = _report_layer(merge, squeezed, attention_error, layer_error)
+    return after, streams, report if ffn.kept is None else report | {"neurons": ffn.kept}
 
 
 def _advance(
@@ -260,18 +288,46 @@ def _advance(
     return taught, ends, layers[following - 1]
 
 
+class _Ffn(NamedTuple):
+    """An FFN with the neurons that stay: what reads the stream, the last matrix, and which neurons; None for all."""
+
+    readers: list[tuple[Tensor, Tensor | None]]
+    last: tuple[Tensor, Tensor | None]
+    kept: list[int] | None
+
+
+def _read_ffn(work: _Work, layer: nn.Module, squares: Tensor) -> _Ffn:
+    """The most important neurons of a teacher's FFN, in their order (FFN-4, FFN-5)."""
+    readers = [read_linear(find_part(layer, name)) for name in work.family.ffn[0]]
+    matrix, bias = work.family.read_last(layer)
+    if work.sizes.neurons == len(matrix):
+        return _Ffn(readers, (matrix, bias), None)
+    importance = squares.sqrt() * torch.linalg.vector_norm(matrix, dim=1)
+    best = importance.argsort(descending=True, stable=True)[: work.sizes.neurons].sort().values
+    cut = [(rows[:, best], None if offset is None else offset[best]) for rows, offset in readers]
+    return _Ffn(cut, (matrix[best], bias), best.tolist())
+
+
 def _fill_layer(
-    work: _Work, layer: nn.Module, target: nn.Module, squeezed: Squeezed, taught: list[Tensor], middles: list[Tensor]
+    work: _Work,
+    layer: nn.Module,
+    target: nn.Module,
+    squeezed: Squeezed,
+    ffn: _Ffn,
+    taught: list[Tensor],
+    middles: list[Tensor],
 ) -> None:
     """The closed form in place: attention as squeezed, the rest as in the teacher, both on the kept axes."""
     family, turn = work.family, work.turn
+    matrix, bias = ffn.last
     if turn is None:
-        own = target.state_dict()
-        names = {name.rsplit(".", 1)[0] for name in own if any(name.startswith(f"{p}.") for p in family.projections)}
-        rest = {name: part for name, part in layer.state_dict().items() if name.rsplit(".", 1)[0] not in names}
+        changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
+        rest = {name: part for name, part in layer.state_dict().items() if not name.startswith(changed)}
         target.load_state_dict(rest, strict=False)
         family.write_attention(target, squeezed.weights)
-        family.write_last(target, *family.read_last(layer))
+        for name, given in zip(family.ffn[0], ffn.readers, strict=True):
+            write_linear(find_part(target, name), *given)
+        family.write_last(target, matrix, bias)
         return
     assert family.norms is not None  # check_width
     norms = [find_part(layer, name) for name in family.norms]
@@ -279,9 +335,8 @@ def _fill_layer(
     if family.query_norm is not None:
         for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
             find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
-    for name in family.ffn[0]:
-        write_linear(find_part(target, name), *turn.read(norms[1], *read_linear(find_part(layer, name))))
-    matrix, bias = family.read_last(layer)
+    for name, given in zip(family.ffn[0], ffn.readers, strict=True):
+        write_linear(find_part(target, name), *turn.read(norms[1], *given))
     family.write_last(target, matrix @ turn.basis, None if bias is None else bias @ turn.basis)
     for name, streams in zip(family.norms, (taught, middles), strict=True):
         turn.write_norm(find_part(target, name), _counted(work, [turn.normalise(stream) for stream in streams]))
@@ -315,7 +370,7 @@ def _fit_readers(
 ) -> None:
     """Refit what reads a cut stream towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
     modules = [find_part(target, name) for name in names]
-    fit = OutputFit(*_matrix_of(target, names), work.ridge)
+    fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.ridge)
     for (_, (read,)), given, batch in zip(
         run_layer(target, own, work.batches, source, modules[:1]), inputs, work.batches, strict=True
     ):
@@ -344,11 +399,10 @@ def _fit_final(work: _Work, taught: list[Tensor], own: list[Tensor]) -> None:
         write_linear(module, *fit.solve())
 
 
-def _matrix_of(layer: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-    """Several matrices that read the same rows, side by side."""
-    matrices, biases = zip(*(read_linear(find_part(layer, name)) for name in names), strict=True)
-    given = [bias for bias in biases if bias is not None]
-    return torch.cat(matrices, dim=1), torch.cat(given) if given else None
+def _side_by_side(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Several matrices that read the same rows, as one."""
+    biases = [bias for _, bias in parts if bias is not None]
+    return torch.cat([matrix for matrix, _ in parts], dim=1), torch.cat(biases) if biases else None
 
 
 def _input_matrix(weights: AttentionWeights) -> tuple[Tensor, Tensor | None]:

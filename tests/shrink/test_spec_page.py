@@ -48,6 +48,7 @@ def test_ids_that_are_cited_exist() -> None:
 def test_codes_of_the_page_are_of_the_list() -> None:
     cited = set(re.findall(r"`([a-z]+-[a-z]+)`", PAGE)) - {"low-rank"}
     assert {code for code in cited if code in ERROR_CODES} == {
+        "argument-dtype",
         "argument-shape",
         "argument-value",
         "layers-invalid",

@@ -150,6 +150,40 @@ def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
     assert errors[True][1] < errors[False][1]
 
 
+@pytest.mark.parametrize(
+    ("name", "neurons"), [("llama", 12), ("gpt2", 88), ("bert", 12), ("vit", 12), ("dinov2", 24)]
+)
+def test_neurons_that_say_nothing_go_first(name: str, neurons: int, tmp_path: Path) -> None:
+    teacher, data = make_teacher(name), make_data(name)
+    silent = slice(3, 11)
+    with torch.no_grad():
+        for label, parameter in teacher.named_parameters():
+            last = any(f"{part}.weight" in label for part in ("down_proj", "fc2", "mlp.c_proj", "output.dense"))
+            if last and "attention" not in label:
+                (parameter if name == "gpt2" else parameter.T)[silent] = 0.0
+    made = shrink(teacher, data, neurons=neurons, align=False, out=tmp_path / "student")
+    total = made.report["teacher"]["neurons"]
+    for layer in made.report["layers"]:
+        assert len(layer["neurons"]) == neurons
+        assert total - neurons < 8 or not set(range(3, 11)) & set(layer["neurons"])
+    loaded = type(teacher).from_pretrained(tmp_path / "student", dtype=torch.float64).eval()
+    torch.testing.assert_close(run(loaded, data), run(made.student, data), atol=1e-5, rtol=0.0)
+    if total - neurons <= 8:
+        torch.testing.assert_close(run(made.student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+    both = shrink(teacher, data, neurons=neurons, heads=2, layers=2)
+    assert both.report["student"]["neurons"] == neurons
+
+
+def test_half_precision_is_computed_with_in_float32(tmp_path: Path) -> None:
+    teacher, data = make_teacher("llama").bfloat16(), make_data("llama")
+    with pytest.raises(ShdError, match="float") as error:
+        shrink(teacher, data, heads=2)
+    assert error.value.code == "argument-dtype"
+    teacher.save_pretrained(tmp_path / "teacher")
+    made = shrink(tmp_path / "teacher", data, heads=2, hidden=20)
+    assert {part.dtype for part in made.student.parameters()} == {torch.bfloat16}
+
+
 def test_rows_that_do_not_count_change_nothing() -> None:
     teacher, data = make_teacher("llama"), make_data("llama")
     first = shrink(teacher, data, heads=2)
@@ -190,6 +224,8 @@ def test_teacher_is_left_as_it_was() -> None:
         ("llama", {"hidden": 23}, "shrink-unsupported", "cannot say"),
         ("llama", {"heads": 3, "kv_heads": 2}, "argument-value", "kv_heads"),
         ("llama", {"plan": "best"}, "argument-value", "plan"),
+        ("llama", {"neurons": 21}, "argument-value", "1..20"),
+        ("dinov2", {"neurons": 30}, "shrink-unsupported", "mlp_ratio"),
         ("qwen3", {"heads": 1}, "shrink-unsupported", "normed"),
         ("gpt2", {"heads": 2, "head_dim": 6}, "shrink-unsupported", "hidden / heads"),
         ("gpt2", {"heads": 2, "kv_heads": 1}, "argument-value", "kv_heads"),
