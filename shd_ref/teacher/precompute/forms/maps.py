@@ -45,8 +45,9 @@ class MapsMaker(Maker[Maps]):
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
             assert layer.codes is not None
             where = f"record {sample.index} layer {layer.layer.student_layer}"
-            codes = _without_padding(cut_map(layer.codes, rows, keys, where), layer)
-            made.append(codes if form.codec == CODED_IN_GRAPH else encode(form.codec, codes))
+            # Rows of padding may look at padding behind, too: they are emptied before that is refused.
+            codes = cut_map(_without_padding(layer.codes[:, :rows], layer), rows, keys, where)
+            made.append(np.ascontiguousarray(codes) if form.codec == CODED_IN_GRAPH else encode(form.codec, codes))
         return made
 
     def measure(self, form: Maps, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
