@@ -1,6 +1,10 @@
-"""A user's data joined with a cache by sample key: a map-style data set and a stream. Imports ``supervision``."""
+"""A user's data joined with a cache by sample key: ``dataset.py`` (map-style), ``stream.py``, and ``batches.py``.
 
-from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
+Imports ``supervision``.
+"""
+
+from shd_torch.data.batches import CodedSupervision
+from shd_torch.data.dataset import SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 
 __all__ = [

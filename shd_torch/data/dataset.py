@@ -1,28 +1,21 @@
-"""A user's data set joined with a supervision cache, by sample key.
-
-A batch's codes travel in one buffer, between processes and to the device, and are decoded there.
-"""
+"""A user's data set joined with a supervision cache, by sample key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate
 
-from shd_ref.cache import CacheReader, Manifest, Maps, StoredRecord, packed_size, sample_key, trim_inputs
+from shd_ref.cache import CacheReader, Manifest, Maps, StoredRecord, sample_key, trim_inputs
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
-from shd_torch.supervision.coded import Coded
-from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
+from shd_torch.data.batches import CachedSupervision, ReadBatch, allocate_codes, pack_records
 from shd_torch.supervision.taught_layers import taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
@@ -166,7 +159,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         buffers: list[Tensor] = []
 
         def allocate(size: int) -> NDArray[np.uint8]:
-            buffers.append(_allocate(size))
+            buffers.append(allocate_codes(size))
             return buffers[0].numpy()
 
         records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=allocate)
@@ -215,184 +208,6 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         if self._augment is None or index not in self._seeds:
             return self.data[index]
         return self._augment(self.data[index], self._seeds[index])
-
-
-@dataclass(frozen=True)
-class CodedSupervision:
-    """The supervision of a batch as the cache stores it: a byte or two an entry, in one buffer.
-
-    Attributes:
-        buffer: uint8, the packed codes layer by layer, sample by sample.
-        lengths: positions of each sample.
-        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
-            with another number of layers than the cache was made for.
-        num_student_heads: H_s.
-        codec: of the cache.
-        support: ``"full"`` or ``"causal"``.
-        temperature: T_a of the cache, where it is known.
-        shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
-            else empty.
-
-    Raises:
-        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
-
-    Source: CACHE-125, CACHE-126.
-    """
-
-    buffer: Tensor
-    lengths: tuple[int, ...]
-    layers: tuple[int, ...]
-    num_student_heads: int
-    codec: str
-    support: str
-    temperature: float | None = None
-    shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
-        """A copy on another device."""
-        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> CodedSupervision:
-        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
-        return replace(self, buffer=self.buffer.pin_memory())
-
-    def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:
-        """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
-
-        Args:
-            length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer; default: of
-                the longest sample.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        if self.shapes or not (length is None or isinstance(length, int)):
-            return self._supervise_shapes(length)
-        sizes = [packed_size(self.codec, self.support, self.num_student_heads, n) for n in self.lengths]
-        starts = list(accumulate(sizes * len(self.layers), initial=0))
-        count = len(sizes)
-        return [
-            Coded(
-                self.buffer,
-                tuple(starts[place * count : (place + 1) * count]),
-                self.lengths,
-                self.num_student_heads,
-                self.codec,
-                self.support,
-                max(self.lengths) if length is None else length,
-                self.temperature,
-            )
-            for place in range(len(self.layers))
-        ]
-
-    def _supervise_shapes(self, length: int | Sequence[tuple[int, int]] | None) -> list[Coded]:
-        shapes = self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)
-        result, start = [], 0
-        for place, of_samples in enumerate(shapes):
-            sizes = [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in of_samples]
-            starts = list(accumulate(sizes, initial=start))
-            start = starts.pop()
-            rows, keys = (tuple(part) for part in zip(*of_samples, strict=True))
-            padded = (max(rows), max(keys)) if length is None else length
-            num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, place)
-            result.append(
-                Coded(
-                    self.buffer,
-                    tuple(starts),
-                    rows,
-                    self.num_student_heads,
-                    self.codec,
-                    self.support,
-                    num_rows,
-                    self.temperature,
-                    key_lengths=None if rows == keys and num_rows == num_keys else keys,
-                    num_keys=num_keys,
-                )
-            )
-        return result
-
-    def decode(
-        self, length: int | Sequence[tuple[int, int]] | None = None, dtype: torch.dtype = torch.float32
-    ) -> list[Tensor]:
-        """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device.
-
-        Args:
-            length: as for ``supervise``. Padding is zero, which ``shd_loss`` does not count.
-            dtype: of the maps; the arithmetic is float32.
-
-        Raises:
-            ShdError: as ``supervise``.
-        """
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
-
-    def query_mask(self, length: int | None = None) -> Tensor:
-        """``(B, L)``, True where a sample has a position."""
-        positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
-        return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
-
-
-class ReadBatch(list[tuple[Any, StoredRecord]]):
-    """Samples and records as ``__getitems__`` read them together, with the buffer that holds all codes.
-
-    Args:
-        pairs: samples and records.
-        buffer: uint8, the codes layer by layer, in it sample by sample.
-        layers: student layers in the buffer's order.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[Any, StoredRecord]], buffer: Tensor, layers: tuple[int, ...]) -> None:
-        super().__init__(pairs)
-        self._read = [record for _, record in self]
-        self._buffer, self._layers = buffer, layers
-
-    def buffer_of(self, layers: Sequence[int]) -> Tensor | None:
-        """The buffer, where it holds these layers of what is in the list now; else None."""
-        unchanged = len(self) == len(self._read) and all(a is b for (_, a), b in zip(self, self._read, strict=True))
-        return self._buffer if unchanged and tuple(layers) == tuple(self._layers) else None
-
-
-def pack_records(
-    batch: Sequence[tuple[Any, StoredRecord]], manifest: Manifest, layers: Sequence[int]
-) -> CachedSupervision:
-    """The records of a batch in one buffer, layer by layer, so that they cross processes and devices once."""
-    records = [record for _, record in batch]
-    form = manifest.attention
-    if not isinstance(form, Maps):
-        return pack_factored(records, manifest, layers)
-    buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
-    if buffer is None:
-        buffer = torch.from_numpy(np.concatenate([record.blobs[layer] for layer in layers for record in records]))
-    columns = [form.column(layer) for layer in layers] if any(record.shapes for record in records) else []
-    return CodedSupervision(
-        buffer=buffer,
-        lengths=tuple(record.length for record in records),
-        layers=taught_layers(manifest, layers),
-        num_student_heads=form.num_student_heads,
-        codec=form.codec,
-        support=form.support,
-        temperature=form.bound_temperature,
-        shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
-    )
-
-
-def _shape_of(padded: Sequence[Any], place: int) -> tuple[int, int]:
-    """Rows and keys of a layer, from those of all layers; or from its own."""
-    rows, keys = padded if isinstance(padded[0], int) else padded[place]
-    return rows, keys
-
-
-def _allocate(size: int) -> Tensor:
-    """Memory for the codes of a batch; in a worker of a ``DataLoader`` what it shares with the training process."""
-    if get_worker_info() is None:
-        return torch.empty(size, dtype=torch.uint8)
-    # As PyTorch's own collation does it: a tensor that is shared only afterwards is copied.
-    storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
-"""A batch of a cache of maps, or of queries and keys: both ``supervise`` and ``decode`` alike."""
 
 
 def check_cache(

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
-from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
+from shd_torch.data.batches import CodedSupervision
+from shd_torch.data.dataset import SupervisedDataset, check_cache
 from shd_torch.supervision.factored_codes import FactoredCodes
 from shd_torch.teacher.online import layer_kls
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from shd_ref.cache import CacheReader, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
-from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache, pack_records
+from shd_torch.data.batches import pack_records
+from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
 from shd_torch import ShdError
-from shd_torch.data.dataset import CodedSupervision, SupervisedDataset, check_cache
+from shd_torch.data.batches import CodedSupervision
+from shd_torch.data.dataset import SupervisedDataset, check_cache
 
 TESTS = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 11
@@ -218,7 +219,7 @@ def test_what_a_subclass_makes_of_an_item_reaches_the_loader(tmp_path: Path) -> 
 def test_single_items_take_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``ConcatDataset`` asks for them: each would be a file of its own, and copied all the same."""
     joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
-    monkeypatch.setattr("shd_torch.data.dataset._allocate", lambda _size: pytest.fail("asked for"))
+    monkeypatch.setattr("shd_torch.data.dataset.allocate_codes", lambda _size: pytest.fail("asked for"))
     both = torch.utils.data.ConcatDataset([joined, joined])
     (loaded,) = DataLoader(both, 2 * NUM_SAMPLES, collate_fn=joined.collate_with(_numbers))
     assert loaded[0] == 2 * list(range(NUM_SAMPLES))
