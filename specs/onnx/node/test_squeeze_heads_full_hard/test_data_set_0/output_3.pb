@@ -1,0 +1,1 @@
+BresidualJŒr•>×jŽ?
