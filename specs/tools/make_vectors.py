@@ -14,37 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cases_alpha
-import cases_bounds
-import cases_gradients
-import cases_gram
-import cases_hidden
-import cases_kd
-import cases_loss
-import cases_maps
-import cases_mixing
-import cases_plans
-import cases_squeeze
-import cases_tokens
 from book import dump, fingerprint
-from cases_full import add_full
+from cases import alpha, bounds, gradients, gram, hidden, kd, loss, maps, mixing, plans, squeeze, tokens
+from cases.full import add_full
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
-CHAPTERS = (
-    cases_alpha,
-    cases_bounds,
-    cases_gradients,
-    cases_gram,
-    cases_loss,
-    cases_maps,
-    cases_mixing,
-    cases_plans,
-    cases_squeeze,
-    cases_tokens,
-)
+CHAPTERS = (alpha, bounds, gradients, gram, loss, maps, mixing, plans, squeeze, tokens)
 
 
-PARTS: dict[str, tuple[tuple[Any, ...], str]] = {"shd": (CHAPTERS, "v1"), "kd": ((cases_kd, cases_hidden), "kd-v1")}
+PARTS: dict[str, tuple[tuple[Any, ...], str]] = {"shd": (CHAPTERS, "v1"), "kd": ((kd, hidden), "kd-v1")}
 
 
 def main() -> int:

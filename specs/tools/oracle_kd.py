@@ -199,7 +199,7 @@ def name_of(divergence: str, mixing: Number) -> str:
     return {0: "kl", 1: "reverse_kl"}.get(mixing, divergence) if divergence == "jsd" else divergence
 
 
-def times_log(factor: Decimal, log: Any) -> Decimal:
+def times_log(factor: Decimal, log: Any) -> Any:
     """A term whose leading factor is 0 is 0 (KD-17)."""
     if factor == 0:
         return ZERO
@@ -242,7 +242,7 @@ def kd_loss_gradient(
     targets: Any, student_logits: Nested, *, divergence: str = "kl", mixing: Number = Fraction(1, 2), **options: Any
 ) -> Nested:
     """KD-22, KD-23; what the text calls exactly 0 stays a fraction."""
-    gradient = [[Fraction(0)] * len(row) for row in rows_of(student_logits)]
+    gradient: list[list[Any]] = [[Fraction(0)] * len(row) for row in rows_of(student_logits)]
     temperature = options.get("temperature") or (
         Fraction(targets["temperature"]) if isinstance(targets, dict) else Fraction(1)
     )
@@ -318,7 +318,7 @@ def hidden_loss(student_hidden: Any, teacher_hidden: Any, **options: Any) -> Any
 def hidden_loss_gradient(student_hidden: Any, teacher_hidden: Any, **options: Any) -> list[Nested]:
     """HID-6: one array a layer."""
     layers = student_hidden if isinstance(student_hidden, list) and _is_layers(student_hidden) else [student_hidden]
-    gradients = [[[Fraction(0)] * len(row) for row in rows_of(layer)] for layer in layers]
+    gradients: list[list[list[Any]]] = [[[Fraction(0)] * len(row) for row in rows_of(layer)] for layer in layers]
     for number, place, s, t, weight in _hidden_rows(student_hidden, teacher_hidden, **options):
         slope = _hidden_slope(s, t, options.get("distance", "mse"))
         gradients[number][place] = [weight * x if isinstance(x, Decimal) else x for x in slope]
@@ -356,7 +356,7 @@ def _distance(s: list[Decimal], t: list[Decimal], distance: str) -> Decimal:
         return sum(((x - y) ** 2 for x, y in zip(s, t, strict=True)), ZERO) / len(s)
     left, right = _unit(s), _unit(t)
     if distance == "cosine":
-        return 1 - dot(left, right)
+        return Decimal(1) - decimal(dot(left, right))
     return sum(((x - y) ** 2 for x, y in zip(left, right, strict=True)), ZERO)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import oracle_loss as loss
 from book import Book, array, lengths, mask, numbers, probs, random_mask
-from cases_maps import bad_maps
-from loss_inputs import STUDENT, TEACHER, pair_layers
+
+from cases.loss_inputs import STUDENT, TEACHER, pair_layers
+from cases.maps import bad_maps
 
 MAPS = {"rule": "close", "quantity": "probs", "exact_zeros": True}
 CLOSE = {"rule": "close", "quantity": "probs"}

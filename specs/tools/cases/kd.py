@@ -7,8 +7,9 @@ from typing import Any
 
 import oracle_kd as oracle
 from book import Book, array, mask, numbers, special
-from exact import flatten
-from kd_inputs import (
+from exact import flatten, unflatten
+
+from cases.kd_inputs import (
     DIVERGENCES,
     DRAWN,
     SOME,
@@ -76,7 +77,7 @@ def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
 def _bad_student(book: Book) -> None:
     for name, comment, spec, code, options, number in STUDENT_REFUSALS:
         bad = [number, *map(float, list(flatten(STUDENT.value))[1:])]
-        inputs = {"targets": TEACHER, "student_logits": array(oracle.unflatten(bad, [2, 2, 5])), **options}
+        inputs = {"targets": TEACHER, "student_logits": array(unflatten(bad, [2, 2, 5])), **options}
         book.invalid(name, comment, spec, code, inputs=inputs)
     book.invalid(
         "one-axis",
@@ -362,7 +363,7 @@ def mean_logits() -> Book:
         "KD-15",
         inputs={"logits": [array([[0, -300, -600]]), array([[0, -320, -500]])], "of": "probs"},
     )
-    for name, comment, code, changes in (
+    refused: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         ("bad-of", "another mean", "argument-value", {"of": "log_probs"}),
         ("no-teacher", "nothing to average", "argument-value", {"logits": []}),
         ("weights-too-few", "one weight for two", "argument-value", {"weights": [1]}),
@@ -374,7 +375,8 @@ def mean_logits() -> Book:
             "argument-shape",
             {"logits": [TEACHER, numbers([2, 2, 6], 3030, -8, 8, 2)]},
         ),
-    ):
+    )
+    for name, comment, code, changes in refused:
         book.invalid(name, comment, "KD-15", code, inputs={"logits": two, **changes})
     book.invalid("nan", "NaN", "KD-1", "not-finite", inputs={"logits": [array([[0, "nan"]]), array([[0, 1]])]})
     return book

@@ -13,8 +13,9 @@ from typing import Any
 
 import oracle_loss as loss
 from book import Book, Given, array, mask
-from cases_bounds import diagnosis_rules
 from exact import Nested, map_numbers, unflatten
+
+from cases.bounds import diagnosis_rules
 
 WIDE = ("float64", "float32")
 TEMPERATURE, COLD, BETA, SCALE = 1.3819660112501051, 0.7320508075688772, 2.718281828459045, 0.5773502691896258
@@ -293,7 +294,9 @@ def _add_near_ties(book: Book) -> None:
             "PLAN-9 PLAN-12",
             "matched-close",
             inputs={
-                "calibration": [[array(_between(*maps, part)), array(_between(*outputs, part))]],
+                "calibration": [
+                    [array(_between(maps[0], maps[1], part)), array(_between(outputs[0], outputs[1], part))]
+                ],
                 "num_student_heads": 2,
                 "by": by,
             },

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from book import Book, Given, array, lengths, mask, numbers, probs, random_mask, special
-from cases_maps import BAD_TEMPERATURES, bad_maps
+
+from cases.maps import BAD_TEMPERATURES, bad_maps
 
 INF = "-inf"
 DIVERGENCES = ("kl", "reverse_kl", "js", "mse")

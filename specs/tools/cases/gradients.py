@@ -10,7 +10,16 @@ from typing import Any
 import oracle_loss as loss
 from book import Arrays, Book, array, lengths, mask, numbers, probs, special
 from exact import flatten
-from loss_inputs import DIVERGENCES, DTYPES_OF, STUDENT, TEACHER, pair_layers, refuse_bad_layers, shared_valid_cases
+
+from cases.loss_inputs import (
+    DIVERGENCES,
+    DTYPES_OF,
+    STUDENT,
+    TEACHER,
+    pair_layers,
+    refuse_bad_layers,
+    shared_valid_cases,
+)
 
 EXACT = {"rule": "exact"}
 GRADIENT = {"rule": "close", "quantity": "gradient", "exact_zeros": True}

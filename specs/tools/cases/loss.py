@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import oracle_loss as loss
 from book import Book, array, mask, numbers, probs
-from loss_inputs import DIVERGENCES, DTYPES_OF, STUDENT, TEACHER, pair_layers, refuse_bad_layers, shared_valid_cases
+
+from cases.loss_inputs import (
+    DIVERGENCES,
+    DTYPES_OF,
+    STUDENT,
+    TEACHER,
+    pair_layers,
+    refuse_bad_layers,
+    shared_valid_cases,
+)
 
 LOSS = {"rule": "close", "quantity": "loss"}
 EXACT = {"rule": "exact"}

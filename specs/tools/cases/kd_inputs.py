@@ -6,7 +6,7 @@ from typing import Any
 
 import oracle_kd as oracle
 from book import Given, array, mask, numbers, special
-from exact import flatten, map_numbers, shape_of
+from exact import flatten, map_numbers, shape_of, unflatten
 
 Case = tuple[str, str, str, dict[str, Any]]
 TEACHER = array([[[3, 1, 0, -1, 0.5], [0, 2, -2, 1, 4]], [[1, 1.5, 2, 2.5, -3], [-1, 0, 3, 0.25, 1]]])
@@ -201,7 +201,11 @@ RENORMALISED = {
 ONE_STUDENT = array([[[1, 2, 0, -1]]])
 
 
-def refusals() -> list[tuple[str, str, str, str, dict[str, Any]]]:
+Refusal = tuple[str, str, str, str, dict[str, Any]]
+"""Name, comment, sentences, error code, and the inputs that differ."""
+
+
+def refusals() -> list[Refusal]:
     """What every loss on logits refuses: name, comment, ids, code, what is changed."""
     value, shape, dtype, finite, distribution = (
         "argument-value",
@@ -217,9 +221,9 @@ def refusals() -> list[tuple[str, str, str, str, dict[str, Any]]]:
 
     def replaced(given: Given, number: Any, kind: str = "float64") -> Given:
         entries = [float(x) if kind != "int64" else int(x) for x in flatten(given.value)]
-        return array(oracle.unflatten([number, *entries[1:]], shape_of(given.value)), kind)
+        return array(unflatten([number, *entries[1:]], shape_of(given.value)), kind)
 
-    cases = [
+    cases: list[Refusal] = [
         ("bad-divergence", "js is called jsd here", "KD-17", value, {"divergence": "js"}),
         ("bad-reduction", "another reduction", "KD-3", value, {"reduction": "batchmean"}),
         ("bad-mixing", "above 1", "KD-18", value, {"mixing": 1.5}),
@@ -361,7 +365,7 @@ def refusals() -> list[tuple[str, str, str, str, dict[str, Any]]]:
     return cases
 
 
-STUDENT_REFUSALS = (
+STUDENT_REFUSALS: tuple[tuple[str, str, str, str, dict[str, Any], Any], ...] = (
     (
         "student-nan",
         "NaN in a row that does not count",

@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import oracle_loss as loss
 from book import Book, Given, array, lengths, numbers, probs
-from cases_maps import bad_maps
 from exact import Nested, flatten, shape_of, unflatten
+
+from cases.maps import bad_maps
 
 CLOSE = {"rule": "close", "quantity": "probs"}
 

@@ -9,8 +9,9 @@ from typing import Any
 import oracle_heads as heads
 import oracle_loss as loss
 from book import Book, Given, array, lengths, mask, numbers
-from cases_maps import bad_maps
 from models import random_model
+
+from cases.maps import bad_maps
 
 PLAN = {"rule": "plan"}
 RESIDUAL = {"rule": "close", "quantity": "residual"}

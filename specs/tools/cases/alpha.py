@@ -8,7 +8,8 @@ from typing import Any
 
 import oracle_heads as heads
 from book import Book, Given, array, lengths, mask, numbers, probs
-from cases_maps import bad_maps
+
+from cases.maps import bad_maps
 
 ALPHA = {"rule": "alpha"}
 

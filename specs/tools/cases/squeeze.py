@@ -8,9 +8,10 @@ from typing import Any
 
 import oracle_heads as heads
 from book import Arrays, Book, array, lengths, mask, numbers, probs
-from cases_maps import BAD_TEMPERATURES, bad_maps
-from cases_strategies import add_residuals, add_strategies, add_temperatures
 from models import random_model
+
+from cases.maps import BAD_TEMPERATURES, bad_maps
+from cases.strategies import add_residuals, add_strategies, add_temperatures
 
 PLAN = {"rule": "plan"}
 ALPHA = {"rule": "alpha"}
