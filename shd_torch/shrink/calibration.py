@@ -67,9 +67,17 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor]) -
     extra = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
     try:
         model(**inputs, **extra)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise ShdError(
+            "inputs-invalid",
+            f"data must hold inputs that {type(model).__name__} takes; got "
+            f"{ {name: tuple(part.shape) for name, part in inputs.items()} }: {error}",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
+    if not torch.isfinite(streams[0]).all():
+        raise ShdError("not-finite", "what the first layer reads must be finite; got NaN or infinity: look at data")
     counted = torch.ones(streams[0].shape[:2], dtype=torch.bool, device=streams[0].device)
     mask = inputs.get("attention_mask")
     if mask is not None and mask.shape == counted.shape:
@@ -175,6 +183,10 @@ def study_layer(
             ):
                 parts.append(part)
     rows = int(augmented[-1, -1])
+    if not rows:
+        raise ShdError("argument-value", "data must hold a row that counts; got an attention_mask of zeros")
+    if not (torch.isfinite(gram).all() and torch.isfinite(squares).all()):
+        raise ShdError("not-finite", f"the teacher must give finite numbers; got NaN or infinity in layer {number}")
     query_size = (sizes / rows / weights.head_dim).sqrt()
     length = max(stream.shape[1] for stream in streams)
     return AttentionStatistics(gram, augmented / rows, centred / rows, query_size, length), trace

@@ -477,6 +477,8 @@ def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int, ax
         add([read[0] for _, read in found])
         streams = [stream for stream, _ in found]
     add(streams)
+    if not torch.isfinite(moment).all():
+        raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")
     return Turn(axes(moment, hidden, family.norm), family.norm, eps)
 
 

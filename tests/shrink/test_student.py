@@ -253,6 +253,21 @@ def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShdError) as error:
         shrink(make_teacher("llama"), make_data("llama"), out=tmp_path / "full")
     assert error.value.code == "write-failed"
-    with pytest.raises(ShdError) as error:
-        shrink(make_teacher("llama"), {"input_ids": torch.ones(0, 4, dtype=torch.long)})
-    assert error.value.code == "argument-shape"
+    teacher, ids = make_teacher("llama"), torch.ones(2, 4, dtype=torch.long)
+    for data, code in (
+        ({"input_ids": ids[:0]}, "argument-shape"),
+        ({"input_ids": ids, "attention_mask": ids[:1]}, "argument-shape"),
+        ({"input_ids": ids + 40}, "inputs-invalid"),
+        ({"pixels": ids}, "inputs-invalid"),
+        ({"input_ids": ids, "attention_mask": 0 * ids}, "argument-value"),
+        ({"inputs_embeds": torch.full((2, 3, WIDTH), torch.nan).double()}, "not-finite"),
+    ):
+        with pytest.raises(ShdError) as error:
+            shrink(teacher, data, heads=2)
+        assert error.value.code == code
+    with torch.no_grad():
+        teacher.model.layers[1].mlp.up_proj.weight.fill_(torch.inf)
+    for options, says in (({"heads": 2}, "layer 1"), ({"hidden": 20}, "stream")):
+        with pytest.raises(ShdError, match=says) as error:
+            shrink(teacher, {"input_ids": ids}, **options)
+        assert error.value.code == "not-finite"
