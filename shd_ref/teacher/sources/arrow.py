@@ -148,6 +148,12 @@ def _row_of(source: Source, batch: Any, place: int, index: int, columns: Sequenc
         raise source.refuse(f"columns must hold numbers, lists of numbers or text: {error}", index) from error
 
 
+_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64", "bool": "bool"} | {
+    f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+"""What Arrow calls numbers, and NumPy's names."""
+
+
 def _value_of(scalar: Any) -> str | NDArray[Any]:
     if hasattr(scalar.type, "storage_type"):  # the array types of datasets, where that library is loaded
         scalar = scalar.value
@@ -161,7 +167,11 @@ def _value_of(scalar: Any) -> str | NDArray[Any]:
     value = scalar.as_py()
     if isinstance(value, str):
         return value
-    return _checked(np.asarray(value, dtype=kind.to_pandas_dtype()), kind)
+    # Not kind.to_pandas_dtype(), which needs pandas in older releases of pyarrow.
+    name = str(kind)
+    if name not in _DTYPES:
+        raise TypeError(f"got {kind}")
+    return np.asarray(value, dtype=_DTYPES[name])
 
 
 def _array_of(items: Any) -> NDArray[Any]:
