@@ -186,14 +186,14 @@ def run_once(way: str, length: int) -> None:
     loss(64)  # what the first call loads is no memory of the loss
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
-        reset.write_text("5", encoding="ascii")  # the peak of importing is none of the loss
+        reset.write_text("5", encoding="ascii")  # the peak of importing is not the loss's
     before = peak()
     loss(length)
     print(round(peak() - before, 1))
 
 
 def make_codes(length: int) -> Coded:
-    """A causal layer of two heads as a cache's bytes; whatever they are, they are maps."""
+    """A causal layer of two heads as a cache's bytes; any bytes decode to maps."""
     buffer = torch.randint(1, 256, (length * (length + 1),), dtype=torch.uint8)
     return Coded(buffer, (0,), (length,), 2, "sqrt8-row", "causal", length)
 

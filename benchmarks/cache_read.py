@@ -68,7 +68,7 @@ class RawMaps(Dataset[torch.Tensor]):
         self.open()
 
     def open(self) -> None:
-        """Map the file anew: the kernel drops no page that is mapped."""
+        """Map the file again: the kernel drops no page that is mapped."""
         self.maps = np.memmap(self.path, np.float16, "r", shape=self.shape)
 
     def __len__(self) -> int:

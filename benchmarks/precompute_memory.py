@@ -1,6 +1,6 @@
 """Does memory grow with the data? Peak memory of `shd precompute` over N and 10 N samples, from every kind of file.
 
-Each run is a process of its own; the figure is its peak of private memory (VmHWM counts mapped files too, so the peak
+Each run is a separate process; the figure is its peak of private memory (VmHWM counts mapped files too, so the peak
 of RssAnon is sampled beside it). The rival is the same data loaded whole before the run. Prints a table and writes
 ``precompute_memory.json`` beside this file.
 

@@ -31,7 +31,7 @@ def fidelity(
 
     shd fidelity teacher.onnx --inputs data.npz --student-heads 4,6
 
-    The teacher runs with merged maps in place of its own, in all layers at once; no student and no training is
+    The teacher runs with merged maps in place of its full maps, in all layers at once; no student and no training is
     needed. Ends with the command that precomputes the best way.
     """
     from shd_ref.teacher.study.fidelity import measure_fidelity

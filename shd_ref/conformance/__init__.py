@@ -1,7 +1,9 @@
 """The judge: does an implementation of ``specs/shd.md`` compute what the text says?
 
-Plain functions on NumPy alone. ``specs/conformance.md`` shows the three ways in: ``cases`` and ``check`` in a test of
-one's own, ``python -m shd_ref.conformance --impl``, and ``--program`` for other languages.
+Plain functions on NumPy alone. ``specs/conformance.md`` shows the three ways in: ``cases`` and ``check`` in your own
+tests, ``python -m shd_ref.conformance --impl``, and ``--program`` for other languages. Start reading with
+``runner.py``; ``laws`` are facts to check, ``vectors.py`` the cases to compare. Imports tolerances and NumPy, and the
+reference only to name a mistake.
 """
 
 from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing, OwnDtype

@@ -168,7 +168,7 @@ def as_adapter(implementation: Any) -> Adapter:
 
 
 def take_output(answer: Any, name: str, outputs: Sequence[str]) -> Any:
-    """One named output of an answer, whatever way it came: mapping, object, tuple, or the value itself.
+    """One named output of an answer, which is a mapping, an object, a tuple, or the value itself.
 
     Args:
         answer: what the implementation returned.
@@ -208,7 +208,7 @@ def _take_field(value: Any, name: str, path: str) -> Any:
 
 
 def _has_field(value: Any, name: str) -> bool:
-    # Arrays and lists have attributes of their own that are no outputs.
+    # The attributes of arrays and lists are not outputs.
     return not isinstance(value, np.ndarray | np.generic | list) and hasattr(value, name)
 
 

@@ -15,7 +15,7 @@ from shd_ref.conformance.vectors import decode_expected
 
 @dataclass(frozen=True)
 class Difference:
-    """How an output is not what was expected, in words and numbers for a stranger."""
+    """How an output differs from what was expected, in words and numbers that need no knowledge of the judge."""
 
     problem: str
     expected: str

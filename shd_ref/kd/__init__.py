@@ -1,7 +1,7 @@
 """Distillation of logits and hidden states (``specs/kd.md``): the reference, in float64 NumPy.
 
 Targets are a teacher's logits, their top k with the mass of the rest, or classes that were drawn from them; ``codes``
-turns the latter two into bytes and back.
+turns the latter two into bytes and back. Imports the reference; start with ``loss.py``.
 """
 
 from shd_ref.kd.gradients import kd_loss_gradient, linear_kd_loss_gradient

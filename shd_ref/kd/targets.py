@@ -228,7 +228,7 @@ def cut(logits: Array, vocab_size: int | None, name: str) -> Array:
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None, spec_id: str) -> int:
-    """An integer in a range; a boolean is none (ERR-6)."""
+    """An integer in a range; a boolean is refused (ERR-6)."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"{low} to {high}"

@@ -203,7 +203,7 @@ def entropy_section(content: CacheContent) -> dict[str, Any]:
 
 
 def codec_section(content: CacheContent) -> dict[str, Any]:
-    """What the writer measured of its own codes."""
+    """The errors of the codes, as the writer measured them."""
     errors = sorted(content.shard_errors, key=lambda error: -error.kl_mean)
     rows_measured = sum(error.rows for error in errors)
     tv = sum(error.tv_mean * error.rows for error in errors) / max(rows_measured, 1)

@@ -59,7 +59,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Split:
-    """The best split of a budget (PRED-5): layers that are kept, whatever the predictor's ratios mean.
+    """The best split of a budget (PRED-5): numbers of kept layers, for either meaning of the ratios.
 
     Attributes:
         attention: attention blocks that are kept.

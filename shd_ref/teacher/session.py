@@ -23,7 +23,7 @@ PROVIDERS: Final[dict[str, str]] = {
 """Short names of the execution providers; the long ones are accepted too."""
 
 MAX_THREADS: Final = 1024
-"""Of one session: onnxruntime starts as many as it is told to, whatever the machine has."""
+"""Of one session: onnxruntime starts as many as it is told to, even far more than there are cores."""
 
 _DTYPES: Final[dict[str, str]] = {
     "tensor(bool)": "bool",

@@ -115,7 +115,7 @@ class Captured:
     def check_taught(self, layers: tuple[int, ...]) -> None:
         """Refuse a student of another depth, or calls that are numbered otherwise, than its teaching was made for.
 
-        ``capture_attention`` does so itself, where it was given these layers.
+        ``capture_attention`` calls this where it is given the layers.
 
         Args:
             layers: of a supervision.

@@ -238,7 +238,7 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None, spec_id: str) -> int:
-    """An integer in a range; a boolean is none (ERR-6)."""
+    """An integer in a range; a boolean is refused (ERR-6)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"{low} to {high}"
         raise ShdError("argument-value", f"{name} must be an integer, {wanted}; got {value!r}", spec_id)

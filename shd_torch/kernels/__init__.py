@@ -1,6 +1,7 @@
 """SHD's loss without attention maps, as Triton kernels: divergence and gradients from queries and keys alone.
 
-Functions of a checked request, without automatic differentiation. Importing this package does not import Triton.
+Functions of a checked request, without automatic differentiation: ``coded.py`` reads a cache's bytes, ``factored.py``
+queries and keys, ``launch.py`` says what cannot be served. Imports ``supervision``; Triton only when a kernel runs.
 """
 
 from shd_torch.kernels.coded import kl_coded

@@ -14,7 +14,7 @@ CODE_1 = tl.constexpr(0.75)
 
 @triton.jit
 def load_heads(base, stride, positions, exist, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Queries or keys of one head ``[positions, PADDED]``; zero where there is none."""
+    """Queries or keys of one head ``[positions, PADDED]``; zero past the last position and column."""
     columns = tl.arange(0, PADDED)
     wanted = exist[:, None]
     if PADDED != WIDTH:

@@ -2,6 +2,7 @@
 
 ``families`` alone knows names of modules; ``calibration`` runs a model layer by layer; ``merges``, ``heads``,
 ``width`` and ``align`` are the mathematics, written independently of ``shd_ref.shrink``; ``student`` joins them.
+Imports ``maps``.
 """
 
 from shd_torch.shrink.student import Shrunk, load_teacher, shrink

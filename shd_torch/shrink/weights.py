@@ -1,4 +1,4 @@
-"""The weights of one attention layer, head by head and in float64, whatever the module stores."""
+"""The weights of one attention layer, head by head and in float64, from any layout and dtype of the module."""
 
 from __future__ import annotations
 

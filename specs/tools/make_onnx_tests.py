@@ -31,7 +31,7 @@ FOLDER = SPECS / "onnx"
 
 
 def main(folder: Path = FOLDER) -> None:
-    """Write every test anew below ``folder``."""
+    """Write every test below ``folder``, in place of what was there."""
     node = folder / "node"
     if node.exists():
         shutil.rmtree(node)

@@ -256,7 +256,7 @@ def test_flipped_bit_in_a_compressed_blob(tmp_path: Path, codec: str) -> None:
 
 
 def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:
-    """Whatever its strings say, a cache reads and writes inside its folder."""
+    """No string in a cache makes it read or write outside of its folder."""
     layers = (LayerPair(1, 2, "../../../outside", 4), LayerPair(2, 4, "/etc/passwd", 4))
     manifest = job(
         teacher=Teacher("ab" * 32, "../../teacher.onnx", "/provider", "../dtype"),

@@ -209,7 +209,7 @@ def large_cache(folder: Path, length: int) -> Path:
     return folder
 
 
-def test_verifying_takes_the_same_memory_whatever_a_blob_holds(tmp_path: Path) -> None:
+def test_verifying_takes_the_same_memory_for_any_blob(tmp_path: Path) -> None:
     folder = large_cache(tmp_path / "cache", 64 * 64)
     blob = 2 * 4096**2
     assert blob > 3 * READ_BYTES

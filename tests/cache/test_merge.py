@@ -89,7 +89,7 @@ def test_a_damaged_shard_is_taken_from_where_it_is_intact(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", ["receipt", "short", "gone"])
-def test_damage_that_nobody_can_repair_is_an_error(tmp_path: Path, damage: str) -> None:
+def test_damage_that_cannot_be_repaired_is_an_error(tmp_path: Path, damage: str) -> None:
     source = part(tmp_path / "a", list(range(NUM_SHARDS)))
     shard, receipt = source / "shards/02/000002.safetensors", source / "receipts/000002.json"
     if damage == "receipt":

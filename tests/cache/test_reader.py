@@ -61,7 +61,7 @@ def test_unknown_layer(folder: Path) -> None:
 @pytest.mark.parametrize("layers", [None, [2, 1], [1], []], ids=str)
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_a_batch_is_its_records_in_one_buffer(tmp_path: Path, compression: str, layers: list[int] | None) -> None:
-    """Whatever their order in the shards; a sample that is asked for twice is there twice."""
+    """In the order asked for, not that of the shards; a sample that is asked for twice is there twice."""
     if compression == "zstd":
         pytest.importorskip("zstandard", reason="compression needs the extra 'zstd'")
     reader = CacheReader(write_cache(tmp_path, job(11, compression=compression)))

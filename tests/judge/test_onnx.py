@@ -155,7 +155,7 @@ def test_options_are_refused_with_their_codes(change: dict[str, Any], code: str)
         {"query_mask": np.ones((1, 1), dtype=np.int64)},
     ],
 )
-def test_arrays_that_must_be_refused_are_nobodys_answer(change: dict[str, Any]) -> None:
+def test_arrays_that_must_be_refused_are_not_an_answer(change: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match="does not check its inputs"):
         OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(**change), "float32")
 

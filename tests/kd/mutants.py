@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     Mutant(
         "proposal-ignored",
-        "a draw weighs P / n, whatever it was drawn by",
+        "a draw weighs P / n, for every distribution that it was drawn from",
         "targets",
         "log_p - np.where(np.isneginf(log_q), 0.0, log_q)",
         "log_p",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     Mutant(
         "layers-always-averaged",
-        "layers are averaged whatever was asked",
+        "layers are averaged, also where their sum is asked for",
         "hidden",
         'scale = len(students) if reduction == "mean" else 1',
         "scale = len(students)",

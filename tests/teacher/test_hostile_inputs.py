@@ -1,4 +1,4 @@
-"""Data files that nobody vouches for: whatever their headers, types and names say, one error of ours."""
+"""Untrusted data files: for any headers, types and names, one error of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shd precompute`` killed at twenty moments: whatever happens, the finished cache is the undisturbed one."""
+"""``shd precompute`` killed at twenty moments: the finished cache is always the undisturbed one."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def without_seal(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("run", [RUN, RunOptions(batch_tokens=30, samples_per_shard=2)])
 def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: RunOptions) -> None:
-    """Whatever is missing, the batches are those of an undisturbed run, so even rounding is the same."""
+    """The batches are always those of an undisturbed run, so even rounding is the same."""
     inputs = make_tokens()
     precompute(teacher, inputs, tmp_path / "whole", OPTIONS, run)
     for number, lost in enumerate(([3], [0, 2, 9], [1, 4, 5, 6, 7])):

@@ -170,7 +170,7 @@ def normed_weight(build: GraphBuilder, context: str) -> str:
 
 
 def learned_gate(op_type: str) -> Spelling:
-    """A number a head, through a function that nobody folded."""
+    """A number a head, through a function that was not folded."""
 
     def spell(build: GraphBuilder, context: str) -> str:
         gate = build.op(op_type, build.const(np.float32([0.5, -1, 2]).reshape(1, HEADS, 1, 1)))
@@ -245,7 +245,7 @@ def loaded_site(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_output_is_the_sum_of_what_the_heads_give(name: str, tmp_path: Path) -> None:
-    """With other values the output changes by ``sum_h A_h dV_h W_h``, whatever else is added to it."""
+    """With other values the output changes by ``sum_h A_h dV_h W_h``, also where something else is added to it."""
     model, site = loaded_site(teacher(LINEAR[name]), tmp_path)
     assert site.supported, site.reason
     assert (site.num_heads, site.d_v, site.d_model) == (HEADS, D_V, D_MODEL)

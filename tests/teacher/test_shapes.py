@@ -40,7 +40,7 @@ def test_an_empty_past_leaves_the_mask_as_long_as_the_tokens(axis: str | None) -
 
 
 @pytest.mark.parametrize("shape", [("batch", 2, None, 8), (None, 2, None, 8), ("b", 2, "past_len", 8), (4, 2, 0, 8)])
-def test_the_past_is_empty_whatever_its_axis_is_called(shape: tuple[int | str | None, ...]) -> None:
+def test_the_past_is_empty_under_any_name_of_its_axis(shape: tuple[int | str | None, ...]) -> None:
     assert SIZES.shapes((InputSpec("past_key_values.3.value", "float16", shape),)) == {
         "past_key_values.3.value": (4, 2, 0, 8)
     }

@@ -150,7 +150,7 @@ def test_text_becomes_what_the_tokenizer_makes_of_it(tmp_path: Path) -> None:
     words = {word: number for number, word in enumerate(["[UNK]", "the", "cat", "sat"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.enable_padding(length=9)  # whatever its file says, nothing is padded here
+    tokenizer.enable_padding(length=9)  # the file asks for padding; nothing is padded here
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     texts = ["the cat sat", "the dog", *["cat"] * 600]
     save_json_lines([{"body": text, "pixels": [[1, 2, 3], [4, 5, 6.5]]} for text in texts], tmp_path / "data.jsonl")

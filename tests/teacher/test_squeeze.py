@@ -262,7 +262,7 @@ def test_every_form_of_teacher(form: dict[str, Any]) -> None:
         )
 
 
-def test_what_nobody_reads_is_pruned() -> None:
+def test_what_no_output_needs_is_pruned() -> None:
     model = bare_attention(4, num_layers=2)
     sites = find_sites(model)
     graph = squeeze_graph(model, [(0, sites[0])], num_student_heads=2)

@@ -1,4 +1,4 @@
-"""Graphs that nobody here wrote: test fixtures of other projects, inspected and, where possible, squeezed."""
+"""Graphs written by others: test fixtures of other projects, inspected and, where possible, squeezed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged graphs: whatever is wrong with a file, the answer is one error or a graph that runs, never a crash."""
+"""Damaged graphs: the answer to any fault in a file is one error or a graph that runs, never a crash."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_surrogate_has_the_gradient(backend: str) -> None:
         np.testing.assert_array_equal(got, want)
     assert value == pytest.approx(float((case.queries * exact[0]).sum()))
     q, k = case.student(torch.float64)
-    with torch.no_grad():  # nobody asks for a gradient: the number is the divergence
+    with torch.no_grad():  # no gradient is asked for: the number is the divergence
         loss = attention_kl(
             q, k, case.supervision(torch.float64), backend=backend, value="surrogate", **case.options()
         )

@@ -108,7 +108,7 @@ class Sdpa(nn.Module):
     "case", ["plain", "causal", "rectangular", "boolean", "additive", "grouped", "scale", "causal-LS"]
 )
 def test_sdpa_arguments(case: str, dtype: torch.dtype) -> None:
-    """``softmax(captured) @ value`` is what the fused kernel returns, whatever it was asked for."""
+    """``softmax(captured) @ value`` is what the fused kernel returns, under all its options."""
     torch.manual_seed(0)
     keys = 9 if case in ("rectangular", "causal-LS") else 7
     kv_heads = 2 if case == "grouped" else 4

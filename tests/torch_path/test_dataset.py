@@ -167,7 +167,7 @@ READS = {
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("preload", [False, True])
 def test_data_that_change_after_joining_are_refused(tmp_path: Path, read: str, preload: bool) -> None:
-    """Keys are looked up once; whatever happens to the data afterwards, no sample gets another one's maps."""
+    """Keys are looked up once; when the data change afterwards, no sample gets another one's maps."""
     cache = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES)))
     for change in ("set_epoch", "edited", "random", "retyped", "reshaped"):
         data = ChangingData()
@@ -217,7 +217,7 @@ def test_what_a_subclass_makes_of_an_item_reaches_the_loader(tmp_path: Path) -> 
 
 
 def test_single_items_take_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``ConcatDataset`` asks for them: each would be a file of its own, and copied all the same."""
+    """As ``ConcatDataset`` asks for them: each would be a separate file, and copied all the same."""
     joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
     monkeypatch.setattr("shd_torch.data.dataset.allocate_codes", lambda _size: pytest.fail("asked for"))
     both = torch.utils.data.ConcatDataset([joined, joined])

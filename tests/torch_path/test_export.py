@@ -38,7 +38,7 @@ def count_softmax(path: Path) -> int:
 def test_hf_graph_is_the_model(name: str, tmp_path: Path) -> None:
     model = hf_model(name).train()
     model.eval()
-    model.train(name == "gpt2")  # whatever it was, it stays
+    model.train(name == "gpt2")  # the mode that export must leave as it was
     report = export_teacher(model, hf_inputs(name), tmp_path / "deep" / "teacher.onnx")
 
     assert model.training == (name == "gpt2")

@@ -1,4 +1,4 @@
-"""Streams joined with a cache: every sample once, whatever reads it, and on from where it stopped."""
+"""Streams joined with a cache: every sample once with every loader, and on from where it stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_SAMPLES = 11
 
 
 class Tokens:
-    """Starts anew each time; counts what it gave out."""
+    """Starts from the beginning each time; counts what it gave out."""
 
     def __init__(self, extra: int = 0) -> None:
         self.extra = extra
@@ -180,7 +180,7 @@ def test_what_workers_read_is_not_counted_silently(cache: Path, copied: bool) ->
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", range(7))
 def test_a_stateful_loader_goes_on_where_it_stopped(cache: Path, workers: int, num_batches: int) -> None:
-    """Its state says what training has seen, whatever the workers have read ahead."""
+    """Its state says what training has seen, not what workers have read ahead."""
     torchdata = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="the loader that holds its workers' state"
     )
@@ -269,7 +269,7 @@ def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
     again.load_state_dict(state)
     again.set_epoch(1)
     assert begun + [record.index for _, record in again] == orders[1]
-    # Accelerate tells a new loader's data of epoch 0, whatever they were told before.
+    # Accelerate sets epoch 0 on a new loader's data, even where another was set before.
     again.load_state_dict(state)
     loader = prepare(again)
     with pytest.raises(

@@ -193,7 +193,7 @@ def test_a_stream_trains_as_the_same_data_in_that_order(workers: int, trainer_ca
 
 
 def test_a_stream_hears_of_every_epoch(trainer_cache: Path, tmp_path: Path) -> None:
-    """So that its data can shuffle anew."""
+    """So that its data can shuffle again."""
 
     class Turning:
         epoch = 0

@@ -10,21 +10,22 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="the examples train Hugging Face students")
-accelerate = pytest.importorskip("accelerate", reason="one example uses accelerate")
+pytest.importorskip("accelerate", reason="one example uses accelerate")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from support.binding.trainer_cases import make_model, make_samples, pad  # noqa: E402
 
 import shd_torch  # noqa: E402
-from shd_torch.training.trainer import SHDTrainer  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-LOOP, TRAINER, LIGHTNING, LIVE = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+LOOP, TRAINER, LIGHTNING, LIVE, LOGITS = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE], ids=["loop", "trainer", "live"])
+@pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE, LOGITS], ids=["loop", "trainer", "live", "logits"])
 def test_example_trains(example: str, trainer_cache: Path, tmp_path: Path) -> None:
     names = run_example(example, trainer_cache, tmp_path)
     if "trainer" in names:
@@ -37,8 +38,8 @@ def test_example_trains(example: str, trainer_cache: Path, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning")  # advice on workers of the loader
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # lightning's own
 def test_lightning_example_trains(trainer_cache: Path, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="this example uses lightning")
-    names = run_example(LIGHTNING, trainer_cache, tmp_path, lightning=lightning)
+    pytest.importorskip("lightning", reason="this example uses lightning")
+    names = run_example(LIGHTNING, trainer_cache, tmp_path)
     logged = names["module"].trainer.callback_metrics
     assert set(logged) == {"base_loss", "shd_loss", "shd_loss_layer_0", "shd_loss_layer_1"}
     layers = sum(logged[f"shd_loss_layer_{layer}"].item() for layer in (0, 1))
@@ -46,17 +47,15 @@ def test_lightning_example_trains(trainer_cache: Path, tmp_path: Path) -> None:
     assert names["module"].trainer.global_step == 2
 
 
-def run_example(example: str, cache: Path, folder: Path, **more: Any) -> dict[str, Any]:
+def run_example(example: str, cache: Path, folder: Path) -> dict[str, Any]:
     """The names that an example leaves, after a look at whether the student learned."""
     student = make_model(2, seed=2)
     before = {name: value.detach().clone() for name, value in student.named_parameters()}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=2, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
     )
-    names: dict[str, Any] = {name: getattr(shd_torch, name) for name in shd_torch.__all__} | {
+    names: dict[str, Any] = {
         "torch": torch,
-        "Accelerator": accelerate.Accelerator,
-        "SHDTrainer": SHDTrainer,
         "arguments": arguments,
         "joined": shd_torch.SupervisedDataset(make_samples(), cache),
         "loader": torch.utils.data.DataLoader(make_samples(), 4, collate_fn=pad),
@@ -64,7 +63,6 @@ def run_example(example: str, cache: Path, folder: Path, **more: Any) -> dict[st
         "optimizer": torch.optim.SGD(student.parameters(), 0.1),
         "pad": pad,
         "student": student,
-        **more,
     }
     exec(compile(example, PAGE.name, "exec"), names)
     trained = names["trainer"].model if "trainer" in names else student

@@ -1,4 +1,4 @@
 """What the JSON documents of a cache say: manifest and its members, receipts, the seal, sample keys.
 
-Imports ``storage`` and ``codecs``. Start with ``manifest.py``.
+Imports ``storage``, ``codecs`` and ``forms``. Start with ``manifest.py``.
 """

@@ -251,7 +251,7 @@ class Attention(Form):
         if self.plans is None:
             return
         require(len(self.plans) == len(self.layers), f"plans must be {len(self.layers)}", len(self.plans))
-        require(not self.plan, "plan must be empty where layers have plans of their own", self.plan)
+        require(not self.plan, "plan must be empty where plans holds one for each layer", self.plan)
         require(len(set(self.plans)) > 1, "plans must not all be equal: then plan holds them", self.plans)
         pairs = {_count_pairs(plan) for plan in self.plans}
         require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs))

@@ -34,7 +34,7 @@ class SiteFactors:
     Attributes:
         site: the attention site.
         queries: name of the tensor that the product consumes, after rotary embedding and norms.
-        keys: likewise; transposed where ``keys_transposed``.
+        keys: name of the product's other operand, the keys; transposed where ``keys_transposed``.
         keys_transposed: the tensor's last axes are ``(d, S)``.
         layout: as of the site, but of the product's operands.
         logits_layout: as of the site, but of what its softmax reads.

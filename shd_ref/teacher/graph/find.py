@@ -38,7 +38,7 @@ class AttentionSite:
         op_type: ``"Softmax"``, ``"Div"`` or ``"Exp"`` for one written out, or the fused operator.
         logits: name of what the softmax reads; empty where ``supported`` is False, or the map is no softmax of it.
         probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
-        values: name of V's tensor, as the product consumes it; empty likewise.
+        values: name of V's tensor, as the product consumes it; empty where ``probs`` is.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
         num_heads: H.
         num_kv_heads: value heads before they are repeated for grouped queries.
@@ -57,7 +57,7 @@ class AttentionSite:
         note: of a supported site, what a probe run could not show: that its maps are those of single samples.
         row_inputs: of a supported site, the graph's inputs with a position for every row of the map; None where no
             probe run told.
-        key_inputs: likewise for every column.
+        key_inputs: the inputs with a position for every column; None where no probe run told.
     """
 
     layer: int

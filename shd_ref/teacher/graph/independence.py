@@ -73,7 +73,7 @@ class Finding:
         reason: why its maps are not those of single samples, and what to do about it.
         note: what could not be shown, or holds with a restriction; None with a reason.
         row_inputs: names of the inputs with as many positions as the map has rows; None where it was not run.
-        key_inputs: likewise of its columns.
+        key_inputs: names of those with as many positions as it has columns; None where it was not run.
     """
 
     reason: str | None = None

@@ -82,7 +82,7 @@ class InputSizes:
             if spec.part == "past" or len(spec.shape) < 2:
                 continue
             tokens = len(spec.shape) == 2 and np.dtype(spec.dtype).kind in "iub"
-            # One sample is a frozen batch, whatever it holds; other numbers only where tokens are.
+            # A first axis of 1 is a frozen batch for every input; other sizes only for tokens.
             if isinstance(spec.shape[0], int) and (spec.shape[0] == 1 or tokens):
                 batch = spec.shape[0]
             if tokens and isinstance(spec.shape[1], int):

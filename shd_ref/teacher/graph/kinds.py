@@ -66,7 +66,7 @@ def find_kinds(
         decoder_mask: name of the decoder's mask, if it is not the usual.
 
     Raises:
-        ShdError: ``inputs-invalid`` for a decoder mask that is none.
+        ShdError: ``inputs-invalid`` for a ``decoder_mask`` that cannot be one.
     """
     readable = [site for site in sites if site.probs and site.values]
     crosses = [site for site in readable if site.cross]

@@ -40,7 +40,7 @@ class Logits:
         scale: all constant factors of the product together.
         multipliers: computed factors, each with the operator (``Mul`` or ``Div``) that applies it.
         addends: tensors that are added, masks or biases, each with the factor of all that follows.
-        fills: what masked entries are replaced by, likewise.
+        fills: tensors that replace masked entries, each with the factor of all that follows.
         softcap: c of ``c * tanh(z / c)``.
         sinks: whether columns without a key join the softmax.
         reason: why this form cannot be read.

@@ -125,7 +125,7 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
 
 
 def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
-    """How often value heads are repeated: elements out over elements in, whatever the axis."""
+    """How often value heads are repeated: elements out over elements in, on any axis."""
     factor = 1
     for node in nodes:
         before, after = (_size_of(value, shapes) for value in (data_inputs(node)[0], node.outputs[0]))

@@ -45,7 +45,7 @@ class Quotient:
 
     @property
     def logits(self) -> ir.Value | None:
-        """The input of the softmax that this is; None where it is none."""
+        """The input of the softmax that this spells out; None where it is not a softmax."""
         node = _before_casts(self.numbers).producer()
         return node.inputs[0] if node is not None and node.op_type == "Exp" and self.sums_to_one else None
 
@@ -64,7 +64,7 @@ def read_quotient(node: ir.Node) -> Quotient | None:
 
 
 def read_log_softmax(node: ir.Node) -> ir.Value | None:
-    """The logits of a softmax that is the exponential of its own logarithm; None where an operator is no such one."""
+    """The logits of a softmax that is the exponential of its own logarithm; None for any other operator."""
     log = _before_casts(node.inputs[0]).producer() if node.op_type == "Exp" and node.inputs[0] is not None else None
     if log is None or len(log.inputs) == 0:
         return None

@@ -1,4 +1,4 @@
-"""Attention without a map of its own: maps that are remade behind their softmax, or that come from none.
+"""Attention that has no softmax map to read: maps that are changed after their softmax, or made without one.
 
 Such attention is named and refused, so that no layer of a model is passed over: the difference of two maps, maps
 that are smoothed over positions or layers, and products of queries and keys that a sigmoid weighs.

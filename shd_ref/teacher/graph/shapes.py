@@ -39,7 +39,7 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
-    """The graph's inputs, with the length and batch fixed that its constants fix, whatever its inputs say.
+    """The graph's inputs, with the length and batch that its constants fix, even where it declares them open.
 
     A tracer leaves the example's length in the constants of reshapes and masks. Shape inference then knows the sizes
     of the attention maps while the inputs are open; a run at that length and at no smaller one confirms it.
@@ -135,7 +135,7 @@ class Probe:
         sizes: that it runs on.
         largest: integer that it runs on, 1 or 0.
         frozen_length: the length that its inputs or its constants fix, as far as is known; None where it is open.
-        frozen_batch: likewise of the batch.
+        frozen_batch: the batch size that they fix; None where it is open.
 
     Raises:
         ShdError: ``graph-unsupported`` where the graph does not run.

@@ -1,4 +1,4 @@
-"""The constant matrix that an operator multiplies a tensor by, in whatever form the graph holds it."""
+"""The constant matrix that an operator multiplies a tensor by, in any form that a graph may hold it in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Weight:
     Attributes:
         matrix: ``(in, out)``; ``(N, in, out)`` for a product of stacked matrices.
         axis: of the other factor, over which the product sums; from the end, so negative.
-        out_axis: where the product has the columns, likewise.
+        out_axis: of the product, where it has the matrix's columns; from the end, so negative.
     """
 
     matrix: NDArray[Any]

@@ -1,4 +1,4 @@
-"""Sizes in a graph that nobody vouches for: what would fill the memory before anything is computed is refused."""
+"""Sizes in an untrusted graph: what would fill the memory before anything is computed is refused."""
 
 from __future__ import annotations
 

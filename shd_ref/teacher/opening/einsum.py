@@ -104,7 +104,7 @@ def _rewrite(
 
 
 def _parse(node: onnx.NodeProto, sizes: Mapping[str, list[int | None]]) -> tuple[list[str], str] | None:
-    """The letters of every operand and of the output, with letters of their own for the axes of an ellipsis."""
+    """The letters of every operand and of the output, with unused letters for the axes of an ellipsis."""
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -159,7 +159,7 @@ def _multiply(
     left, right = min(orders, key=lambda order: (not order[0].is_map, _num_moves(order[0], order[1], output)))
     batch, rows, columns = _split(left, right, output)
     summed = "".join(letter for letter in left.letters if letter in shared)
-    # The right factor is broadcast along all rows but the last; MatMul does so by itself before a matrix.
+    # The right factor is broadcast along all rows but the last; MatMul broadcasts a plain matrix by itself.
     gaps = [""] * (len(rows) - 1) if batch else []
     before, after = [*batch, *rows] if rows or not batch else [*batch, ""], [columns] if columns or batch else []
     groups = [*before, summed], [*batch, *gaps, summed, *after]

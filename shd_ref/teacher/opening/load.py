@@ -1,4 +1,4 @@
-"""Read a teacher's ONNX file that nobody vouches for: data files, custom operators, old and new operator sets."""
+"""Read a teacher's untrusted ONNX file: data files, custom operators, old and new operator sets."""
 
 from __future__ import annotations
 

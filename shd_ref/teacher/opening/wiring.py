@@ -1,4 +1,4 @@
-"""Nodes in a graph that nobody vouches for: every tensor that is read has one source, every operator its inputs."""
+"""Nodes in an untrusted graph: every tensor that is read has one source, every operator its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``squeeze_heads`` as an ONNX model of its own: the generated function with its arguments as graph inputs.
+"""``squeeze_heads`` as an ONNX model by itself: the generated function with its arguments as graph inputs.
 
 The function gives merged maps, alphas and whether they are degenerate. The other fields of the result (MIX-9) follow
 from these, by standard operators around the call, so that a backend answers with the whole record.

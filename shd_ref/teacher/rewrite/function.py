@@ -78,7 +78,7 @@ def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alp
         left = body.op("Mul", left, body.reshape(weights, 0, num_blocks, 1, block_heads))
     elif weights is not None:
         maps = body.op("Mul", maps, body.reshape(weights, 0, 0, -1, 1))
-    # Matrix products over flattened maps read every map once, whatever heads are mixed.
+    # Matrix products over flattened maps read every map once, for any set of mixed heads.
     mixed = body.op("MatMul", left, body.reshape(maps, 0, num_blocks, block_heads, -1))
     rows = body.op("Gather", body.op("Shape", maps), body.const([2]))
     shape = body.op("Concat", body.const([0, num_maps]), rows, body.const([-1]), axis=0)

@@ -7,7 +7,7 @@ from shd_ref.teacher.graph.measure import Layout
 
 
 def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
-    """A map, V, queries or keys with the leading axes ``(B, H)``, whatever their layout."""
+    """A map, V, queries or keys with the leading axes ``(B, H)``, from any layout."""
     if layout in ("batch-folded", "heads-folded"):
         sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
         inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))

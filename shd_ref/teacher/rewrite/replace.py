@@ -1,4 +1,4 @@
-"""The teacher with squeezed attention in place of its own: what it computes with fewer heads.
+"""The teacher with squeezed attention in place of its full attention: what it computes with fewer heads.
 
 With student head h reading the summed value outputs of its group, ``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``: the
 attention output is what the graph itself makes of its values when every teacher head t uses its group's merged map.

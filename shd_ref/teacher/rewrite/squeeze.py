@@ -41,11 +41,12 @@ class SqueezedLayer:
             1/2 where degenerate or not counted; ``num_pairs`` is 0 for the strategy ``mean``.
         degenerate: bool, same shape: every alpha was optimal; None for strategies that solve for no alpha.
         probs: the teacher's map ``(B, H_t, L, S)`` in float32; output with ``check_outputs`` only.
-        values: V ``(B, H_t, S, d_v)`` in float32; likewise.
-        merged: the student's maps ``(B, H_s, L, S)`` in float32 before coding; likewise.
+        values: V ``(B, H_t, S, d_v)`` in float32; output with ``check_outputs`` only.
+        merged: the student's maps ``(B, H_s, L, S)`` in float32 before coding; with ``check_outputs`` only.
         queries: the teacher's queries ``(B, H_t, L, d)`` in float32; None where maps are kept.
-        keys: the teacher's keys ``(B, H_kv, S, d)``; likewise.
-        spans: int32 ``(B, H_t, L, 3)``, which keys the teacher's mask leaves each row, see ``add_spans``; likewise.
+        keys: the teacher's keys ``(B, H_kv, S, d)``; None where maps are kept.
+        spans: int32 ``(B, H_t, L, 3)``, which keys the teacher's mask leaves each row, see ``add_spans``; None where
+            maps are kept.
     """
 
     student_layer: int
@@ -91,7 +92,7 @@ def squeeze_graph(
 ) -> SqueezedGraph:
     """Rewrite a teacher graph to output what ``squeeze_heads`` and the codec would make of its maps.
 
-    The original outputs, and every node and input that nobody reads any more, are dropped.
+    The original outputs, and nodes and inputs that no new output needs, are dropped.
 
     Args:
         model: the teacher, from ``load_teacher``; not changed.
@@ -222,10 +223,10 @@ def share_function(
     make: Callable[[MergeRule, int], onnx.FunctionProto],
     opset: int,
 ) -> onnx.FunctionProto:
-    """The function of a rule, made where it is new, under a name of its own."""
+    """The function of a rule, made and given a unique name at its first use."""
     if rule not in functions:
         function = make(rule, opset)
-        if any(function.name == other.name for other in functions.values()):  # layers with plans of their own
+        if any(function.name == other.name for other in functions.values()):  # plans differ by layer
             function.name += f"_{len(functions)}"
         functions[rule] = function
     return functions[rule]
@@ -247,7 +248,7 @@ def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | N
 
 
 def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.FunctionProto]) -> onnx.ModelProto:
-    """The model with new outputs and functions, without what nobody reads any more."""
+    """The model with new outputs and functions, without nodes and inputs that no output needs."""
     grown = onnx.ModelProto()
     grown.CopyFrom(model)
     grown.ir_version = max(grown.ir_version, _MIN_IR_VERSION)

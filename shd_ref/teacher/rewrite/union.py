@@ -1,4 +1,4 @@
-"""Several squeezed graphs of one teacher as one: the teacher runs once, whatever number of students it serves."""
+"""Several squeezed graphs of one teacher as one: the teacher runs once for all its students."""
 
 from __future__ import annotations
 

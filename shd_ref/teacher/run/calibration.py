@@ -43,7 +43,7 @@ def calibrate_plans(
         mask_of_rows: from a site to the input that says which of its rows count; by default the inputs' mask.
 
     Raises:
-        ShdError: ``dependency-missing`` (networkx), and whatever ``matched_plan`` finds wrong with the maps.
+        ShdError: ``dependency-missing`` (networkx), and the errors of ``matched_plan``.
     """
     chosen = [int(index) for index in sample_order(len(inputs), seed)[:num_samples]]
     plans = []

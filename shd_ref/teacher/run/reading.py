@@ -24,7 +24,7 @@ class AttentionReader:
         model: the teacher, from ``load_teacher``; not changed.
         sites: supported sites of this model, from ``find_sites``.
         provider: as in ``open_session``.
-        num_threads: likewise.
+        num_threads: as in ``open_session``.
 
     Raises:
         ShdError: ``graph-unsupported`` (an operator set that is too old), ``provider-unavailable``.

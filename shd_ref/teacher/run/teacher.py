@@ -113,7 +113,7 @@ class TeacherRun:
         self._sessions: dict[bool, _Session] = {}
 
     def as_factored(self) -> TeacherRun:
-        """The same teacher on the same inputs, in sessions of its own, with queries and keys in place of maps.
+        """The same teacher on the same inputs, in new sessions, with queries and keys in place of maps.
 
         Raises:
             ShdError: ``graph-unsupported`` for maps that they do not make.
@@ -260,7 +260,7 @@ class TeacherRun:
         return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, kind) for kind in kinds)
 
     def read_attention(self) -> AttentionReader:
-        """The teacher's own maps and value outputs at the chosen sites, in a session of its own."""
+        """The teacher's own maps and value outputs at the chosen sites, read in a separate session."""
         return AttentionReader(
             self.model,
             [site for _, site in self.layers],

@@ -1,4 +1,8 @@
-"""Where model inputs come from: files of several kinds, read row by row, so that memory stays flat."""
+"""Where model inputs come from: files of several kinds, read row by row, so that memory stays flat.
+
+``source.py`` is the interface; a new kind of data is a file here and a line in ``registry.py``. Imports none of the
+other rooms.
+"""
 
 from shd_ref.teacher.sources.arrays import Arrays, ArraySource
 from shd_ref.teacher.sources.registry import KINDS, open_source

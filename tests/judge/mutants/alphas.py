@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     mutant(
         "degenerate-by-size",
-        "A pair is degenerate where ||M||^2 is below 1e-6, whatever the size of the value outputs.",
+        "A pair is degenerate where ||M||^2 is below 1e-6, without regard to the size of the value outputs.",
         ("alpha", "denominator <= degenerate_threshold() * scale\n    raw", "denominator <= 1e-6\n    raw"),
     ),
     mutant(
@@ -532,7 +532,7 @@ MUTANTS = (
     ),
     mutant(
         "matched-merged-per-map",
-        "The pool of later rounds is merged with one alpha a map, whatever alpha_per says.",
+        "The pool of later rounds is merged with one alpha a map where one a row is asked for.",
         ("matching", "query_mask=mask, alpha_per=alpha_per)[0]", "query_mask=mask)[0]"),
     ),
     mutant(

@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     mutant(
         "mean-of-layer-means",
-        "The reduction mean is the mean over layers of the mean over heads, whatever the number of heads.",
+        "The reduction mean is the mean over layers of the mean over heads, with any number of heads.",
         (
             "loss",
             _WEIGHT,
@@ -464,7 +464,7 @@ MUTANTS = (
     ),
     mutant(
         "intersected-to-one",
-        "What is left is scaled to one, whatever the row had.",
+        "What is left is scaled to one, not to what the row had.",
         ("support", _RESCALED, _RESCALED.replace(" * mass[..., None]", "")),
     ),
     mutant(
@@ -640,7 +640,7 @@ MUTANTS = (
     ),
     mutant(
         "scale-ignored",
-        "The logits are q k^T / sqrt(d), whatever scale says.",
+        "The logits are q k^T / sqrt(d), and scale is not read.",
         (
             "gradients",
             "    pairs = [_check_qk",

@@ -172,7 +172,7 @@ MUTANTS = (
     ),
     mutant(
         "simplex-degenerate-by-size",
-        "A group is degenerate in simplex where its maps differ by less than 1e-6, whatever the size of the outputs.",
+        "A group is degenerate in simplex where its maps differ by less than 1e-6, for outputs of any size.",
         ("simplex", "farthest <= degenerate_threshold() * scale", "farthest <= 1e-6"),
     ),
     mutant(
@@ -377,7 +377,7 @@ MUTANTS = (
     ),
     mutant(
         "clipped-counts-pairs",
-        "A pair counts as clipped once, whatever the number of samples.",
+        "A pair counts as clipped once, not once a sample.",
         (
             "mixing",
             "int(((s.raw < 0.0) | (s.raw > 1.0)).sum())",
@@ -500,7 +500,7 @@ MUTANTS = (
     ),
     mutant(
         "diagnosed-per-map",
-        "diagnose runs its strategies with one alpha a map, whatever alpha_per says.",
+        "diagnose runs its strategies with one alpha a map where one a row is asked for.",
         ("oracles", "            alpha_per=alpha_per,\n            row_sums", "            row_sums"),
     ),
     mutant(
@@ -510,13 +510,13 @@ MUTANTS = (
     ),
     mutant(
         "hard-forgets-rule",
-        "The strategy hard chooses by least squares, whatever alpha_rule says.",
+        "The strategy hard chooses by least squares and does not read alpha_rule.",
         ("pairwise", "rule=rule, alpha_per", "rule=rule if strategy == 'shd' else 'least_squares', alpha_per"),
         on=("squeeze_heads",),
     ),
     mutant(
         "simplex-forgets-softened",
-        "The strategy simplex solves on the teacher's maps, whatever alpha_from says.",
+        "The strategy simplex solves on the teacher's maps and does not read alpha_from.",
         ("mixing", "simplex_mixing(solved_on, outputs", "simplex_mixing(probs, outputs"),
     ),
     mutant(

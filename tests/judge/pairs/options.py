@@ -163,7 +163,7 @@ def attn_mask(logits: str) -> Option:
 
 
 def minus_infinity(name: str) -> Option:
-    """Whether logits have masked keys of their own."""
+    """Whether the logits themselves mask keys."""
 
     def read(inputs: Inputs) -> str:
         return "some" if any(np.isneginf(a).any() for a in arrays_of(inputs[name])) else "none"
@@ -175,7 +175,7 @@ def minus_infinity(name: str) -> Option:
 
 
 def _heads(inputs: Inputs) -> tuple[int, int, Any]:
-    """Teacher heads, student heads and the rounds of whatever call."""
+    """Teacher heads, student heads and the rounds of a call."""
     if "calibration" in inputs:
         teachers, students, kind = inputs["calibration"][0][0].shape[1], inputs["num_student_heads"], None
     elif "teacher_probs" in inputs:

@@ -96,7 +96,7 @@ def test_groups_need_not_be_given(loss: Loss) -> None:
 @pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("codec", ["sqrt8-row", "sqrt8-abs"])
 def test_a_batch_of_a_cache(loss: Loss, support: str, codec: str) -> None:
-    """Samples of their own lengths; what is padded has no supervision, and does not count."""
+    """Samples of different lengths; padding has no supervision, and does not count."""
     case = Case("coded", 40, is_causal=support == "causal", batch=2, temperature=1.5)
     lengths = (40, 23)
     codes = encode(codec, case.supervision)

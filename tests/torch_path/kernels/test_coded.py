@@ -46,7 +46,7 @@ def test_value_and_gradients_agree(kernel: Kernel, case: Case, deterministic: bo
 
 @pytest.mark.parametrize("support", ["full", "causal"])
 def test_the_bytes_of_a_cache_are_read_as_they_lie(kernel: Kernel, support: str) -> None:
-    """Two layers, samples of their own lengths, one after the other; the padding around them is no supervision."""
+    """Two layers, samples of different lengths, one after the other; the padding around them is no supervision."""
     case = Case("packed", 40, is_causal=support == "causal", batch=3)
     lengths = (40, 1, 23)
     codes = encode("sqrt8-row", case.supervision)

@@ -328,7 +328,7 @@ def _attn_masks(trial: Trial) -> Iterator[Asked]:
 
 
 def _gram_axes(trial: Trial) -> Iterator[Asked]:
-    # One weight a sample is none a row, and the other way round, also where B, L or H are equal or one.
+    # Weights by sample are not weights by row, nor the other way round, also where B, L or H are equal or one.
     for batch, heads, rows in ((3, 3, 3), (3, 3, 1), (1, 3, 4), (1, 2, 1), (2, 2, 2), (4, 3, 2)):
         gram = trial.rounded(np.abs(trial.numbers(8101, batch, *(heads,) * 4, rows)))
         alpha = trial.numbers(8102, batch, rows, low=0, high=16, shift=4)

@@ -23,7 +23,7 @@ class MapsMaker(Maker[Maps]):
     """Makes ``Maps``."""
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Maps:
-        """Causal where no row that counts looks ahead; shapes of their own where maps are not square."""
+        """Causal where no row that counts looks ahead; each record with its shape where maps are not square."""
         shapes = "own" if has_own_shapes(work, outputs) else "length"
         support = find_support(work, outputs)
         return Maps(**squeeze, support=support, temperature=outputs.student.options.temperature, shapes=shapes)
