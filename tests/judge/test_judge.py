@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judge.mutants import MUTANTS, table
+from judge.mutants import MUTANTS, read_chapter, table
 from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
 
 from shd_ref.conformance import OUTPUTS, Status, judge, specification
@@ -48,6 +48,24 @@ def test_there_are_enough() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert len(MUTANTS) >= 290
     assert sum(bool(mutant.hint) for mutant in MUTANTS) >= 10
+
+
+@pytest.mark.parametrize(
+    "paragraph",
+    [
+        "name: Wrong.",
+        "name\nin loss\n- a\n+ b",
+        "name: Wrong.\nin loss\n  a",
+        "name: Wrong.\nin loss\n+ b",
+        "name: Wrong.\nin loss\n-a\n+ b",
+        "name: Wrong.\nwhere: loss\nin loss\n- a\n+ b",
+    ],
+)
+def test_a_paragraph_that_is_no_mutant_is_refused(tmp_path: Path, paragraph: str) -> None:
+    path = tmp_path / "chapter.txt"
+    path.write_text(f"# Chapter\n\n{paragraph}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"chapter\.txt, name"):
+        read_chapter(path)
 
 
 def test_table_is_in_step() -> None:

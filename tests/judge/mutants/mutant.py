@@ -30,7 +30,7 @@ _GRADIENTS = ("shd_loss_gradient", "shd_loss_gradient_qk")
 _LOSS = ("shd_loss", *_GRADIENTS)
 
 # The chapters of the reference, with the operations that show what is wrong in one.
-_CHAPTERS: Mapping[str, tuple[str, ...]] = {
+SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "alpha": (*_ALPHAS, "matched_plan"),
     "attention": tuple(OUTPUTS),
     "gradients": _GRADIENTS,
@@ -46,7 +46,7 @@ _CHAPTERS: Mapping[str, tuple[str, ...]] = {
     "support": ("intersect_support", "align_tokens", *_LOSS),
     "tokens": ("align_tokens",),
 }
-_NAMES = re.compile(rf"\bshd_ref\.({'|'.join(_CHAPTERS)})\b")
+_NAMES = re.compile(rf"\bshd_ref\.({'|'.join(SHOWN_BY)})\b")
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,13 @@ class Mutant:
     dtype: str = "float32"
 
 
-def mutant(
-    name: str,
-    wrong: str,
-    *edits: tuple[str, str, str],
-    on: Sequence[str] = (),
-    hint: str = "",
-    dtype: str = "float32",
-) -> Mutant:
-    """A mutant from edits ``(chapter, old, new)``; ``on`` names the operations where the chapter has too many."""
-    found = dict.fromkeys(operation for chapter, _, _ in edits for operation in _CHAPTERS[chapter])
-    return Mutant(name, wrong, tuple(Edit(*edit) for edit in edits), tuple(on) or tuple(found), hint, dtype)
-
-
 @contextmanager
 def built(edits: Iterable[Edit] = ()) -> Iterator[SimpleNamespace]:
     """The operations of a copy of the reference with these edits; without any, of a true copy."""
     finder = _Finder(tuple(edits))
     sys.meta_path.insert(0, finder)
     try:
-        chapters = [importlib.import_module(f"{_COPY}.{chapter}") for chapter in _CHAPTERS]
+        chapters = [importlib.import_module(f"{_COPY}.{chapter}") for chapter in SHOWN_BY]
         homes = {name: chapter for chapter in chapters for name in OUTPUTS if hasattr(chapter, name)}
         yield SimpleNamespace(**{name: getattr(chapter, name) for name, chapter in homes.items()})
     finally:

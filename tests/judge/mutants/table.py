@@ -1,6 +1,6 @@
 """The table of mutants with the items that catch them, ``specs/mutants.md``.
 
-Written by ``cd tests && python -m judge.mutants.table``, which runs everything; ``test_judge.py`` reads it.
+``cd tests && python -m judge.mutants.table`` runs every mutant and writes it; ``test_judge.py`` reads it.
 """
 
 from __future__ import annotations
