@@ -24,7 +24,8 @@ app = typer.Typer(
 
 @app.callback()
 def root() -> None:
-    """The PyTorch side of squeezing-heads: export a teacher to ONNX, for shd; see it all on a small example.
+    """The PyTorch side of squeezing-heads: export a teacher to ONNX, for shd; start a smaller
+    student as its squeezed teacher; see it all on a small example.
 
     shd-torch export --model path/or/hub-id --out teacher.onnx
 

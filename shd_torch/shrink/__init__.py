@@ -1,7 +1,8 @@
 """A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
 
 ``families`` alone knows names of modules; ``calibration`` runs a model layer by layer; ``merges``, ``heads``,
-``width`` and ``align`` are the mathematics, written independently of ``shd_ref.shrink``; ``student`` joins them.
+``width`` and ``align`` are the mathematics, written independently of ``shd_ref.shrink``; ``layer`` joins them, and
+``student`` the layers.
 Imports ``maps``.
 """
 
