@@ -167,7 +167,7 @@ def check_count(name: str, value: object) -> None:
 
 
 def as_index(value: object) -> int:
-    """An integer as an ``int``; booleans and floats are none (ERR-6).
+    """An integer as an ``int``; booleans and floats are refused (ERR-6).
 
     Raises:
         TypeError: not an integer.

@@ -84,7 +84,7 @@ def export_webdataset(
 def _claim_folder(folder: Path, manifest: Manifest) -> None:
     """Begin or resume an export: its manifest comes first."""
     path = folder / MANIFEST_NAME
-    if path.exists() and not (folder / RECEIPTS_NAME).exists():  # a cache has the same manifest, and is no export
+    if path.exists() and not (folder / RECEIPTS_NAME).exists():  # a cache has the same manifest, and is not an export
         found = Manifest.read(folder)
         if found.id != manifest.id:
             raise ShdError(

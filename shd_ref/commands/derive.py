@@ -35,7 +35,7 @@ _LONGEST: Final = 16
 
 @dataclass(frozen=True)
 class Without:
-    """Fields of a dataclass that are no options of a command."""
+    """Fields of a dataclass that are not options of a command."""
 
     names: frozenset[str]
 

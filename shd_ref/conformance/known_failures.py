@@ -69,7 +69,7 @@ class KnownFailures:
         return next((entry.reason for entry in self.entries if entry.matches(item_id, dtype)), None)
 
     def stale_among(self, passed: Iterable[str], failed: Iterable[str], dtype: str) -> list[Entry]:
-        """Entries that speak of items that passed and of none that failed: to be deleted."""
+        """Entries that speak only of items that passed: to be deleted."""
         passed, failed = list(passed), list(failed)
         return [
             entry

@@ -233,7 +233,7 @@ class _Process:
                 chunk = self._chunks.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
                 chunk = None
-            # An endless drip of bytes is no answer either.
+            # An endless drip of bytes is not an answer either.
             if chunk is None or (chunk and time.monotonic() > deadline and b"\n" not in chunk):
                 raise BrokenError(f"no answer within {timeout:g} seconds{self._said()}")
             if not chunk:

@@ -115,7 +115,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed undeclared and no declaration is stale; missing operations are no failure."""
+        """Whether nothing failed undeclared and no declaration is stale; missing operations are not failures."""
         return not self.failures and not self.stale
 
     @property

@@ -53,7 +53,7 @@ def cases(
 
 
 def check(item: Item, implementation: Any, dtype: str = "float64") -> None:
-    """One item against one implementation, for a test of one's own.
+    """One item against one implementation, for your own tests.
 
     Args:
         item: one of ``cases()``.

@@ -360,7 +360,7 @@ def _check_topk(record: TopkTargets, ids: Ids, counted: Mask, size: int) -> Arra
     own = np.sort(ids[counted], axis=-1)
     if (own[:, 1:] == own[:, :-1]).any():
         raise ShdError("argument-value", "ids must differ within a row that counts; got one twice", "KD-10")
-    with np.errstate(over="ignore"):  # an infinite sum is no distribution either
+    with np.errstate(over="ignore"):  # an infinite sum is not a distribution either
         sums = (np.exp(log_probs).sum(axis=-1) + np.exp(log_tail))[counted]
     wrong = np.abs(sums - 1.0) > tolerance
     if wrong.any():

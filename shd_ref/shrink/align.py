@@ -26,7 +26,7 @@ def align_output(
         inputs: what the matrix reads in the student ``(n, F)``, rows that count.
         targets: what the teacher's stream has there, less the student's stream before the block ``(n, D)``.
         weight: W of the closed form ``(F, D)``.
-        bias: ``(D,)``, refitted too, or None for none.
+        bias: ``(D,)``, refitted too, or None where there is none.
         ridge: at least 0; see ``RIDGE``.
 
     Returns:

@@ -40,7 +40,7 @@ def merge_linear(
     Args:
         first: W1 ``(F, D)``.
         second: W2 ``(E, F)``.
-        first_bias: b1 ``(F)``, or None for none.
+        first_bias: b1 ``(F)``, or None where there is none.
         second_bias: b2 ``(E)``, or None.
         gate: the gate's matrix of a gated FFN, which has no such map: anything but None is refused.
 

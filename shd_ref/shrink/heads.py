@@ -27,7 +27,7 @@ class HeadWeights:
         key: ``(H_kv, D, d)``; query head i reads key and value head ``i // (H / H_kv)``.
         value: ``(H_kv, D, d_v)``.
         output: ``(H, d_v, D)``.
-        query_bias: ``(H, d)``, or None for none; so the other three: ``(H_kv, d)``, ``(H_kv, d_v)``, ``(D,)``.
+        query_bias: ``(H, d)``, or None without one, as the other three: ``(H_kv, d)``, ``(H_kv, d_v)``, ``(D,)``.
         key_bias: see ``query_bias``.
         value_bias: see ``query_bias``.
         output_bias: see ``query_bias``.
@@ -110,7 +110,7 @@ def attend(
         weights: of the teacher, or of the student.
         merge: each teacher head's map becomes the softmax of its group's mixed logits.
         attn_mask: boolean ``(..., L, L)``, True = may attend.
-        rotary: positions, or None for none.
+        rotary: positions, or None where there is none.
 
     Returns:
         ``(B, L, D)``.

@@ -209,7 +209,7 @@ class AttentionCapture:
         return self.captured
 
     def stop(self) -> None:
-        """Leave the student as it was; what was recorded last stays readable. Stopping twice is no error."""
+        """Leave the student as it was; what was recorded last stays readable. Stopping twice is not an error."""
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -263,7 +263,7 @@ class AttentionCapture:
         try:
             self.captured.take(calls, grad_enabled)
         except BaseException:
-            self.captured.clear()  # half a pass is no pass
+            self.captured.clear()  # half a pass does not count as one
             raise
         return result
 

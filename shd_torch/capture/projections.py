@@ -102,7 +102,7 @@ def _is_output(vectors: Tensor, output: Tensor | None) -> bool:
         width = by_row.shape[2] * by_row.shape[3]
         if vectors.shape[-1] == width:
             orders = (by_row, by_row.transpose(0, 1))  # samples first, or rows first
-            # NaN, which a broken teacher gives, is no difference: it is refused later, by layer and head.
+            # NaN, which a broken teacher gives, is not a difference: it is refused later, by layer and head.
             given = vectors.reshape(-1, width).nan_to_num()
             if any(torch.equal(given, order.reshape(-1, width).nan_to_num()) for order in orders):
                 return True

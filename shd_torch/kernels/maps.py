@@ -46,7 +46,7 @@ def key_base(model, batch, head):
 
 @triton.jit
 def load_key_mask(mask, batch, keys):
-    """Which keys exist and are no padding."""
+    """Which keys exist and are not padding."""
     keep = keys < mask.num_keys
     if mask.key_mask is not None:
         keep = keep & (tl.load(mask.key_mask + batch.to(tl.int64) * mask.num_keys + keys, mask=keep, other=0) != 0)

@@ -46,7 +46,7 @@ class AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients; one's own derivative is refused, not zero."""
+        """Scale the gradients; a second derivative is refused, not zero."""
         dq, dk, db, *roots = ctx.saved_tensors
         scaled: list[Tensor | None] = [
             None if grad is None else (upstream.detach() * grad).to(dtype)

@@ -334,5 +334,5 @@ def _residual(
     if query_mask is not None:
         target, error = (t.masked_fill(~query_mask[:, :, None], 0.0) for t in (target, error))
     error_norm, norm = (torch.linalg.vector_norm(t, dim=(1, 2)) for t in (error, target))
-    # 0 / 0 is no error at all; anything else over 0 stays infinite.
+    # 0 / 0 is no error; anything else over 0 stays infinite.
     return torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)

@@ -165,7 +165,7 @@ def _write_neurons(config: Any, sizes: Sizes) -> None:
     if hasattr(config, "mlp_ratio"):
         if sizes.neurons % sizes.hidden:
             raise ValueError(
-                f"mlp_ratio must be a whole number, and {sizes.neurons} neurons are no multiple of {sizes.hidden}"
+                f"mlp_ratio must be a whole number, and {sizes.neurons} neurons are not a multiple of {sizes.hidden}"
             )
         config.mlp_ratio = sizes.neurons // sizes.hidden
     elif hasattr(config, "n_inner"):

@@ -16,7 +16,7 @@ class AttentionWeights:
         key: ``(H_kv, D, d)``.
         value: ``(H_kv, D, d_v)``.
         output: ``(H, d_v, D)``.
-        query_bias: ``(H, d)``, or None for none; so the other three: ``(H_kv, d)``, ``(H_kv, d_v)``, ``(D,)``.
+        query_bias: ``(H, d)``, or None without one, as the other three: ``(H_kv, d)``, ``(H_kv, d_v)``, ``(D,)``.
         key_bias: see ``query_bias``.
         value_bias: see ``query_bias``.
         output_bias: see ``query_bias``.

@@ -139,7 +139,7 @@ def _calls(maps: MapFactors) -> Iterator[_Call]:
 
 
 def _with_positive_scale(maps: MapFactors) -> MapFactors:
-    """The same maps by a scale above 0: fused kernels scale after they mask, where -inf times less is no mask."""
+    """The same maps by a scale above 0: fused kernels scale after they mask, where -inf times less does not mask."""
     if maps.scale > 0:
         return maps
     if maps.scale == 0:

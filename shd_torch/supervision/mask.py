@@ -47,7 +47,7 @@ class AttentionRule:
         window: row i may attend to keys above ``i - window`` only and, where not causal, below ``i + window``.
         alibi_slopes: ``(H,)``, ``(1, H)`` or ``(B, H)``; ``slope * (j - i)`` is added to logit (i, j).
         scale: of the products; None for ``1 / sqrt(d)``.
-        softcap: bound of the scaled products, above 0; None for none.
+        softcap: bound of the scaled products, above 0; None where there is none.
     """
 
     attn_mask: Tensor | None = None
@@ -274,7 +274,7 @@ def is_allowed(mask: Tensor) -> Tensor:
     """A mask, or logits that a mask was added to, as a boolean mask.
 
     Additive masks hold -inf or the lowest number of their dtype. Half of that is out of reach for a bias or a scaled
-    product of activations, and not for the sum of one and the mask. NaN is no mask: it stays, and shows in the loss.
+    product of activations, and not for the sum of one and the mask. NaN masks nothing: it shows in the loss.
     """
     return mask if mask.dtype == torch.bool else ~(mask.detach() <= torch.finfo(mask.dtype).min / 2)
 

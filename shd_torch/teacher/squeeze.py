@@ -226,6 +226,6 @@ def _residual(
     if query_mask is not None:
         target, error = (each.masked_fill(~query_mask[:, :, None], 0.0) for each in (target, error))
     error_norm, norm = (torch.linalg.vector_norm(each, dim=(1, 2)) for each in (error, target))
-    # 0 / 0 is no error at all; anything else over 0 stays infinite.
+    # 0 / 0 is no error; anything else over 0 stays infinite.
     residual = torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)
     return residual.to(teacher.dtype)

@@ -90,5 +90,5 @@ class LossBalancer:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether this is a number, of Python or numpy, and finite; booleans are none."""
+    """Whether this is a number, of Python or numpy, and finite; a boolean is not."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -129,7 +129,7 @@ def scaled_again(build: GraphBuilder, probs: str) -> str:
 def test_maps_that_are_no_softmax_of_their_logits_are_refused() -> None:
     site = find_sites(attention_on_inputs(change_probs=scaled_again))[0]
     assert site.supported, site.reason
-    assert "its map is no softmax: keep its maps" in str(
+    assert "its map is not a softmax: keep its maps" in str(
         only_factors(attention_on_inputs(change_probs=scaled_again)).reason
     )
 

@@ -50,7 +50,7 @@ def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np
         source: file and record, for messages.
 
     Raises:
-        ShdError: ``cache-corrupt`` for bytes that are no frame of exactly that size; ``dependency-missing``.
+        ShdError: ``cache-corrupt`` for bytes that are not a frame of exactly that size; ``dependency-missing``.
     """
     if len(stored) == size:
         return stored

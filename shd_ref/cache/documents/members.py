@@ -44,7 +44,7 @@ class Teacher:
 class SampleInputs:
     """What a sample key is made of: input names in order of the alphabet, and which is the mask, if any.
 
-    ``seed`` names the column that holds each sample's augmentation seed, if any; it is no part of the key.
+    ``seed`` names the column that holds each sample's augmentation seed, if any; it is not part of the key.
     ``decoder`` names the inputs of the sequence whose positions are the query rows of decoder and cross attention,
     and ``decoder_mask`` their mask, if any: they are cut by it, and all others by ``mask`` (CACHE-33).
     """

@@ -393,7 +393,7 @@ class _LocalFile(RangeFile):
 
 
 def _raise(error: OSError) -> None:
-    """What cannot be listed is no empty folder."""
+    """A folder that cannot be listed is not an empty one."""
     raise error
 
 
@@ -439,7 +439,7 @@ def _remove_if_stale(folder: int, name: str) -> None:
         descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            return  # its writer has just finished, or it is no file of a writer's
+            return  # its writer has just finished, or it is not a writer's file
         raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -49,7 +49,7 @@ def output_file(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
     with write_errors(path):
         fits = not path.is_dir() and path.parent.is_dir()
     if not fits:
-        reason = "it is a folder" if path.is_dir() else f"{path.parent} is no folder"
+        reason = "it is a folder" if path.is_dir() else f"{path.parent} is not a folder"
         raise ShdError("write-failed", f"{path} could not be written: {reason}: name another {argument}")
     return path
 

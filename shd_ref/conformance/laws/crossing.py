@@ -159,7 +159,7 @@ def loss_call(
 
 
 def loss_options(make: Maker, choice: Choice) -> dict[str, Any]:
-    """The options that are no arrays; those at their defaults are left out."""
+    """The options that are not arrays; those at their defaults are left out."""
     words = {"divergence": "kl", "reduction": "sum", "support": "error", "row_sums": "one"}
     options: dict[str, Any] = {name: choice[name] for name, default in words.items() if choice[name] != default}
     temperature, beta = choice["temperature"], choice["beta"]

@@ -440,7 +440,7 @@ LAWS = (
         "law/loss-temperature",
         _LOSS,
         ("TEMP-4", "LOSS-16"),
-        "The temperature divides the student's logits and is no factor of the loss.",
+        "The temperature divides the student's logits and is not a factor of the loss.",
         _temperature,
     ),
     Law(

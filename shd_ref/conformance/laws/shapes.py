@@ -324,7 +324,7 @@ def _laws() -> Iterator[Law]:
         operations = (operation, "squeeze_heads") if operation == "diagnose" else (operation,)
         groups: list[tuple[str, str, tuple[Sizes, ...]]] = [
             ("square", "Axes of one size are not confused.", _SQUARE),
-            ("long", "Long axes, and axes that are no multiple of a block, are read to their end.", _LONG),
+            ("long", "Long axes, and axes that are not a multiple of a block, are read to their end.", _LONG),
         ]
         if operation in _SCALES:
             groups.append(("scaled", "Samples of very different scale do not disturb each other.", _SCALED))

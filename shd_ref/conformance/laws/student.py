@@ -37,7 +37,7 @@ _DIVERGENCES = ("kl", "reverse_kl", "js", "mse")
 
 
 def _for_each(trial: Trial, operation: str, calls: Iterable[Mapping[str, Any]], check: Callable[..., None]) -> None:
-    """Every call that the implementation has the options for; missing where it has them for none."""
+    """Every call that the implementation has the options for; missing where it has them for no call."""
     missing: list[Missing] = []
     answered = False
     for inputs in calls:

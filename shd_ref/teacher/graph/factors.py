@@ -66,7 +66,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     """Queries, keys and scale of each site; the graph is not changed.
 
     Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
-    zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are no function of
+    zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are not a function of
     queries and keys alone, and are refused.
 
     Args:
@@ -101,7 +101,7 @@ def _tensors(logits: Logits) -> Iterator[ir.Value]:
 
 def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> SiteFactors:
     if logits is None:
-        return SiteFactors(site, reason=site.reason) if site.reason else _refused(site, "its map is no softmax")
+        return SiteFactors(site, reason=site.reason) if site.reason else _refused(site, "its map is not a softmax")
     reason = logits.reason or _reason(logits, arrays)
     product = logits.product
     if product is None or reason is not None:
@@ -140,7 +140,7 @@ def _refused(site: AttentionSite, reason: str) -> SiteFactors:
 
 
 def _reason(logits: Logits, arrays: Arrays) -> str | None:
-    """Why the map is no function of queries, keys and a mask."""
+    """Why the map is not a function of queries, keys and a mask."""
     if logits.sinks:
         return "attention sinks take part of each row"
     if logits.softcap is not None:

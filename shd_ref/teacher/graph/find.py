@@ -36,7 +36,7 @@ class AttentionSite:
         layer: position among the graph's attention sites, from 0.
         name: name of the softmax (or fused operator) node, made unique.
         op_type: ``"Softmax"``, ``"Div"`` or ``"Exp"`` for one written out, or the fused operator.
-        logits: name of what the softmax reads; empty where ``supported`` is False, or the map is no softmax of it.
+        logits: name of what the softmax reads; empty where ``supported`` is False, or the map is not a softmax of it.
         probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
         values: name of V's tensor, as the product consumes it; empty where ``probs`` is.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
@@ -95,7 +95,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
 
     Shapes come from ONNX shape inference; where that leaves the heads undecided, one probe run with tiny inputs
     measures them. A few more such runs show that the maps are those of single samples. A softmax that never meets a
-    product (a classifier's, a router's) is no site.
+    product (a classifier's, a router's) is not a site.
 
     Args:
         model: a graph without local functions, see ``load_teacher``.
@@ -104,7 +104,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         All sites, supported or not: an unsupported one has its ``reason``.
 
     Raises:
-        ShdError: ``graph-invalid`` for a graph that is no graph.
+        ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)

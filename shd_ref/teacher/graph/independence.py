@@ -281,7 +281,7 @@ def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
     specs = {spec.name: spec for spec in probe.specs}
     feeds = _different_samples(probe)
     data = [name for name, spec in specs.items() if spec.part == "data" and spec.shape]
-    # Fixed numbers, such as a temperature (1,), are no samples, unless there is nothing else.
+    # Fixed numbers, such as a temperature (1,), are not samples, unless there is nothing else.
     data = [name for name in data if len(specs[name].shape) > 1 or not isinstance(specs[name].shape[0], int)] or data
     if not data:
         raise ShdError("graph-unsupported", "the graph takes no data")
@@ -296,7 +296,7 @@ def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
 
 
 def _different_samples(probe: Probe) -> dict[str, NDArray[Any]]:
-    """Inputs that differ from sample to sample wherever the graph runs on such ones."""
+    """Inputs that differ from sample to sample wherever the graph runs on such inputs."""
     feeds = probe_feeds(probe.specs, probe.sizes, largest=probe.largest)
     drawn = probe_feeds(probe.specs, probe.sizes, samples=range(probe.sizes.batch), largest=probe.largest)
     for name, array in drawn.items():
@@ -329,7 +329,7 @@ def _precision(model: onnx.ModelProto) -> str:
 
 
 def _by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> Maps:
-    """``(N, H, L, S)``; empty where the first axis is no multiple of the heads."""
+    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
     if layout in ("batch-folded", "heads-folded"):
         sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
         array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])

@@ -95,7 +95,7 @@ def _step(node: ir.Node, found: Logits) -> ir.Value | None:
         found.fills.extend((found.scale, value) for value in others)
     elif node.op_type == "Tanh":
         if found.softcap is not None or found.multipliers:
-            found.reason = "its logits are bounded in a way that is no softcap"
+            found.reason = "its logits are bounded in a way that is not a softcap"
         found.softcap = found.scale
     elif node.op_type == "Concat" and int_attribute(node, "axis") in (-1, 3):
         found.sinks = True
@@ -128,7 +128,7 @@ def _leads_to_product(value: ir.Value | None) -> bool:
         if is_value_product(node):
             return True
         if node.op_type in _ARITHMETIC:
-            # The condition of a Where decides who may attend; it is no logit.
+            # The condition of a Where decides who may attend; it is not a logit.
             sources = node.inputs[1:] if node.op_type == "Where" else node.inputs
             queue.extend(source for source in sources if source not in queue)
     return False

@@ -115,7 +115,7 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
     if probs[:-2] != context[:-2]:
         return (
             f"its map {probs} is one for several samples or heads, whose outputs are {context}: select other sites "
-            "(--sites), as such a map is no attention of a sample"
+            "(--sites), as such a map is not the attention of one sample"
         )
     listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
     return (

@@ -95,7 +95,7 @@ def _compute(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray
     feeds = {name_of(each): known[each] for each in node.inputs if each is not None}
     version = None if node.graph is None else node.graph.opset_imports.get("")
     opsets = None if version is None else {"": version}
-    with np.errstate(all="ignore"):  # what is no number is found out where it is used
+    with np.errstate(all="ignore"):  # NaN and infinity are found where they are used
         outputs = onnx.reference.ReferenceEvaluator(ir.to_proto(node), opsets=opsets).run(None, feeds)
     return [np.asarray(output) for output in outputs]
 

@@ -168,7 +168,7 @@ class _Sweep:
                 self.bends.append(node)
             self.is_bent |= bool(linear) and _BENT in readings
             result = _BENT if parts or _BENT in readings else _BEHIND
-        # A quantiser's scale and zero point are no numbers of the heads' outputs.
+        # A quantiser's scale and zero point are not numbers of the heads' outputs.
         for output in node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs:
             self._note(output, result)
 

@@ -128,7 +128,7 @@ def _last(value: ir.Value) -> str | None:
 def _remade(passed: frozenset[str]) -> str:
     return (
         f"what multiplies its values is made of its map by {_listed(passed)}, as in differential attention or with "
-        "smoothed maps, and need be no distribution over keys: choose other layers (--sites), or a teacher whose "
+        "smoothed maps, and need not be distributions over keys: choose other layers (--sites), or a teacher whose "
         "softmax multiplies the values itself"
     )
 

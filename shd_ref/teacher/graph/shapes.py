@@ -216,7 +216,7 @@ def _remedy(specs: Sequence[InputSpec]) -> str:
 
 
 def _frozen_lengths(model: onnx.ModelProto) -> list[int]:
-    """Numbers in constant shapes, and sizes of constants that are no matrices, the most frequent first."""
+    """Numbers in constant shapes, and sizes of constants that are not matrices, the most frequent first."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):

@@ -140,7 +140,7 @@ class _Start:
     """What gives a map: a softmax, or numbers over their sum."""
 
     node: ir.Node
-    logits: ir.Value | None  # None where the map is no softmax
+    logits: ir.Value | None  # None where the map is not a softmax
     quotient: Quotient | None = None
 
     @property
@@ -173,7 +173,7 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
     if met.trail.is_mixed and (met.trail.mixing is None or met.trail.axes != _AXES):
         yield Walk(
             softmax,
-            "its maps are mixed after the softmax in a way that is no matrix over heads, so what multiplies the "
+            "its maps are mixed after the softmax in a way that is not a matrix over heads, so what multiplies the "
             "values is not made of them alone: choose other layers, or export a model without it",
         )
         return
@@ -295,7 +295,7 @@ def _meet_values(probs: ir.Value) -> list[_Meeting]:
 
 
 def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
-    """Through one operator; None where what comes out is no map any more."""
+    """Through one operator; None where its output is not a map any more."""
     output = node.outputs[0]
     in_order = trail.axes == _AXES
     if node.op_type == "Transpose" and "perm" in node.attributes:

@@ -33,7 +33,7 @@ def check_external_data(model: onnx.ModelProto, file: Path) -> int:
             target = (folder / info.location).resolve()
             first, length = info.offset or 0, info.length or 0
             outside, missing = not target.is_relative_to(folder), not target.is_file()
-        except (ValueError, OSError) as error:  # numbers that are none, names that no file can have
+        except (ValueError, OSError) as error:  # numbers that cannot be read, names that no file can have
             raise ShdError(
                 "graph-invalid",
                 f"teacher graph {file} describes the data of {tensor.name!r} wrongly ({error}): export it again",
@@ -99,7 +99,7 @@ def read_graph(model: onnx.ModelProto) -> ir.Graph:
     """The model's graph, with access to the data in its files.
 
     Raises:
-        ShdError: ``graph-invalid`` for a graph that is no graph.
+        ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
     try:
         graph = ir.from_proto(model).graph

@@ -91,8 +91,8 @@ def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = fro
     made = [name for node in graph.node for name in node.output if name]
     names = [*given, *constants, *made]
     kinds = [text for node in graph.node for text in (node.op_type, node.domain, node.name)]
-    if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are no text
-        raise _broken(file, "a tensor or node has a name that is no text")
+    if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are not text
+        raise _broken(file, "a tensor or node has a name that is not text")
     if len(set(given)) < len(given) or len({*given, *constants, *made}) < len({*given, *constants}) + len(made):
         raise _broken(file, "a tensor has two sources")
     known = outer.union(names)

@@ -36,7 +36,7 @@ class ArrowSource(IndexedSource):
         try:
             # Mapped tables own no memory but their batches' descriptions.
             batches = [batch for path in paths for batch in _map_table(pa, path).to_batches()]
-        except (OSError, ValueError, pa.ArrowException) as error:  # a name that is no text is a ValueError
+        except (OSError, ValueError, pa.ArrowException) as error:  # a name that is not text is a ValueError
             raise self.refuse(f"must be readable Arrow files: {error}") from error
         self._batches = [batch for batch in batches if batch.num_rows]
         if not self._batches:

@@ -132,7 +132,7 @@ _INTRODUCTION = """# Pairs of options
 Mistakes like to sit where two options meet. For each operation this page lists its options with their values, how
 many pairs of values of two options the vectors and laws check together, and each pair that they do not. An option is
 an argument, or something about the arrays that an implementation may go another way for. *short* numbers are held by
-bfloat16, *full* ones are not; a temperature that is *above* one is no integer; a *large* axis is longer than 16, a
+bfloat16, *full* ones are not; a temperature *above* one is not an integer; a *large* axis is longer than 16, a
 *small mass* is an entry below 1/512.
 
 Written by `cd tests && python -m judge.pairs.table`; not by hand.

@@ -39,7 +39,7 @@ def ask(trial: Trial, asked: Asked) -> str:
 
 
 def ask_all(trial: Trial, calls: Iterable[Asked]) -> None:
-    """Every call; missing where the implementation has the options for none."""
+    """Every call; missing where the implementation lacks the options for all of them."""
     missing: Missing | None = None
     answered = False
     for asked in calls:
