@@ -108,7 +108,7 @@ def _write_tar(path: Path, reader: CacheReader, shard: int) -> int:
     def write(file: io.BufferedWriter) -> None:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for record in records:
-                # By key, which equal samples share: what is read is the same, but for the index.
+                # By key, which equal samples share: what is read is the same, except for the index.
                 _add_record(tar, reader, replace(reader.read(record.key), index=record.index, seed=record.seed))
 
     with write_errors(path):

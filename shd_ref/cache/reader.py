@@ -117,7 +117,7 @@ class CacheReader:
                 object store many at once.
             layers: student layers to read; all by default.
             allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
-                sample. Not called for a compressed cache, whose frames are looked at before memory is taken for
+                sample. Not called for a compressed cache, whose frames are inspected before memory is taken for
                 them (CACHE-44): each of its blobs is allocated alone.
 
         Raises:
@@ -264,7 +264,7 @@ class CacheReader:
     def _read_blobs(
         self, place: _Place, names: list[str], spans: list[list[int]], parts: list[NDArray[np.uint8]]
     ) -> None:
-        """Blobs of one record; those that lie side by side are fetched at once, as each request has its price."""
+        """Blobs of one record; those that lie side by side are fetched at once, to save requests."""
         file = self._open(place.shard)
         first = 0
         while first < len(spans):

@@ -30,7 +30,7 @@ from shd_ref.cache.storage.storage import Storage
 from shd_ref.errors import ShdError
 
 READ_BYTES: Final = 2**23
-"""Bytes that are asked for at once: each request to an object store has its price."""
+"""Bytes that are asked for at once: every request to an object store costs a round trip."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Entry:
     reason: str
 
     def matches(self, item_id: str, dtype: str) -> bool:
-        """Whether the entry speaks of this item at this dtype."""
+        """Whether the entry is about this item at this dtype."""
         return dtype in self.dtypes and fnmatchcase(item_id, self.pattern)
 
 

@@ -34,7 +34,7 @@ class Finding:
     expected: str
     got: str
     looks_like: tuple[str, ...] = ()
-    spec: tuple[str, ...] = ()  # the sentences that speak of just this problem, if not all of the item's do
+    spec: tuple[str, ...] = ()  # the sentences about this very problem, if not all of the item's do
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ A row of ``RowCode`` is, in this order and little-endian:
 | ids of the head, ascending | Elias-Fano |
 | ids of the draws, ascending, each weighing ``exp(log_tail) / draws`` | Elias-Fano |
 
-The head's probabilities are scaled to ``1 - exp(log_tail)``, so that a row sums to one however it was rounded. Bits
+The head's probabilities are scaled to ``1 - exp(log_tail)``, so that a row sums to one after any rounding. Bits
 fill bytes from the lowest up, and the last byte of a part with zeros. A cube lies between steps of equal size in the
 probability, which lose small classes, and in its logarithm, which round large ones as coarsely as small ones: at the
 same bits it left the least error in a student's gradient (``benchmarks/kd_targets.py``). No code is 0, so that every

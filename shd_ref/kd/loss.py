@@ -277,7 +277,7 @@ def head_logits(hidden: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def as_record(targets: Targets) -> TopkTargets | SampledTargets | None:
-    """A record from its fields, however they are held; None where the targets are logits."""
+    """A record from its fields, in an object or a mapping; None where the targets are logits."""
     for kind in (TopkTargets, SampledTargets):
         if isinstance(targets, kind):
             return targets

@@ -166,7 +166,7 @@ def systematic_uniforms(rows: Sequence[int], count: int, seed: int) -> Array:
     """Uniforms ``(*rows, count)`` at equal distances from one random start a row.
 
     Each is uniform by itself, so that no mean changes; a class with the share q of the draws is drawn
-    ``count * q`` times but for rounding up or down, which independent draws do in the mean alone.
+    ``count * q`` times up to rounding, which independent draws do in the mean alone.
     """
     start = np.random.default_rng(seed).random((*rows, 1))
     return (np.arange(count) + start) / count

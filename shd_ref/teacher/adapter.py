@@ -2,7 +2,7 @@
 
 What is judged is the graph: every number of an answer is an output of a model that the chosen backend ran. Two things
 are the caller's, as they are around a teacher graph. Options and plans are checked where the graph is written, with
-their codes. Arrays are checked by whoever feeds a graph, which computes and never refuses: for arrays that must be
+their codes. Arrays are checked by the caller of a graph, which computes and never refuses: for arrays that must be
 refused this adapter says that the operation is missing, and neither runs the graph nor claims the reference's check.
 """
 

@@ -1,7 +1,7 @@
 """``attention_kl`` by the Triton kernels as the judge calls it: maps as queries and keys, which the kernels read.
 
 Any map is one of queries and keys: ``A~ = rho softmax(log(A~ / rho) I^T)``. So every case of the loss goes through
-the kernels' own products, but for masks of heads or rows, and more keys than a head may be wide.
+the kernels' own products, except masks of heads or rows, and more keys than a head may be wide.
 """
 
 from __future__ import annotations

@@ -320,8 +320,8 @@ def capture_attention(
     Args:
         student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
         layers: how many attention calls a forward pass must make, or the zero-based numbers of those to keep (the
-            student's side of ``layer_map``); default all, however many. The ``layers`` of a batch's
-            supervision also say how many calls there must be.
+            student's side of ``layer_map``); default all. The ``layers`` of a batch's supervision also say how many
+            calls there must be.
         keep_values: also keep each call's values and output, as a teacher's are needed.
         ignored_arguments: names of tensors that the student's attention function is given and that change no logit
             and no map. Tensors of other names than transformers' own (such as attention sinks) are refused.

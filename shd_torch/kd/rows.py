@@ -244,7 +244,7 @@ def kd_rows(
 
 
 def as_record(targets: Targets) -> Record | None:
-    """A record from its fields, however they are held; None where the targets are logits."""
+    """A record from its fields, in an object or a mapping; None where the targets are logits."""
     if isinstance(targets, Tensor | TopkTargets | SampledTargets):
         return None if isinstance(targets, Tensor) else targets
     read: Callable[[str], Any] = targets.get if isinstance(targets, Mapping) else lambda name: getattr(targets, name)

@@ -36,7 +36,7 @@ def kl_factored(
     Args:
         student_q: ``(B, H_s, L, d)`` float16, bfloat16 or float32, d at most 256, in float32 128.
         student_k: ``(B, H_kv, S, d)`` of the same dtype; query head h reads key head ``h // (H_s / H_kv)``.
-        taught: on the same device, by one rule with the student but for the scale; its dtype may differ. Only the
+        taught: on the same device, by one rule with the student except for the scale; its dtype may differ. Only the
             teacher heads of its groups are computed.
         row_weights: g ``(B, H_s, L)`` float32, at least 0; 0 where a row does not count.
         rule: of the student: a scale, causality, a window and a mask of keys ``(B, 1, 1, S)``; fits.

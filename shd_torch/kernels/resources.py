@@ -82,7 +82,7 @@ def measure(variant: Variant, capability: int, tile: Tile | None = None) -> Reso
     Args:
         variant: what to compile.
         capability: of the device, 80 for 8.0.
-        tile: in place of the one that a launch would use.
+        tile: instead of the one that a launch would use.
 
     Returns:
         What the assembler says the program takes.

@@ -40,7 +40,7 @@ class AttentionStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Squeezed:
-    """A student's attention, by which case of chapter HEAD it came, and whether that is exact."""
+    """A student's attention, the case of chapter HEAD that made it, and whether that is exact."""
 
     weights: AttentionWeights
     case: str

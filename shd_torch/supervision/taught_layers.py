@@ -16,7 +16,7 @@ class TaughtLayers(tuple[int, ...]):
     """Numbers of student layers, a tuple, with the number of layers that their teaching was made for.
 
     A layer map spreads the teacher over so many layers: for another student the same numbers would mean other depths.
-    So whoever captures a student for these layers refuses one that makes more or fewer attention calls.
+    So a capture for these layers refuses a student that makes more or fewer attention calls.
 
     Args:
         numbers: zero-based, in any order.

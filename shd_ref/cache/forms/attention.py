@@ -75,7 +75,7 @@ class Matching:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Form):
-    """The squeeze that made the supervision of attention, whichever form it is stored in.
+    """The squeeze that made the supervision of attention, in every form that stores it.
 
     Attributes:
         num_student_heads: H_s.
@@ -88,7 +88,7 @@ class Attention(Form):
         support: ``"full"`` or ``"causal"``.
         codec: of the form.
         num_student_layers: L_s, how many attention calls the student was meant to make; None where explicit pairs
-            name the layers that are taught, whichever others there are (CACHE-104).
+            name the taught layers; the student may have others (CACHE-104).
         kinds: where attention of several kinds is told apart: which, and how many calls of each the student was meant
             to make. Student layers are numbered kind after kind (CACHE-105).
 

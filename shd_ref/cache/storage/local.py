@@ -40,7 +40,7 @@ MAX_PARTS: Final = 1024
 """Places that one call may fill, on every system there is."""
 
 FILE_FORM: Final = re.compile(r"manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors)")
-"""Names of a cache's files, wherever they lie."""
+"""Names of a cache's files, on a disk or in a store."""
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without waiting for the other end of a named pipe that lies in a file's place.

@@ -201,7 +201,7 @@ class Storage(abc.ABC):
             file.commit()
 
     def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-        """Apply a function that reads files to each item, in order; many at once where each one waits long."""
+        """Apply a function that reads files to each item, in order; many at once where reading is mostly waiting."""
         return map(function, items)
 
 

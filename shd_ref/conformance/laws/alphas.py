@@ -1,4 +1,4 @@
-"""Laws of the chapters ALPHA and GRAM: the weight of a pair, whichever way it is computed."""
+"""Laws of the chapters ALPHA and GRAM: the weight of a pair, computed from maps and from Gram matrices."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ LAWS = (
         "law/gram-cancelled",
         ("gram_tensor", "solve_alpha_from_gram"),
         ("GRAM-3", "GRAM-7"),
-        "Value outputs of any size that cancel but for a rounding have an alpha from 0 to 1, and equal maps 1/2.",
+        "Value outputs of any size that cancel up to a rounding have an alpha from 0 to 1, and equal maps 1/2.",
         _gram_cancelled,
         dtypes=("float64", "float32"),
     ),

@@ -208,7 +208,7 @@ def _overwrite(old: Any, new: Any) -> bool:
     return any(written)
 
 
-# Calls that are alike but for the order of something: what is remembered by too little confuses them.
+# Calls that differ only in the order of something: a cache with too short a key confuses them.
 _PLANS: tuple[list[list[list[int]]], ...] = (
     [[[0, 1], [2, 3]], [[0, 2]]], [[[1, 0], [2, 3]], [[0, 2]]], [[[2, 3], [0, 1]], [[0, 2]]],
     [[[0, 1], [3, 2]], [[2, 0]]], [[[0, 2], [1, 3]], [[0, 2]]], [[[0, 1], [2, 3]], [[0, 1]]],
@@ -222,7 +222,7 @@ def _alike(operation: str, trial: Trial) -> None:
         inputs, wanted = calls[number]
         got = trial.call(operation, **inputs)
         for name, right in wanted.items():
-            what = f"{name} of call {number} of {len(calls)} that are alike but for an order,"
+            what = f"{name} of call {number} of {len(calls)} that differ only in an order,"
             if isinstance(right, np.ndarray):
                 trial.agree(got[name], right, "alpha" if operation == "compose_mixing" else "probs", what, times=2)
             else:

@@ -23,7 +23,7 @@ class LawBrokenError(Exception):
 
     Args:
         difference: for the report.
-        spec: ids of the sentences that speak of just this difference; the law's own without it.
+        spec: ids of the sentences about this very difference; the law's own without it.
     """
 
     def __init__(self, difference: Difference, spec: tuple[str, ...] = ()) -> None:
@@ -92,7 +92,7 @@ class Trial:
         )
 
     def shares(self, seed: int, *shape: int, zero_rows: Sequence[int] = ()) -> Array:
-        """Attention maps of numbers that need all bits of the dtype; rows sum to one but for rounding."""
+        """Attention maps of numbers that need all bits of the dtype; rows sum to one up to rounding."""
         weights = make_array(shape, {"kind": "numbers", "seed": seed, "low": 1, "high": 997, "shift": 0}) ** 2
         maps = weights / weights.sum(-1, keepdims=True)
         maps[..., list(zero_rows), :] = 0.0

@@ -19,7 +19,7 @@ from shd_ref.conformance.variants import compute
 _MASK = np.array([[True, True, True, True, False], [True, False, True, True, True], [True] * 5])
 
 
-# The sentences that speak of each output, for the report of one that is wrong.
+# The sentences about each output, for the report of one that is wrong.
 _LINKS = {
     "plan": ("PLAN-5", "PLAN-7", "MIX-9"),
     "alphas": ("ALPHA-2", "ALPHA-3", "MIX-4", "MIX-5", "MIX-11"),

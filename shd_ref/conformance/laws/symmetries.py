@@ -1,7 +1,7 @@
 """Laws of symmetry: the order of samples, heads, rows, keys and features means nothing, and neither do batches.
 
 Each operation is a table of axes: a letter an axis, the same in arguments and answers. Where an argument is turned
-around along a letter, so must be the answer; what is right by itself is the matter of other laws.
+around along a letter, so must be the answer; whether an answer is right by itself is checked by other laws.
 """
 
 from __future__ import annotations

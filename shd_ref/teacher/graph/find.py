@@ -120,7 +120,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]
     probe_error = None
-    # Symbolic sizes can mislead; only heads that fall into place are believed without a probe.
+    # Symbolic sizes can mislead; only heads that fit exactly are accepted without a probe.
     undecided = [
         w for w, m in zip(walks, measures, strict=True) if w.reason is None and (m is None or m.layout is None)
     ]

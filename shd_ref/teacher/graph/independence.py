@@ -62,7 +62,7 @@ SHARED_SCALES: Final = (
     "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "
     "batch: use the float or the statically quantised form of the model, or --batch-size 1"
 )
-"""Note of a site whose maps of a sample are its own but for the scales, which the batch shares."""
+"""Note of a site whose maps of a sample are its own except for the scales, which the batch shares."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class InputSizes:
     length: int
 
     def fitted(self, specs: Iterable[InputSpec]) -> InputSizes:
-        """These sizes, but for those that the graph fixes on one input and means for all."""
+        """These sizes, except those that the graph fixes on one input and means for all."""
         batch, length = self.batch, self.length
         for spec in specs:
             if spec.part == "past" or len(spec.shape) < 2:

@@ -43,7 +43,7 @@ class Projection:
     """What becomes of the heads' outputs.
 
     Attributes:
-        terms: whose sum is the attention output, but for what does not depend on the heads' outputs.
+        terms: whose sum is the attention output, except for what does not depend on the heads' outputs.
         path: the operators between the heads' outputs and the products, in the order of the graph.
         reason: why there is no such sum; None where there is.
     """
@@ -218,7 +218,7 @@ def _join(readings: list[_Linear]) -> _Linear | None:
 
 
 def _scale(reading: _Linear, factor: NDArray[Any] | float) -> _Linear:
-    """Multiply the weights; a reading without any is left to whoever replays the path."""
+    """Multiply the weights; a reading without any is left to the replay of the path."""
     if isinstance(factor, float) and factor == 1.0:
         return reading
     terms = tuple(replace(term, weight=_as_weight(term.weight * factor, term.weight)) for term in reading.terms)

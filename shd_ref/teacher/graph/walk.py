@@ -223,7 +223,7 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
 
 
 def _is_product(values: ir.Value) -> bool:
-    """Whether a tensor is a product of computed ones, but for moves."""
+    """Whether a tensor is a product of computed ones, moved or not."""
     node = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
     return node is not None and is_value_product(node)
 
@@ -252,7 +252,7 @@ class _Trail:
         axes: which of the map's axes each of its last four is; both from the end.
         is_mixed: whether it was multiplied by a constant over another axis than the keys'.
         mixing: that constant where the axis is the heads', and nothing but moves came after it.
-        quotient: by which it was last scaled to one again, if it was.
+        quotient: the last one that scaled it to one again, if any.
     """
 
     value: ir.Value

@@ -1,6 +1,6 @@
 """Einsum as the products that it stands for: Transpose, Reshape and MatMul say which axis is which, letters do not.
 
-Only products of two or more operands are rewritten, to the same numbers but for rounding. An equation that repeats a
+Only products of two or more operands are rewritten, to the same numbers up to rounding. An equation that repeats a
 letter in one operand, that sums over no letter that two operands share, or whose axes are unknown stays as it is.
 """
 
@@ -187,7 +187,7 @@ def _num_moves(left: _Operand, right: _Operand, output: str) -> int:
 
 
 def _sum_out(body: Body, operand: _Operand, needed: str) -> _Operand:
-    """Without the axes that no one else has."""
+    """Without the axes that no other operand has."""
     alone = [axis for axis, letter in enumerate(operand.letters) if letter not in needed]
     if not alone:
         return operand

@@ -57,7 +57,7 @@ def check_external_data(model: onnx.ModelProto, file: Path) -> int:
 def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) -> None:
     """Read external data that has passed ``check_external_data``: all of it, or small tensors only.
 
-    What is left keeps its place in its file, and the model remembers the folder for whoever reads or runs it.
+    What is left keeps its place in its file, and the model remembers the folder for later readers and sessions.
     """
     for place in reversed(range(len(model.metadata_props))):
         if model.metadata_props[place].key == _FOLDER:  # the file has no say in this

@@ -31,7 +31,7 @@ def group_samples(
         indices: the samples.
         lengths: of all samples, by index.
         batch_size: samples in a batch, at most.
-        batch_tokens: in place of ``batch_size``: samples times the longest of them, at most (but for a single one).
+        batch_tokens: in place of ``batch_size``: samples times the longest of them, at most; a longer one runs alone.
         equal: ``(N, k)``: only samples for which these are the same run together, because nothing may be padded.
     """
     chosen = np.fromiter(indices, dtype=np.int64)
