@@ -44,11 +44,15 @@ _ROOMS = {
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-__all__ = sorted(_ROOM_OF)
+_MODULES = {"capture", "data", "export", "kd", "kl", "maps", "shrink", "supervision", "teacher", "training"}
+# A star import, and all that walks the names of a module, must work without transformers.
+__all__ = sorted(_ROOM_OF.keys() - {"SHDTrainer"})
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name from its room when it is first used; a name of the mathematics from ``shd_torch.maps``."""
+    """Load a room, or a name from its room, when it is first used; the mathematics from ``shd_torch.maps``."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     room = _ROOM_OF.get(name)
     if room is None and not name.startswith("_") and name in import_module("shd_torch.maps").__all__:
         room = "shd_torch.maps"
@@ -59,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

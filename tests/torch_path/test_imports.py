@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,8 +37,7 @@ def test_names_load_neither_a_compiler_nor_another_framework() -> None:
     code = """
 import shd_torch, shd_torch.maps, shd_torch.kernels
 for name in shd_torch.__all__:
-    if name != "SHDTrainer":
-        getattr(shd_torch, name)
+    getattr(shd_torch, name)
 """
     loaded = modules_loaded_by(code, before="import torch")
     assert {"shd_torch.kl.loss", "shd_torch.export", "shd_torch.kernels.factored"} <= loaded
@@ -46,12 +47,28 @@ for name in shd_torch.__all__:
 def test_every_public_name_is_there() -> None:
     assert set(shd_torch.__all__) <= set(dir(shd_torch))
     for name in shd_torch.__all__:
-        if name == "SHDTrainer":
-            pytest.importorskip("transformers", reason="the trainer is one of transformers'")
-            pytest.importorskip("accelerate", reason="the trainer uses accelerate")
         assert callable(getattr(shd_torch, name)), name
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         shd_torch.no_such_name  # noqa: B018
+
+
+def test_a_star_import_needs_no_transformers() -> None:
+    before = "import sys, torch; sys.modules['transformers'] = None"
+    assert "shd_torch.kl.loss" in modules_loaded_by("from shd_torch import *", before)
+
+
+def test_the_trainer_is_a_public_name() -> None:
+    pytest.importorskip("transformers", reason="the trainer is one of transformers'")
+    pytest.importorskip("accelerate", reason="the trainer uses accelerate")
+    assert issubclass(shd_torch.SHDTrainer, importlib.import_module("transformers").Trainer)
+
+
+def test_rooms_are_there_without_an_import_of_each() -> None:
+    rooms = {path.name.removesuffix(".py") for path in Path(shd_torch.__file__).parent.glob("[a-z]*")}
+    inner = {"adapters", "checks", "cli", "commands", "demo", "kernels", "precision", "py.typed", "shrink_command"}
+    code = f"import shd_torch\nfor name in {sorted(rooms - inner)}: getattr(shd_torch, name)"
+    assert {f"shd_torch.{name}" for name in rooms - inner} <= modules_loaded_by(code)
+    assert rooms - inner <= set(dir(shd_torch))
 
 
 def test_maps_has_the_names_of_the_reference() -> None:
