@@ -24,6 +24,7 @@ from shd_ref.cache import CacheReader, NewRecord, Receipt, sample_key, verify_ca
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute import engine
 from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.precompute.records import make_records
 from shd_ref.teacher.run.buckets import group_samples, group_shards
@@ -290,6 +291,25 @@ def test_several_students_share_one_pass_of_the_teacher(
         with pytest.raises(ShdError) as caught:
             precompute_heads(teacher, inputs, tmp_path / "wrong", OPTIONS, wrong, run)
         assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "said"),
+    [
+        ("two", {"num_student_heads": 3, "strategy": "constant"}, "strategy 'shd' and 'constant'"),
+        ("two", {"num_student_heads": 3, "layer_pairs": ((0, 1),)}, "layer_pairs None and "),
+        ("two", {"strategy": "constant"}, r"distinct numbers of heads; got \[2, 2\]"),
+        ("other/../one", {"num_student_heads": 3}, "their own cache"),
+    ],
+)
+def test_students_that_cannot_share_a_pass_are_refused_before_anything_is_written(
+    teacher: Path, tmp_path: Path, folder: str, changes: dict[str, Any], said: str
+) -> None:
+    students = [(tmp_path / "one", OPTIONS), (tmp_path / folder, replace(OPTIONS, **changes))]
+    with pytest.raises(ShdError, match=said) as caught:
+        engine.precompute(teacher, make_tokens(), students, RUN)
+    assert caught.value.code == "argument-value"
+    assert list(tmp_path.iterdir()) == []
 
 
 class CountedSession:

@@ -57,10 +57,15 @@ class Manifest:
     on_error: str = optional("stop")
 
     def __post_init__(self) -> None:
-        require(self.compression in COMPRESSIONS, f"compression must be one of {COMPRESSIONS}", self.compression)
-        require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error)
+        require(
+            self.compression in COMPRESSIONS,
+            f"compression must be one of {COMPRESSIONS}",
+            self.compression,
+            "CACHE-43",
+        )
+        require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error, "CACHE-51")
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
-        require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards)
+        require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards, "CACHE-22")
 
     @functools.cached_property
     def id(self) -> str:
@@ -137,7 +142,7 @@ class Manifest:
             ShdError: ``argument-value`` for a shard number outside the plan.
         """
         count = self.shards.num_shards
-        require(0 <= shard < count, f"shard must be 0 to {count - 1}", shard)
+        require(0 <= shard < count, f"shard must be 0 to {count - 1}", shard, "CACHE-26")
         size = self.shards.samples_per_shard
         order = sample_order(self.dataset.num_samples, self.shards.seed)
         return [int(index) for index in order[shard * size : (shard + 1) * size]]

@@ -18,6 +18,7 @@ from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.layout import MAX_SAMPLES, MAX_SHARDS
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_require: Final = functools.partial(require, spec_id="CACHE-22")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Teacher:
     dtype: str
 
     def __post_init__(self) -> None:
-        require(bool(_SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
+        _require(bool(_SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class SampleInputs:
     def __post_init__(self) -> None:
         names, decoder = list(self.names), list(self.decoder)
         valid = decoder == sorted(set(decoder)) and set(decoder) <= set(names) and self.mask not in decoder
-        require(valid, f"inputs.decoder must be some of {names}, sorted, without the mask", decoder)
-        require(
+        _require(valid, f"inputs.decoder must be some of {names}, sorted, without the mask", decoder)
+        _require(
             self.decoder_mask in (*decoder, None), f"inputs.decoder_mask must be one of {decoder}", self.decoder_mask
         )
-        require(bool(names) and names == sorted(set(names)), "inputs.names must be sorted and distinct", names)
-        require(self.mask in (*names, None), f"inputs.mask must be one of {names} or None", self.mask)
+        _require(bool(names) and names == sorted(set(names)), "inputs.names must be sorted and distinct", names)
+        _require(self.mask in (*names, None), f"inputs.mask must be one of {names} or None", self.mask)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Dataset:
     def __post_init__(self) -> None:
         check_key(self.fingerprint)
         samples = self.num_samples
-        require(1 <= samples <= MAX_SAMPLES, f"num_samples must be 1 to {MAX_SAMPLES}", samples)
+        _require(1 <= samples <= MAX_SAMPLES, f"num_samples must be 1 to {MAX_SAMPLES}", samples)
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ class ShardPlan:
 
     def __post_init__(self) -> None:
         size = self.samples_per_shard
-        require(1 <= size <= MAX_INTEGER, f"samples_per_shard must be 1 to {MAX_INTEGER}", size)
-        require(0 <= self.seed <= MAX_INTEGER, f"seed must be 0 to {MAX_INTEGER}", self.seed)
-        require(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}", self.num_shards)
+        _require(1 <= size <= MAX_INTEGER, f"samples_per_shard must be 1 to {MAX_INTEGER}", size)
+        _require(0 <= self.seed <= MAX_INTEGER, f"seed must be 0 to {MAX_INTEGER}", self.seed)
+        _require(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}", self.num_shards)
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,4 +1,4 @@
-"""What both forms of attention share: who teaches whom, by which plan, with which weights (CACHE-20, CACHE-107)."""
+"""What both forms of attention share: who teaches whom, by which plan, with which weights (CACHE-100 to 108)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class KindLayers:
     num_student_layers: int
 
     def __post_init__(self) -> None:
-        require(self.kind in KINDS, f"kind must be one of {KINDS}", self.kind)
+        require(self.kind in KINDS, f"kind must be one of {KINDS}", self.kind, "CACHE-105")
         count = self.num_student_layers
-        require(1 <= count <= MAX_LAYERS, f"num_student_layers must be 1 to {MAX_LAYERS}", count)
+        require(1 <= count <= MAX_LAYERS, f"num_student_layers must be 1 to {MAX_LAYERS}", count, "CACHE-105")
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,11 @@ class Attention(Form):
     def _check_kinds(self) -> None:
         names = [each.kind for each in self.kinds]
         wanted = [kind for kind in KINDS if kind in names]
-        require(names == wanted, f"kinds must be some of {KINDS} in this order", names)
+        require(names == wanted, f"kinds must be some of {KINDS} in this order", names, "CACHE-105")
         if self.kinds:
             count = sum(each.num_student_layers for each in self.kinds)
             meant = self.num_student_layers
-            require(meant == count, f"num_student_layers must be {count}, the sum of all kinds", meant)
+            require(meant == count, f"num_student_layers must be {count}, the sum of all kinds", meant, "CACHE-105")
 
     def _check_plans(self) -> None:
         limit = self.num_teacher_heads
@@ -250,11 +250,15 @@ class Attention(Form):
             require(all(0 <= p < limit for p in positions), f"plan positions must be below {limit}", plan)
         if self.plans is None:
             return
-        require(len(self.plans) == len(self.layers), f"plans must be {len(self.layers)}", len(self.plans))
-        require(not self.plan, "plan must be empty where plans holds one for each layer", self.plan)
-        require(len(set(self.plans)) > 1, "plans must not all be equal: then plan holds them", self.plans)
+        require(
+            len(self.plans) == len(self.layers), f"plans must be {len(self.layers)}", len(self.plans), "CACHE-102"
+        )
+        require(not self.plan, "plan must be empty where plans holds one for each layer", self.plan, "CACHE-102")
+        require(
+            len(set(self.plans)) > 1, "plans must not all be equal: then plan holds them", self.plans, "CACHE-102"
+        )
         pairs = {_count_pairs(plan) for plan in self.plans}
-        require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs))
+        require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs), "CACHE-102")
 
     def _describe_merge(self) -> str:
         return f"{self.support} support, one alpha per {self.alpha_per}"

@@ -44,12 +44,17 @@ class Factors(Attention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.factors) == len(self.layers), f"factors must be {len(self.layers)}", len(self.factors))
+        require(
+            len(self.factors) == len(self.layers),
+            f"factors must be {len(self.layers)}",
+            len(self.factors),
+            "CACHE-141",
+        )
         problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
         if problem is not None:
             raise ShdError("argument-value", problem, "CACHE-141")
-        require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per)
-        require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding)
+        require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per, "CACHE-141")
+        require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding, "CACHE-145")
 
     @property
     def mixing_is_optional(self) -> bool:

@@ -180,7 +180,7 @@ class Form(ABC):
         """What a listing and a report say of it: names and values."""
 
 
-def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-22") -> None:
+def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-101") -> None:
     """Refuse a value: ``argument-value`` unless the rule holds."""
     if not holds:
         raise ShdError("argument-value", f"{rule}; got {value!r}", spec_id)

@@ -39,11 +39,11 @@ class Maps(Attention):
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
         super().__post_init__()
-        require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec)
+        require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec, "CACHE-110")
         require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
-        require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes)
+        require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes, "CACHE-128")
         own = self.shapes == "own" and self.support == "causal"
-        require(not own, "shapes must be length for causal support", self.shapes)
+        require(not own, "shapes must be length for causal support", self.shapes, "CACHE-128")
 
     @property
     def mixing_is_optional(self) -> bool:

@@ -114,7 +114,9 @@ def _serialise(members: dict[str, Any]) -> bytes:
 
 
 def _corrupt(source: object, message: str, spec_id: str | None) -> ShdError:
-    advice = "restore the file from a copy, or delete the shard's receipt and write the shard again"
+    advice = (
+        "restore the file from a copy, or write it again: a receipt with its shard, of a manifest the whole cache"
+    )
     return ShdError("cache-corrupt", f"{source}: {message}; {advice}", spec_id)
 
 

@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
 from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Skipped
+from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
@@ -277,14 +278,30 @@ class _StudentCache:
 
 
 def _check_students(students: Students) -> None:
+    """Refuse students that cannot share a pass, before a manifest of any is written."""
     heads = [options.num_student_heads for _, options in students]
-    shared = [replace(options, num_student_heads=1, plans=None) for _, options in students]
-    if not students or len(heads) != len(set(heads)) or any(each != shared[0] for each in shared):
+    if not students or len(heads) != len(set(heads)):
         raise ShdError(
-            "argument-value",
-            "students must be at least one, with distinct numbers of heads and otherwise the same options; got "
-            f"{len(students)} with heads {heads}",
+            "argument-value", f"students must be at least one, with distinct numbers of heads; got {heads}"
         )
+    roots = [open_storage(folder).root for folder, _ in students]
+    places = [str(root.resolve() if isinstance(root, Path) else root) for root in roots]
+    if len(places) != len(set(places)):
+        raise ShdError("argument-value", f"students must each have their own cache; got {', '.join(places)}")
+    first = students[0][1]
+    for _, options in students:
+        differing = [
+            f"{field.name} {getattr(first, field.name)!r} and {getattr(options, field.name)!r}"
+            for field in fields(options)
+            if field.name not in ("num_student_heads", "plans")
+            and getattr(first, field.name) != getattr(options, field.name)
+        ]
+        if differing:
+            raise ShdError(
+                "argument-value",
+                "students of one pass must have the same options but for heads and plans; got "
+                f"{', '.join(differing)}: give each its own run",
+            )
 
 
 def _judge(work: TeacherRun, outputs: StudentOutputs) -> dict[int, str]:
