@@ -41,6 +41,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 LAWS_OF_REFUSAL = (
     "law/refused-everywhere-",
+    "law/refused-far-",
     "law/no-axis-stands-for-all-",
     "law/masks-refused-",
     "law/uncounted-rows-exempt-",
