@@ -1,4 +1,4 @@
 """Maps and factors as bytes and back: codecs, packing, compression, and what they cost.
 
-A new codec goes into ``codecs.py``, its error into ``distortion.py``. Imports ``storage``.
+Start with ``codecs.py``, where a new codec goes; its error goes into ``distortion.py``. Imports ``storage``.
 """

@@ -1,6 +1,7 @@
 """Laws in which two options of an operation meet, or three: mistakes like to sit where options do.
 
 Each law asks for the rows of a covering array and finds what is right by itself; ``specs/pairs.md`` has the options.
+``rows.py`` draws the arrays; one file a chapter. Imports the laws beside this folder.
 """
 
 from shd_ref.conformance.laws.pairs import alphas, maps, merging, plans, triples

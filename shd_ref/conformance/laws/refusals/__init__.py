@@ -1,4 +1,8 @@
-"""Laws of what must be refused: at every place, in every layer, under every option."""
+"""Laws of what must be refused: at every place, in every layer, under every option.
+
+``asking.py`` makes the call; ``teacher.py`` and ``student.py`` hold the laws of either side. Imports the laws beside
+this folder.
+"""
 
 from shd_ref.conformance.laws.refusals import student, teacher
 
