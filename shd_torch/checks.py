@@ -1,7 +1,7 @@
 """What every function asks of its arguments; codes and ids are those of ``specs/shd.md``.
 
 Types, shapes and options are always checked: they cost nothing. Looking at *values* (finite, a distribution)
-makes the host wait for the device, so those checks stand behind the keyword ``check`` of every public function.
+makes the host wait for the device, so those checks depend on the keyword ``check`` of every public function.
 """
 
 from __future__ import annotations

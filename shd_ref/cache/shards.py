@@ -50,7 +50,7 @@ class Stored:
 def shard_tensors(manifest: Manifest, records: Sequence[Stored]) -> Iterator[Tensor]:
     """The tensors of a shard in stored order (CACHE-40).
 
-    All float32 tensors come first: behind codes of odd length they would not be aligned, and readers of
+    All float32 tensors come first: after codes of odd length they would not be aligned, and readers of
     safetensors files map them in place.
     """
     shapes = [manifest.part_shapes(record.extent) for record in records]

@@ -325,7 +325,7 @@ def _install_interface(stack: ExitStack) -> None:
 
 
 def _refuse_eager(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the modelling file's own function stands behind 'eager'")
+    raise AssertionError("'eager' is the modelling file's own function")
 
 
 _tap_once = _once(tap_interface)

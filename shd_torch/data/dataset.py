@@ -184,7 +184,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
             "inputs-invalid",
             f"data must give at every read what they gave when they were joined with {self.cache.folder}; sample "
             f"{number} has key {key}, its record {self.keys[index]}: shuffle with a sampler and not the data, keep "
-            "random transforms behind the join (or replay them with augment), or join the changed data again",
+            "random transforms after the join (or replay them with augment), or join the changed data again",
             "CACHE-84",
         )
 

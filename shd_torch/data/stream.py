@@ -139,7 +139,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next pass goes on behind so many samples; ranks and workers must be as many, and the epoch the same.
+        """The next pass goes on after so many samples; ranks and workers must be as many, and the epoch the same.
 
         Raises:
             ShdError: ``argument-value``; from the next pass too, where ranks, workers or the epoch are others.

@@ -1,7 +1,7 @@
 """A live teacher: its attention, squeezed without maps, at every step.
 
 The teacher runs its own fused attention under ``no_grad``. What passes there (queries, keys, values) and the output
-projection behind it are all that alpha needs, and queries, keys and mixing are all that the loss needs.
+projection after it are all that alpha needs, and queries, keys and mixing are all that the loss needs.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def layer_kls(
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block; behind it every module is in the mode that it was in."""
+    """Eval mode inside the block; after it every module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     if not any(training for _, training in modes):
         yield

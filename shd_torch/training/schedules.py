@@ -46,7 +46,7 @@ class BetaSchedule:
             raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup!r}")
 
     def __call__(self, progress: float) -> float:
-        """Beta at this part of the training, 0 at its first step and 1 behind its last."""
+        """Beta at this part of the training, 0 at its first step and 1 after its last."""
         progress = min(max(progress, 0.0), 1.0)
         if progress < self.warmup:
             return self.peak * progress / self.warmup

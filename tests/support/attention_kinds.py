@@ -692,7 +692,7 @@ CASES: dict[str, Case] = {
     "smoothed and mixed": Case(SmoothedAndMixed, reason="made of its map by Add, MatMul, Mul, as in differential"),
     "sigmoids": Case(Sigmoids, reason="made of queries and keys by Div, Sigmoid, Sub and by no softmax"),
     "linear attention": Case(Linear, reason="it is linear attention"),
-    "gated maps": Case(GatedMaps, reason="changed behind the softmax, as by a gate"),
+    "gated maps": Case(GatedMaps, reason="changed after the softmax, as by a gate"),
 }
 
 

@@ -1,8 +1,9 @@
 """Forms: what a record can hold of a sample, and everything about it that the rest of the cache has to know.
 
-``form.py`` is the noun: a form names its tensors, says how many bytes each has, checks and packs what a writer is
-given, and decodes what a reader found. ``attention.py`` is what both forms of attention share (who teaches whom, by
-which plan, with which weights); ``maps.py`` stores merged maps, ``factors.py`` the teacher's queries and keys. A new
-form is a file here, a member of the manifest and of ``Errors``, and a maker in ``shd_ref.teacher.precompute.forms``;
-the writer, the verifier, merge and listing go through ``Manifest.forms``. Imports ``codecs`` and ``storage``.
+``form.py`` is the interface: a form names its tensors, says how many bytes each has, checks and packs what a writer
+is given, and decodes what a reader found. ``attention.py`` is what both forms of attention share (who teaches whom,
+by which plan, with which weights); ``maps.py`` stores merged maps, ``factors.py`` the teacher's queries and keys. A
+new form is a file here, a member of the manifest and of ``Errors``, and a maker in
+``shd_ref.teacher.precompute.forms``; the writer, the verifier, merge and listing go through ``Manifest.forms``.
+Imports ``codecs`` and ``storage``.
 """

@@ -1,4 +1,4 @@
-"""The noun: what a cache asks of a form, and the sample that forms store."""
+"""The interface: what a cache asks of a form, and the sample that forms store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class NewRecord:
-    """A sample to be written. Padding behind ``length`` is cut off; it must carry no probability.
+    """A sample to be written. Padding after ``length`` is cut off; it must carry no probability.
 
     Attributes:
         index: position in the data set.

@@ -1,8 +1,8 @@
 """Laws: facts about an implementation's own answers, on seeded inputs.
 
-``law.py`` is the noun; one file a chapter holds its laws, ``pairs`` those of two options together, and ``refusals``
-those of errors. A new law goes into its chapter's file and that file's ``LAWS``. Imports NumPy, and the judge's files
-beside this folder.
+``law.py`` says what a law is; one file a chapter holds its laws, ``pairs`` those of two options together, and
+``refusals`` those of errors. A new law goes into its chapter's file and that file's ``LAWS``. Imports NumPy, and the
+judge's files beside this folder.
 """
 
 from shd_ref.conformance.laws import (

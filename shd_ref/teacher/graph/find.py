@@ -43,7 +43,7 @@ class AttentionSite:
         num_heads: H.
         num_kv_heads: value heads before they are repeated for grouped queries.
         shared_values: V has a single head, which the product broadcasts to all.
-        joined_values: every head reads the values of all, side by side, since maps are mixed among heads behind the
+        joined_values: every head reads the values of all, side by side, since maps are mixed among heads after the
             softmax by a constant (talking heads); the constant is part of W_o, and maps are those of the softmax.
         d_k: width of a query head.
         d_v: width of a value head, or of all of them where they are joined.

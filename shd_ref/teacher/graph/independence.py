@@ -178,7 +178,7 @@ class Trial:
             check_probs(np.nan_to_num(maps), "its map", ndim=None, row_sums=row_sums)
         except ShdError as error:
             return (
-                f"its map is changed behind the softmax, as by a gate or a scale ({error}): choose other layers "
+                f"its map is changed after the softmax, as by a gate or a scale ({error}): choose other layers "
                 "(--sites), or a teacher that uses its maps as they are"
             )
         return None

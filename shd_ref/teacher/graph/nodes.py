@@ -130,7 +130,7 @@ def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int) -> int:
 def is_constant(value: ir.Value | None) -> bool:
     """Whether ``constant_of`` gives a value, found without computing it.
 
-    The answer is kept with the value, as every one behind it is asked for: a graph is to be read, not changed.
+    The answer is kept with the value, since every later value asks for it: a graph is to be read, not changed.
     """
     if value is None:
         return False

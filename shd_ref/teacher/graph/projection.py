@@ -1,4 +1,4 @@
-"""The output projection behind the heads' outputs: all that is linear in them, in every form that graphs give it.
+"""The output projection after the heads' outputs: all that is linear in them, in every form that graphs give it.
 
 Forward from ``map @ V`` every tensor is read as a sum of products of the heads' outputs with constant matrices. W_o
 is that sum where everything made of them has met again: one product in most models, several beside an adapter that
@@ -318,7 +318,7 @@ def _describe_bends(bends: list[ir.Node]) -> str:
 
 
 def _fed_weight(node: ir.Node) -> str | None:
-    """Name of the graph's input that a product multiplies by, behind what only moves its numbers."""
+    """Name of the graph's input that a product multiplies by, past operators that only move its numbers."""
     for value in node.inputs if node.op_type in (*PRODUCTS, "Gemm") else ():
         source = value
         while source is not None and (producer := source.producer()) is not None and producer.op_type in LAYOUT_OPS:

@@ -1,7 +1,7 @@
 """Maps written out as numbers over their sum: a softmax without its operator, or a map that is scaled to one again.
 
 ``exp(z) / sum(exp(z))`` is a softmax; with a 1 in the denominator a part of each row goes to no key, as with
-attention sinks. A map that was masked behind its softmax is divided by what is left of it.
+attention sinks. A map that was masked after its softmax is divided by what is left of it.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, fr
 def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> bool:
     if node.op_type in _SMOOTHING:
         return axes is not None
-    # Without known axes, what a computed tensor joins may be anything, such as the stream behind a router.
+    # Without known axes, what a computed tensor joins may be anything, such as the stream after a router.
     known = axes is not None or node.op_type not in (*_BY_ENTRY, "Concat")
     joined = known or all(each is None or each is value or _is_like_a_map(each) for each in node.inputs)
     return node.op_type in _FOLLOWED and joined

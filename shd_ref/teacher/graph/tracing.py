@@ -188,7 +188,7 @@ def before_rounding(value: ir.Value) -> ir.Value:
 
 
 def list_repeats(values: ir.Value) -> tuple[ir.Node, ...]:
-    """Operators behind V, back to its projection, that may repeat value heads for grouped queries."""
+    """Operators between V and its projection that may repeat value heads for grouped queries."""
     found: list[ir.Node] = []
     node = values.producer()
     while node is not None and node.op_type in LAYOUT_OPS | REPEAT_OPS:
@@ -201,7 +201,7 @@ def list_repeats(values: ir.Value) -> tuple[ir.Node, ...]:
 
 
 def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:
-    """Operators behind keys or values that move, scale or repeat them, from the last to the first."""
+    """Operators that move, scale or repeat keys or values, from the last to the first."""
     chain: list[ir.Node] = []
     node = values.producer()
     while node is not None:

@@ -2,7 +2,7 @@
 
 With student head h reading the summed value outputs of its group, ``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``: the
 attention output is what the graph itself makes of its values when every teacher head t uses its group's merged map.
-So the map is replaced, and everything behind it stays as it is: layout, W_o, bias, quantisers.
+So the map is replaced, and everything after it stays as it is: layout, W_o, bias, quantisers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A teacher over a data set: checked inputs, batches of similar length, the squeezed graph in a session.
 
-``teacher.py`` is what ``precompute`` and ``study`` share. Imports ``sources``, ``graph`` and ``rewrite``; writes
-nothing. Start with ``teacher.py``.
+Start with ``teacher.py``, shared by ``precompute`` and ``study``. Imports ``sources``, ``graph`` and ``rewrite``;
+writes nothing.
 """

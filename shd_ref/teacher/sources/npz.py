@@ -25,7 +25,7 @@ class _Member(NamedTuple):
     shape: tuple[int, ...]
     fortran_order: bool
     dtype: np.dtype[Any]
-    offset: int  # of the values, behind the member's own header
+    offset: int  # of the values, after the member's own header
 
 
 def open_npz(path: Path) -> Source:

@@ -87,7 +87,7 @@ class Targets:
                     f"{target.shape} a sample: choose another --output, or other targets",
                 )
             if target.ndim:
-                targets[place, : len(target)] = target[: targets.shape[-1]]  # behind stands padding
+                targets[place, : len(target)] = target[: targets.shape[-1]]  # the rest is padding
             else:
                 targets[place] = target
         if row_mask is not None and row_mask.shape == targets.shape:

@@ -1,4 +1,4 @@
-"""The noun: what a precompute run asks of the maker of a form."""
+"""The interface: what a precompute run asks of the maker of a form."""
 
 from __future__ import annotations
 

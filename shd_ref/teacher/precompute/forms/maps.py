@@ -45,7 +45,7 @@ class MapsMaker(Maker[Maps]):
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
             assert layer.codes is not None
             where = f"record {sample.index} layer {layer.layer.student_layer}"
-            # Rows of padding may look at padding behind, too: they are emptied before that is refused.
+            # Rows of padding may also look at padding at the end: they are emptied before that is refused.
             codes = cut_map(_without_padding(layer.codes[:, :rows], layer), rows, keys, where)
             made.append(np.ascontiguousarray(codes) if form.codec == CODED_IN_GRAPH else encode(form.codec, codes))
         return made
