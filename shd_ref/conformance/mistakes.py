@@ -10,292 +10,93 @@ import numpy as np
 
 from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Call, take_output
 from shd_ref.conformance.compare import as_numbers, as_plain
-from shd_ref.conformance.specification import agreement
+from shd_ref.conformance.specification import agreement, load_mistakes
 from shd_ref.conformance.variants import Choices, compute
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake with its sentence, which completes "this equals what you get if ..."."""
+    """What an implementation with a mistake decides; its sentence is in ``specs/mistakes.json`` under its name."""
 
     name: str
     operations: tuple[str, ...]
-    sentence: str
     choices: Choices
+
+    @property
+    def sentence(self) -> str:
+        """It completes "this equals what you get if ..."."""
+        return load_mistakes()[self.name]
 
 
 _ALPHA = ("solve_alpha", "squeeze_heads")
+_SQUEEZE = ("squeeze_heads",)
+_PLAN = ("merge_plan", "squeeze_heads")
+_POOL = ("plan_groups", "squeeze_heads")
+_SOFTMAX = ("softmax",)
 _LOSS = ("shd_loss",)
 _GRADIENT = ("shd_loss_gradient",)
+_BOTH = _LOSS + _GRADIENT
+_LAYERS = ("layer_map",)
 
 MISTAKES: tuple[Mistake, ...] = (
+    Mistake("alpha-misprinted", _ALPHA, Choices(n="printed")),
+    Mistake("alpha-opposite-sign", _ALPHA, Choices(n="opposite")),
+    Mistake("alpha-unclipped", _ALPHA, Choices(clip=False)),
+    Mistake("alpha-swapped", _ALPHA, Choices(weighs="q")),
+    Mistake("alpha-other-numerator", _ALPHA, Choices(numerator="w")),
+    Mistake("alpha-padded-rows", _ALPHA, Choices(rows_masked=False)),
+    Mistake("alpha-solved-once", _ALPHA, Choices(sample_shared=True)),
+    Mistake("degenerate-zero", _ALPHA, Choices(degenerate=0.0)),
+    Mistake("degenerate-one", _ALPHA, Choices(degenerate=1.0)),
+    Mistake("degenerate-formula", _ALPHA, Choices(degenerate=None)),
+    Mistake("alpha-per-ignored", _ALPHA, Choices(per="other")),
+    Mistake("merged-outputs-mixed", _SQUEEZE, Choices(merged_outputs="mixed")),
+    Mistake("merged-outputs-mean", _SQUEEZE, Choices(merged_outputs="mean")),
+    Mistake("merged-outputs-first", _SQUEEZE, Choices(merged_outputs="first")),
+    Mistake("pool-in-place", _POOL, Choices(pool="in-place")),
+    Mistake("pool-untouched-first", _POOL, Choices(pool="untouched-first")),
+    Mistake("plan-overshoot", _PLAN, Choices(plan="overshoot")),
+    Mistake("plan-last-pairs", _PLAN, Choices(plan="last")),
+    Mistake("plan-halves", _PLAN, Choices(plan="halves")),
+    Mistake("hard-always-first", _SQUEEZE, Choices(hard="always p")),
+    Mistake("hard-always-second", _SQUEEZE, Choices(hard="always q")),
+    Mistake("softened-after", _SQUEEZE, Choices(softened="after")),
+    Mistake("solved-on-softened", _SQUEEZE, Choices(solved_on="other")),
+    Mistake("temperature-inverted", ("softmax", "soften"), Choices(temperature="multiplies")),
     Mistake(
-        "printed-n",
-        _ALPHA,
-        "N is taken as the source misprints it, A_q X_p - A_p X_q, and not as (A_q - A_p) X_p (decision D-1)",
-        Choices(n="printed"),
+        "temperature-ignored",
+        ("softmax", "soften", "squeeze_heads"),
+        Choices(temperature="ignored", softened="never"),
     ),
-    Mistake("opposite-n", _ALPHA, "N has the wrong sign", Choices(n="opposite")),
-    Mistake("unclipped", _ALPHA, "alpha is not clipped to [0, 1]", Choices(clip=False)),
-    Mistake(
-        "swapped-heads",
-        _ALPHA,
-        "alpha weighs head q and 1 - alpha weighs head p; it is the other way round",
-        Choices(weighs="q"),
-    ),
-    Mistake(
-        "other-numerator",
-        _ALPHA,
-        "the numerator uses w = (A_p - A_q) X_q in place of u = (A_p - A_q) X_p",
-        Choices(numerator="w"),
-    ),
-    Mistake(
-        "uncounted-rows",
-        _ALPHA,
-        "rows where query_mask is False enter the sums (padding counted in alpha)",
-        Choices(rows_masked=False),
-    ),
-    Mistake(
-        "shared-alpha",
-        _ALPHA,
-        "one alpha is solved for the whole batch instead of one a sample",
-        Choices(sample_shared=True),
-    ),
-    Mistake("degenerate-zero", _ALPHA, "degenerate pairs get alpha 0 instead of 1/2", Choices(degenerate=0.0)),
-    Mistake("degenerate-one", _ALPHA, "degenerate pairs get alpha 1 instead of 1/2", Choices(degenerate=1.0)),
-    Mistake(
-        "degenerate-formula",
-        _ALPHA,
-        "degenerate pairs are not recognised and rounding noise is divided by rounding noise (0/0 is NaN)",
-        Choices(degenerate=None),
-    ),
-    Mistake("other-per", _ALPHA, "alpha_per map and row are confused or ignored", Choices(per="other")),
-    Mistake(
-        "merged-outputs-mixed",
-        ("squeeze_heads",),
-        "a merged head gets the value output a X_p + (1 - a) X_q; it must be the sum X_p + X_q (MIX-4)",
-        Choices(merged_outputs="mixed"),
-    ),
-    Mistake(
-        "merged-outputs-mean",
-        ("squeeze_heads",),
-        "a merged head gets the mean of the two value outputs; it must be their sum (MIX-4)",
-        Choices(merged_outputs="mean"),
-    ),
-    Mistake(
-        "merged-outputs-first",
-        ("squeeze_heads",),
-        "a merged head keeps only the first head's value output; it must be the sum of both (MIX-4)",
-        Choices(merged_outputs="first"),
-    ),
-    Mistake(
-        "in-place-pool",
-        ("squeeze_heads", "plan_groups"),
-        "a merged head takes the place of its first member; merged heads come first, then the untouched (PLAN-4)",
-        Choices(pool="in-place"),
-    ),
-    Mistake(
-        "untouched-first",
-        ("squeeze_heads", "plan_groups"),
-        "untouched heads come before the merged ones; the merged come first (PLAN-4)",
-        Choices(pool="untouched-first"),
-    ),
-    Mistake(
-        "literal-algorithm-1",
-        ("merge_plan", "squeeze_heads"),
-        "every pair of every round is merged as Algorithm 1 is printed, which overshoots (decision D-2)",
-        Choices(plan="overshoot"),
-    ),
-    Mistake(
-        "last-pairs",
-        ("merge_plan", "squeeze_heads"),
-        "a round that needs fewer pairs merges the last ones; it merges the first (PLAN-5)",
-        Choices(plan="last"),
-    ),
-    Mistake(
-        "halves-paired",
-        ("merge_plan", "squeeze_heads"),
-        "head i is merged with head i + m; pairs are adjacent (PLAN-5)",
-        Choices(plan="halves"),
-    ),
-    Mistake(
-        "hard-first",
-        ("squeeze_heads",),
-        "`hard` always keeps head p; it keeps the better of the two",
-        Choices(hard="always p"),
-    ),
-    Mistake(
-        "hard-second",
-        ("squeeze_heads",),
-        "`hard` always keeps head q; it keeps the better of the two",
-        Choices(hard="always q"),
-    ),
-    Mistake(
-        "softened-after",
-        ("squeeze_heads",),
-        "the mixed map is softened; each head is softened first, then mixed (TEMP-2)",
-        Choices(softened="after"),
-    ),
-    Mistake("never-softened", ("squeeze_heads",), "the temperature is ignored", Choices(softened="never")),
-    Mistake(
-        "solved-on-other",
-        ("squeeze_heads",),
-        "C is solved on the softened maps where the maps as given were asked, or the reverse (TEMP-3)",
-        Choices(solved_on="other"),
-    ),
-    Mistake(
-        "temperature-multiplied",
-        ("softmax", "soften"),
-        "the temperature multiplies the logits; it divides them",
-        Choices(temperature="multiplies"),
-    ),
-    Mistake(
-        "temperature-ignored", ("softmax", "soften"), "the temperature is ignored", Choices(temperature="ignored")
-    ),
-    Mistake(
-        "sinks-filled",
-        ("soften", "squeeze_heads", "shd_loss", "shd_loss_gradient"),
-        "rows with a sink are scaled up to one; they keep their own mass (TEMP-5, LOSS-11)",
-        Choices(mass_kept=False),
-    ),
-    Mistake(
-        "mask-inverted",
-        ("softmax",),
-        "attn_mask is read as True = masked; True means may attend (MAP-7)",
-        Choices(mask_inverted=True),
-    ),
-    Mistake("mask-ignored", ("softmax",), "attn_mask is ignored", Choices(mask_used=False)),
-    Mistake(
-        "masked-row-nan",
-        ("softmax",),
-        "fully masked rows are NaN; they are exactly zero (MAP-2)",
-        Choices(masked_row=float("nan")),
-    ),
-    Mistake(
-        "masked-row-uniform",
-        ("softmax",),
-        "fully masked rows are uniform; they are exactly zero (MAP-2)",
-        Choices(masked_row=-1.0),
-    ),
-    Mistake(
-        "value-heads-cycled",
-        ("value_outputs",),
-        "query head i reads value head i mod H_kv; it reads i // (H_t / H_kv) (MAP-6)",
-        Choices(value_heads="cycled"),
-    ),
-    Mistake(
-        "cross-entropy",
-        _LOSS,
-        "the teacher's entropy is left out: this is the cross entropy, not KL (LOSS-1)",
-        Choices(divergence="cross-entropy"),
-    ),
-    Mistake(
-        "reverse-kl",
-        _LOSS,
-        "the arguments are in the other order: KL(student || teacher), not KL(teacher || student) (LOSS-1)",
-        Choices(divergence="reverse_kl"),
-    ),
-    Mistake("base-2", _LOSS, "the logarithm is base 2; it is natural (LOSS-1)", Choices(divergence="base 2")),
-    Mistake("squared-error", _LOSS, "it is the squared error of the maps, not KL", Choices(divergence="mse")),
-    Mistake(
-        "constant-in-log",
-        _LOSS,
-        "1e-8 is added inside the logarithm of the student's map; log Q comes from the logits (LOSS-12)",
-        Choices(log_constant=1e-8),
-    ),
-    Mistake(
-        "mean-over-all-rows",
-        _LOSS + _GRADIENT,
-        "the mean is over all rows, also those that do not count (padding, fully masked; LOSS-4)",
-        Choices(denominator="all rows"),
-    ),
-    Mistake(
-        "uncounted-rows-summed",
-        _LOSS + _GRADIENT,
-        "loss_mask is ignored: rows that do not count enter the loss (LOSS-4)",
-        Choices(rows_masked=False),
-    ),
-    Mistake(
-        "per-sample-mean",
-        _LOSS + _GRADIENT,
-        "the mean is taken per sample and then over samples; it is over the counted rows of the batch (LOSS-4, D-10)",
-        Choices(denominator="sample"),
-    ),
-    Mistake("row-sum", _LOSS + _GRADIENT, "rows are summed, not averaged (LOSS-4)", Choices(denominator="none")),
-    Mistake(
-        "batch-mean",
-        _LOSS + _GRADIENT,
-        "rows are summed and divided by the batch size ('batchmean'); they are averaged (LOSS-4)",
-        Choices(denominator="samples"),
-    ),
-    Mistake(
-        "mean-over-keys",
-        _LOSS + _GRADIENT,
-        "the mean is over keys too; a row is the sum over its keys (LOSS-1)",
-        Choices(denominator="keys"),
-    ),
-    Mistake(
-        "t-squared",
-        _LOSS + _GRADIENT,
-        "the loss is multiplied by T^2; there is no such factor (TEMP-4, D-4)",
-        Choices(t_power=2),
-    ),
-    Mistake(
-        "t-once",
-        _LOSS + _GRADIENT,
-        "the loss is multiplied by T; there is no such factor (TEMP-4)",
-        Choices(t_power=1),
-    ),
-    Mistake(
-        "student-not-softened",
-        _LOSS + _GRADIENT,
-        "the student's logits are not divided by T (TEMP-4)",
-        Choices(student_softened=False),
-    ),
-    Mistake(
-        "other-reduction",
-        _LOSS + _GRADIENT,
-        "reductions sum and mean over layers and heads are confused or ignored (LOSS-5)",
-        Choices(reduction="other"),
-    ),
-    Mistake("beta-ignored", _LOSS + _GRADIENT, "beta is ignored (LOSS-2)", Choices(beta_used=False)),
-    Mistake(
-        "negative-gradient",
-        _GRADIENT,
-        "the gradient has the wrong sign: it is A_student - A~, not A~ - A_student (LOSS-8)",
-        Choices(sign=-1),
-    ),
-    Mistake(
-        "gradient-without-t",
-        _GRADIENT,
-        "the gradient is not divided by T (LOSS-8)",
-        Choices(gradient_divided_by_t=False),
-    ),
-    Mistake(
-        "floored-layers",
-        ("layer_map",),
-        "s L_t / L_s is rounded down; it is rounded to nearest (LAYER-1)",
-        Choices(rounding="floor"),
-    ),
-    Mistake(
-        "raised-layers",
-        ("layer_map",),
-        "s L_t / L_s is rounded up; it is rounded to nearest (LAYER-1)",
-        Choices(rounding="ceiling"),
-    ),
-    Mistake(
-        "even-layers",
-        ("layer_map",),
-        "halves are rounded to the even number (Python's round); floor(x + 1/2) rounds them up (LAYER-1)",
-        Choices(rounding="even"),
-    ),
-    Mistake(
-        "zero-based-layers",
-        ("layer_map",),
-        "the formula is used with zero-based layers, so that the last layers do not meet (LAYER-1, LAYER-3)",
-        Choices(rounding="zero-based"),
-    ),
-    Mistake("first-layers", ("layer_map",), "student layer s meets teacher layer s", Choices(rounding="same")),
+    Mistake("sink-scaled-up", ("soften", "squeeze_heads", "shd_loss", "shd_loss_gradient"), Choices(mass_kept=False)),
+    Mistake("attn-mask-inverted", _SOFTMAX, Choices(mask_inverted=True)),
+    Mistake("attn-mask-ignored", _SOFTMAX, Choices(mask_used=False)),
+    Mistake("masked-row-is-nan", _SOFTMAX, Choices(masked_row=float("nan"))),
+    Mistake("masked-row-is-uniform", _SOFTMAX, Choices(masked_row=-1.0)),
+    Mistake("value-heads-cycled", ("value_outputs",), Choices(value_heads="cycled")),
+    Mistake("cross-entropy-called-kl", _LOSS, Choices(divergence="cross-entropy")),
+    Mistake("kl-reversed", _LOSS, Choices(divergence="reverse_kl")),
+    Mistake("loss-log2", _LOSS, Choices(divergence="base 2")),
+    Mistake("loss-is-mse", _LOSS, Choices(divergence="mse")),
+    Mistake("epsilon-1e-8", _LOSS, Choices(log_constant=1e-8)),
+    Mistake("mean-over-all-rows", _BOTH, Choices(denominator="all rows")),
+    Mistake("loss-padded-rows", _BOTH, Choices(rows_masked=False)),
+    Mistake("mean-per-sample", _BOTH, Choices(denominator="sample")),
+    Mistake("rows-summed", _BOTH, Choices(denominator="none")),
+    Mistake("batch-mean", _BOTH, Choices(denominator="samples")),
+    Mistake("mean-over-keys", _BOTH, Choices(denominator="keys")),
+    Mistake("loss-times-t-squared", _BOTH, Choices(t_power=2)),
+    Mistake("loss-times-t", _BOTH, Choices(t_power=1)),
+    Mistake("student-not-softened", _BOTH, Choices(student_softened=False)),
+    Mistake("reduction-ignored", _BOTH, Choices(reduction="other")),
+    Mistake("beta-ignored", _BOTH, Choices(beta_used=False)),
+    Mistake("gradient-sign", _GRADIENT, Choices(sign=-1)),
+    Mistake("gradient-without-temperature", _GRADIENT, Choices(gradient_divided_by_t=False)),
+    Mistake("layers-floor", _LAYERS, Choices(rounding="floor")),
+    Mistake("layers-ceiling", _LAYERS, Choices(rounding="ceiling")),
+    Mistake("layers-half-even", _LAYERS, Choices(rounding="even")),
+    Mistake("layers-zero-based", _LAYERS, Choices(rounding="zero-based")),
+    Mistake("layers-first", _LAYERS, Choices(rounding="same")),
 )
 
 

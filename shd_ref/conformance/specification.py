@@ -1,7 +1,8 @@
-"""Where the specification's files lie, and its numbered sentences by id."""
+"""Where the specification's files lie, its numbered sentences by id, and the well-known mistakes by name."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,13 @@ def _continued(line: str) -> str:
         return f" {line}"
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     return "" if set(line) <= set("|-") or not cells[0].startswith("`") else f" {': '.join(cells)};"
+
+
+@cache
+def load_mistakes() -> dict[str, str]:
+    """Well-known mistakes by name, each as words that complete "this equals what you get if ..."."""
+    loaded: dict[str, str] = json.loads((specs_folder() / "mistakes.json").read_text(encoding="utf-8"))
+    return loaded
 
 
 @cache

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from exact import MINUS_INFINITY, Nested, flatten, map_numbers, shape_of, unflatten
-from notes import NOTES
 
 ABOUT = "Written by specs/tools/make_vectors.py; specs/conformance.md says what each field means. Never edit a case."
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+MISTAKES: dict[str, str] = json.loads((Path(__file__).parents[1] / "mistakes.json").read_text(encoding="utf-8"))
 REAL_ARGUMENTS = ("temperature", "beta", "scale")
 
 
@@ -203,7 +204,7 @@ class Book:
             name: the id without the operation.
             comment: what the case shows.
             spec: ids of sentences, separated by blanks.
-            flags: names of ``notes.NOTES``, separated by blanks.
+            flags: names in ``specs/mistakes.json``, separated by blanks.
             inputs: arguments by name.
             dtypes: where the case runs; empty for all.
             compare: rules other than the operation's usual ones.
@@ -276,8 +277,8 @@ class Book:
         dtypes: Sequence[str],
         body: dict[str, Any],
     ) -> None:
-        unknown = set(flags.split()) - set(NOTES)
-        assert not unknown, f"{self.operation}/{name}: no note for {unknown}"
+        unknown = set(flags.split()) - set(MISTAKES)
+        assert not unknown, f"{self.operation}/{name}: not in specs/mistakes.json: {unknown}"
         case: dict[str, Any] = {
             "id": f"{self.operation}/{name}",
             "comment": comment,
@@ -299,7 +300,7 @@ class Book:
             "about": ABOUT,
             "operation": self.operation,
             "outputs": list(self.outputs),
-            "notes": {flag: NOTES[flag] for flag in used},
+            "notes": {flag: MISTAKES[flag] for flag in used},
             "cases": self.cases,
         }
 

@@ -15,7 +15,8 @@ from judge.mutants import MUTANTS, read_chapter, table
 from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
 
 from shd_ref.conformance import OUTPUTS, Status, judge, specification
-from shd_ref.conformance.specification import load_sentences, specs_folder
+from shd_ref.conformance.mistakes import MISTAKES
+from shd_ref.conformance.specification import load_mistakes, load_sentences, specs_folder
 from shd_ref.conformance.vectors import Case
 from shd_ref.loss import LossKeywords
 from shd_ref.tolerances import load_tolerances
@@ -47,7 +48,15 @@ def needs_solver(operations: Iterable[str]) -> None:
 def test_there_are_enough() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert len(MUTANTS) >= 290
-    assert sum(bool(mutant.hint) for mutant in MUTANTS) >= 10
+    assert sum(bool(mutant.mistake) for mutant in MUTANTS) >= 60
+
+
+def test_every_mistake_is_hunted_or_recognised() -> None:
+    recognised = {mistake.name for mistake in MISTAKES}
+    assert len(recognised) == len(MISTAKES)
+    assert recognised | {flag for case in CASES for flag in case.flags} == set(load_mistakes())
+    shown = {mutant.mistake for mutant in MUTANTS} - {""}
+    assert recognised == shown, f"recognised without a mutant, or the other way round: {recognised ^ shown}"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,7 @@ def test_there_are_enough() -> None:
         "name: Wrong.\nin loss\n  a",
         "name: Wrong.\nin loss\n+ b",
         "name: Wrong.\nin loss\n-a\n+ b",
+        "name\nmistake: none\nin loss\n- a\n+ b",
         "name: Wrong.\nwhere: loss\nin loss\n- a\n+ b",
     ],
 )
@@ -84,8 +94,8 @@ def test_mutant_is_caught(mutant: Mutant) -> None:
     assert caught >= set(listed), (
         f"{set(listed) - caught} pass: write the table again, cd tests && python -m judge.mutants.table"
     )
-    if mutant.hint:
-        assert any(table.names_mistake(result, mutant) for result in found), f"no report says {mutant.hint!r}"
+    if mutant.mistake:
+        assert any(table.names_mistake(result, mutant) for result in found), f"no report names {mutant.mistake}"
 
 
 def test_reference_passes_what_catches_them() -> None:

@@ -9,19 +9,21 @@ from pathlib import Path
 
 from judge.mutants.mutant import SHOWN_BY, Edit, Mutant
 
+from shd_ref.conformance.specification import load_mistakes
+
 _FILES = ("maps", "alphas", "merging", "learning", "edges")
-_FIELDS = ("report", "on", "dtype")
+_FIELDS = ("mistake", "on", "dtype")
 
 
 def read_chapter(path: Path) -> tuple[str, tuple[Mutant, ...]]:
     """The title and the mutants of one file.
 
-    A file is paragraphs: ``# title``, then one a mutant::
+    A file is paragraphs: ``# title``, then one for each mutant, whose second to fourth lines are optional::
 
-        name: what it does, in one sentence.
-        report: words by which the report of a failure must name the mistake      (may be left out)
-        on: operation operation                  (which show it; else those of the chapters that it edits)
-        dtype: float64                           (where float32 allows it)
+        name: what it does, in one sentence. Or the name alone, where its mistake says it.
+        mistake: a name in specs/mistakes.json; then the report of a failure must recognise it
+        on: the operations that show it, where the chapters that it edits have too many
+        dtype: float64, for what the tolerances of float32 allow
         in chapter of the reference
         - a line, or a piece of one, that the chapter holds once
         + what stands there in its place
@@ -48,10 +50,22 @@ def _mutant(file: str, paragraph: str) -> Mutant:
             raise ValueError(f"{where}: not a line of a mutant: {line!r}")
         fields[field] = value
     edits = tuple(_edit(where, hunk) for hunk in hunks)
+    mistake = fields["mistake"]
+    if mistake:
+        if mistake not in load_mistakes():
+            raise ValueError(f"{where}: specs/mistakes.json does not have {mistake!r}")
+        wrong = wrong or as_sentence(load_mistakes()[mistake])
     if not wrong or not edits:
         raise ValueError(f"{where}: a mutant needs a sentence and an edit")
     operations = fields["on"].split() or dict.fromkeys(name for edit in edits for name in SHOWN_BY[edit.chapter])
-    return Mutant(name, wrong, edits, tuple(operations), fields["report"], fields["dtype"] or "float32")
+    return Mutant(name, wrong, edits, tuple(operations), mistake, fields["dtype"] or "float32")
+
+
+def as_sentence(words: str) -> str:
+    """With a capital, unless the first word is a name or a formula, and a full stop."""
+    first = words.split()[0]
+    plain = first == "a" or (first.isalpha() and len(first) > 1)
+    return (words[0].upper() + words[1:] if plain else words) + "."
 
 
 def _edit(where: str, hunk: str) -> Edit:

@@ -67,7 +67,8 @@ class Mutant:
         wrong: what it does, in one sentence.
         edits: how the reference's text becomes it.
         operations: what is run to find the items that catch it.
-        hint: words of the sentence by which the report of a failure must name the mistake; empty where it need not.
+        mistake: the name in ``specs/mistakes.json`` by which the report of a failure must know it; empty where it
+            need not.
         dtype: where it is run; float64 for a mistake that the tolerances of float32 allow.
     """
 
@@ -75,7 +76,7 @@ class Mutant:
     wrong: str
     edits: tuple[Edit, ...]
     operations: tuple[str, ...]
-    hint: str = ""
+    mistake: str = ""
     dtype: str = "float32"
 
 

@@ -14,6 +14,7 @@ from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on,
 
 from shd_ref.conformance import Result, Status
 from shd_ref.conformance.runner import Item
+from shd_ref.conformance.specification import load_mistakes
 
 PAGE = Path(__file__).resolve().parents[3] / "specs" / "mutants.md"
 _NUM_IDS = 3
@@ -40,7 +41,8 @@ def render(caught: Mapping[str, Sequence[str]]) -> str:
         for mutant in mutants:
             found = ", ".join(f"`{name}`" for name in caught.get(mutant.name, ()))
             wrong = mutant.wrong + (f" At {mutant.dtype}." if mutant.dtype != "float32" else "")
-            lines.append(f"| `{mutant.name}` | {wrong} | {found}{' *' * bool(mutant.hint)} |")
+            wrong = wrong.replace("|", r"\|")  # which would end the cell
+            lines.append(f"| `{mutant.name}` | {wrong} | {found}{' *' * bool(mutant.mistake)} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -53,7 +55,7 @@ def read() -> dict[str, tuple[str, ...]]:
 
 def names_mistake(result: Result, mutant: Mutant) -> bool:
     """Whether a failure's report names this mistake."""
-    return bool(mutant.hint and result.finding and any(mutant.hint in text for text in result.finding.looks_like))
+    return bool(mutant.mistake and result.finding and load_mistakes()[mutant.mistake] in result.finding.looks_like)
 
 
 def choose(mutant: Mutant, found: Sequence[Result]) -> list[str]:
@@ -79,7 +81,7 @@ def main() -> None:
     for mutant in (mutant for mutants in CHAPTERS.values() for mutant in mutants):
         names = [name for name in listed.get(mutant.name, ()) if name in items_by_id()]
         found = failures(mutant, _items(names))
-        named = not mutant.hint or any(names_mistake(result, mutant) for result in found)
+        named = not mutant.mistake or any(names_mistake(result, mutant) for result in found)
         if names and named and {result.id for result in found} == set(listed[mutant.name]):
             caught[mutant.name] = names
             continue
@@ -91,8 +93,8 @@ def main() -> None:
             caught[mutant.name] = choose(mutant, found)
         if not found:
             print(f"{mutant.name}: not caught")
-        if mutant.hint and not any(names_mistake(result, mutant) for result in found):
-            print(f"{mutant.name}: no report says {mutant.hint!r}")
+        if mutant.mistake and not any(names_mistake(result, mutant) for result in found):
+            print(f"{mutant.name}: no report names {mutant.mistake}")
     PAGE.write_text(render(caught), encoding="utf-8")
 
 
