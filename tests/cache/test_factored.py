@@ -187,6 +187,7 @@ def test_rows_look_at_what_a_window_leaves() -> None:
         {"factors": (LayerFactors(3, 3, 0.5), FACTORS[1])},
         {"factors": (LayerFactors(2, 0, 0.5), FACTORS[1])},
         {"factors": (LayerFactors(2, 3, 0.0), FACTORS[1])},
+        {"factors": (LayerFactors(2, 3, 2.0**128), FACTORS[1])},  # maps of NaN
         {"codec": "sqrt8-row"},
         {"alpha_per": "row"},
         {"factors": ()},

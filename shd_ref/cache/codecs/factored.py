@@ -10,7 +10,6 @@ is at most ``e^2 / 2`` (Hoeffding's lemma, as the KL is ``log E exp(d) - E d`` o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +29,8 @@ DEFAULT_FACTORED_CODEC: Final = "int8"
 
 INT8_LEVELS: Final = 127
 """Code of a vector's largest component; -128 is not used."""
+MAX_SCALE: Final = 2.0**128
+"""Below it no logit of binary32 queries and keys overflows in binary64."""
 
 _CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {"float16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
 
@@ -41,7 +42,7 @@ class LayerFactors:
     Attributes:
         num_key_heads: H_kv, a divisor of H_t: query head t reads key head ``t // (H_t / H_kv)``.
         width: d, components of a query and of a key.
-        scale: of their products, above 0.
+        scale: of their products, above 0 and below 2^128.
         window: a row looks at keys less than this many positions from it; None for all (CACHE-144).
     """
 
@@ -282,8 +283,8 @@ def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> 
             return f"num_key_heads must be a divisor of num_teacher_heads={num_heads}; got {layer.num_key_heads}"
         if not 1 <= layer.width <= 10_000:
             return f"width must be 1 to 10000; got {layer.width}"
-        if not 0 < layer.scale < math.inf:
-            return f"scale must be finite and above 0; got {layer.scale}"
+        if not 0 < layer.scale < MAX_SCALE:
+            return f"scale must be above 0 and below 2^128; got {layer.scale}"
         if layer.window is not None and not 1 <= layer.window <= MAX_INTEGER:
             return f"window must be 1 to {MAX_INTEGER}; got {layer.window}"
     return None
