@@ -1,6 +1,6 @@
 """Wrong implementations, to judge the judge: each is the reference with one mistake that somebody would make.
 
-They stand in this folder's text files, one a chapter, as ``read_chapter`` describes.
+They stand in text files, one a chapter, as ``read_chapter`` describes: here, and in ``tests/kd/mutants.txt``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import numpy as np
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS, Result, Status, cases
-from shd_ref.conformance.adapter import as_adapter
+from shd_ref.conformance.adapter import KD_OUTPUTS, as_adapter
 from shd_ref.conformance.runner import Item, run_item
 
 _SOURCES = Path(shd_ref.__file__).parent
@@ -45,8 +45,13 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "simplex": ("squeeze_heads",),
     "support": ("intersect_support", "align_tokens", *_LOSS),
     "tokens": ("align_tokens",),
+    "kd.gradients": ("kd_loss_gradient",),
+    "kd.hidden": ("hidden_loss",),
+    "kd.loss": ("kd_loss",),
+    "kd.targets": ("kd_targets_topk",),
 }
-_NAMES = re.compile(rf"\bshd_ref\.({'|'.join(SHOWN_BY)})\b")
+_OUTPUTS = {"shd": OUTPUTS, "kd": KD_OUTPUTS}
+_NAMES = re.compile(rf"\bshd_ref\.({'|'.join(map(re.escape, SHOWN_BY))})\b")
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,14 @@ class Mutant:
 
 
 @contextmanager
-def built(edits: Iterable[Edit] = ()) -> Iterator[SimpleNamespace]:
-    """The operations of a copy of the reference with these edits; without any, of a true copy."""
+def built(edits: Iterable[Edit] = (), part: str = "shd") -> Iterator[SimpleNamespace]:
+    """The operations of a part, in a copy of the reference with these edits; without any, in a true copy."""
     finder = _Finder(tuple(edits))
     sys.meta_path.insert(0, finder)
     try:
-        chapters = [importlib.import_module(f"{_COPY}.{chapter}") for chapter in SHOWN_BY]
-        homes = {name: chapter for chapter in chapters for name in OUTPUTS if hasattr(chapter, name)}
+        names = [name for name in SHOWN_BY if name.startswith("kd.") == (part == "kd")]
+        chapters = [importlib.import_module(f"{_COPY}.{name}") for name in names]
+        homes = {name: chapter for chapter in chapters for name in _OUTPUTS[part] if hasattr(chapter, name)}
         yield SimpleNamespace(**{name: getattr(chapter, name) for name, chapter in homes.items()})
     finally:
         sys.meta_path.remove(finder)
@@ -131,17 +137,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if name.split(".")[0] != _COPY:
             return None
-        return importlib.util.spec_from_loader(name, self, is_package=name == _COPY)
+        return importlib.util.spec_from_loader(name, self, is_package=name.partition(".")[2] not in SHOWN_BY)
 
     def exec_module(self, module: ModuleType) -> None:
         _, _, chapter = module.__name__.partition(".")
-        if chapter:
+        if chapter in SHOWN_BY:
             exec(_compile(chapter, tuple(e for e in self.edits if e.chapter == chapter)), vars(module))
 
 
 @cache
 def _compile(chapter: str, edits: tuple[Edit, ...]) -> CodeType:
-    path = _SOURCES / f"{chapter}.py"
+    path = _SOURCES / f"{chapter.replace('.', '/')}.py"
     text = path.read_text(encoding="utf-8")
     for edit in edits:
         if text.count(edit.old) != 1:
