@@ -491,9 +491,9 @@ def normalised_before_projection() -> onnx.ModelProto:
     [
         (attention_on_inputs(change_probs=turned), "the map is transposed on its way"),
         (by_einsum(), "meet in Einsum"),
-        (attention_on_inputs(change_probs=mixed_and_masked), "no matrix over heads"),
-        (attention_on_inputs(change_probs=mixed_twice), "no matrix over heads"),
-        (attention_on_inputs(change_probs=mixed_over_rows), "no matrix over heads"),
+        (attention_on_inputs(change_probs=mixed_and_masked), "not a matrix over heads"),
+        (attention_on_inputs(change_probs=mixed_twice), "not a matrix over heads"),
+        (attention_on_inputs(change_probs=mixed_over_rows), "not a matrix over heads"),
         (over_another_axis(), "not over the last axis"),
         (normalised_before_projection(), "they go to LayerNormalization"),
     ],

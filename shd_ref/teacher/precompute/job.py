@@ -289,17 +289,18 @@ def _check_students(students: Students) -> None:
     if len(places) != len(set(places)):
         raise ShdError("argument-value", f"students must each have their own cache; got {', '.join(places)}")
     first = students[0][1]
-    for _, options in students:
+    for _, options in students[1:]:
         differing = [
             f"{field.name} {getattr(first, field.name)!r} and {getattr(options, field.name)!r}"
             for field in fields(options)
             if field.name not in ("num_student_heads", "plans")
             and getattr(first, field.name) != getattr(options, field.name)
+            and repr(getattr(first, field.name)) != repr(getattr(options, field.name))  # NaN, refused by its own rule
         ]
         if differing:
             raise ShdError(
                 "argument-value",
-                "students of one pass must have the same options but for heads and plans; got "
+                "students of one pass must have the same options except heads and plans; got "
                 f"{', '.join(differing)}: give each its own run",
             )
 
