@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 from torch.utils.data import DataLoader
-from torch_path.test_dataset import NUM_SAMPLES, TokenData
+from torch_path.data.test_dataset import NUM_SAMPLES, TokenData
 
 from shd_torch import SupervisedDataset
 

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1)
 NUM_SAMPLES, NUM_SHARDS = 100, 34

@@ -20,7 +20,7 @@ from shd_torch import ShdError
 from shd_torch.data.batches import CodedSupervision
 from shd_torch.data.dataset import SupervisedDataset, check_cache
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 11
 
 

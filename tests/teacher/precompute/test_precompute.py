@@ -31,7 +31,7 @@ from shd_ref.tolerances import load_tolerances
 
 NUM_SAMPLES = 23
 LENGTH = 9
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def make_inputs(seed: int = 0, width: int = 12) -> dict[str, NDArray[Any]]:

@@ -34,7 +34,7 @@ from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.study.recheck import recheck_records
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NUM_SAMPLES = 60
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 RUN = RunOptions(batch_size=4, samples_per_shard=5)

@@ -38,7 +38,7 @@ from shd_ref.errors import ShdError
 pytest.importorskip("s3fs", reason="caches in object stores need the extra 'remote'")
 
 pytestmark = pytest.mark.slow  # most tests need the S3 server, which is a process of several seconds
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NUM_SAMPLES = 30
 SHARD, RECEIPT = "shards/01/000001.safetensors", "receipts/000001.json"
 

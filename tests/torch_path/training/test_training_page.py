@@ -18,7 +18,7 @@ from support.binding.trainer_cases import make_model, make_samples, pad  # noqa:
 
 import shd_torch  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[3] / "docs" / "training.md"
 LOOP, TRAINER, LIGHTNING, LIVE, LOGITS = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
 )
