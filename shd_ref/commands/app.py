@@ -73,4 +73,4 @@ def conformance(context: typer.Context) -> None:
     """Judge an implementation of the specification, in any language; see shd conformance --help."""
     from shd_ref.conformance.__main__ import main
 
-    raise typer.Exit(main(context.args))
+    raise typer.Exit(main(context.args, context.command_path))

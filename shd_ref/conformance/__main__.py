@@ -29,16 +29,17 @@ class _UsageError(Exception):
     """Nothing could be judged; the message says what to change."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.conformance") -> int:
     """Judge one implementation.
 
     Args:
         argv: the arguments; default those of the command line.
+        prog: the command as it was typed, for the help and for errors.
 
     Returns:
         0 where it conforms, 1 where something failed, 2 where nothing could be judged.
     """
-    parser = _make_parser()
+    parser = _make_parser(prog)
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_args(arguments)
     if options.arguments and not options.program:
@@ -124,9 +125,9 @@ def _open_implementation(
         yield program, program.name, f"--program {shlex.quote(shlex.join(command))}"
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shd_ref.conformance",
+        prog=prog,
         description="Does an implementation compute what specs/shd.md says? Exit status: 0 it conforms, "
         "1 something failed, 2 nothing could be judged.",
     )

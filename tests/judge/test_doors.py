@@ -203,6 +203,20 @@ def test_list(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "merge_plan/five-to-four  PLAN-5\nmerge_plan/too-many  PLAN-2 ERR-1 ERR-2\n"
 
 
+def test_help_names_the_command_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    typer = pytest.importorskip("typer", reason="the command needs the extra 'teacher'")
+    from shd_ref.cli import load_app
+
+    for ask in (
+        lambda: main(["--help"]),
+        lambda: typer.main.get_command(load_app()).main(["conformance", "--help"], prog_name="shd"),
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            ask()
+    pages = capsys.readouterr().out.split("usage: ")[1:]
+    assert [page.split(" [-h]")[0] for page in pages] == ["python -m shd_ref.conformance", "shd conformance"]
+
+
 def test_adapter_of_the_documentation(vectors: Path) -> None:
     pytest.importorskip("torch")
     (text,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "run_operation" in block]

@@ -97,16 +97,15 @@ def encoder_layer(
     """
     d_model = num_heads * d_v
     num_kv_heads = num_kv_heads or num_heads
+    dtype = np.float16 if float16 else np.float32
     build = GraphBuilder()
     turned = layout == "batch-folded" and not sequence_first
     source = build.op("Transpose", "x", perm=[1, 0, 2]) if turned else "x"
     source = build.op("Cast", source, to=TensorProto.FLOAT16) if float16 else source
 
-    def weight(array: NDArray[np.float32]) -> NDArray[Any]:
-        return array.astype(np.float16) if float16 else array
-
     def heads(name: str, count: int, seed: int) -> str:
-        projected = build.op("MatMul", source, build.const(weight(random_projection(d_model, count * d_v, seed))))
+        matrix = random_projection(d_model, count * d_v, seed).astype(dtype)
+        projected = build.op("MatMul", source, build.const(matrix))
         if layout == "batch-folded":  # torch.nn.MultiheadAttention: (L, B, H d) -> (B H, L, d)
             sizes = build.op(
                 "Slice", build.op("Shape", source), build.const(np.array([0])), build.const(np.array([1]))
@@ -120,36 +119,13 @@ def encoder_layer(
             rows = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
             shape = build.op("Concat", build.const(np.array([-1])), rows, axis=0)
             split = build.op("Reshape", split, shape)
-        return repeat(split) if count < num_heads else split
-
-    def repeat(split: str) -> str:
-        groups = num_heads // num_kv_heads
-        if kv_repeat == "gather":
-            return build.op("Gather", split, build.const(np.repeat(np.arange(num_kv_heads), groups)), axis=1)
-        sizes = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
-        wide = build.op("Unsqueeze", split, build.const(np.array([2])))
-        if kv_repeat == "tile":
-            wide = build.op("Tile", wide, build.const(np.array([1, 1, groups, 1, 1])))
-        else:
-            shape = build.op("Concat", build.const(np.array([1, 1, groups])), sizes, axis=0)
-            wide = build.op("Expand", wide, shape)
-        shape = build.op("Concat", build.const(np.array([-1, num_heads])), sizes, axis=0)
-        return build.op("Reshape", wide, shape)
+        return _repeat_heads(build, split, num_heads, count, kv_repeat) if count < num_heads else split
 
     query, key, values = heads("q", num_heads, 1), heads("k", num_kv_heads, 2), heads("v", num_kv_heads, 3)
     key = build.op("Transpose", key, perm=[0, 2, 1] if "folded" in layout else [0, 1, 3, 2])
     logits = build.op("MatMul", query, key)
     if mask is not None and layout == "batch-heads":
-        column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))  # (B, 1, 1, L)
-        if mask == "where":
-            allowed = build.op("Cast", column, to=TensorProto.BOOL)
-            low = build.const(weight(np.float32([-np.inf if nan_guard else -3e4])))
-            logits = build.op("Where", allowed, logits, low)
-        else:
-            ones = build.op("Cast", column, to=TensorProto.FLOAT16 if float16 else TensorProto.FLOAT)
-            off = build.op("Sub", build.const(weight(np.float32([1]))), ones)
-            penalty = build.op("Mul", off, build.const(weight(np.float32([-1e4]))))
-            logits = build.op("Add", logits, penalty)
+        logits = _mask_logits(build, logits, mask, -np.inf if nan_guard else -3e4, float16)
     if float16:  # transformers computes the softmax in float32
         logits = build.op("Cast", logits, to=TensorProto.FLOAT)
     probs = build.op("Softmax", logits, axis=-1, name="softmax")
@@ -161,13 +137,40 @@ def encoder_layer(
         probs = build.op("Cast", probs, to=TensorProto.FLOAT16)
     context = build.op("MatMul", probs, values, name="context")
     flat = _join_heads(build, context, source, layout, num_heads, d_v)
-    output = _project(build, flat, weight(random_projection(d_model, d_model + 2, 4)), projection)
+    output = _project(build, flat, random_projection(d_model, d_model + 2, 4).astype(dtype), projection)
     output = build.op("Cast", output, to=TensorProto.FLOAT) if float16 else output
     inputs: dict[str, tuple[int, Sequence[str | int]]] = {
         "x": (TensorProto.FLOAT, ["batch", "length", d_model]),
         "mask": (TensorProto.INT64, ["batch", "length"]),
     }
     return build.model(inputs, [output], opset)
+
+
+def _repeat_heads(build: GraphBuilder, split: str, num_heads: int, num_kv_heads: int, how: str) -> str:
+    groups = num_heads // num_kv_heads
+    if how == "gather":
+        return build.op("Gather", split, build.const(np.repeat(np.arange(num_kv_heads), groups)), axis=1)
+    sizes = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
+    wide = build.op("Unsqueeze", split, build.const(np.array([2])))
+    if how == "tile":
+        wide = build.op("Tile", wide, build.const(np.array([1, 1, groups, 1, 1])))
+    else:
+        shape = build.op("Concat", build.const(np.array([1, 1, groups])), sizes, axis=0)
+        wide = build.op("Expand", wide, shape)
+    shape = build.op("Concat", build.const(np.array([-1, num_heads])), sizes, axis=0)
+    return build.op("Reshape", wide, shape)
+
+
+def _mask_logits(build: GraphBuilder, logits: str, mask: str, low: float, float16: bool) -> str:
+    dtype = np.float16 if float16 else np.float32
+    column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))  # (B, 1, 1, L)
+    if mask == "where":
+        allowed = build.op("Cast", column, to=TensorProto.BOOL)
+        return build.op("Where", allowed, logits, build.const(np.array([low], dtype)))
+    ones = build.op("Cast", column, to=TensorProto.FLOAT16 if float16 else TensorProto.FLOAT)
+    off = build.op("Sub", build.const(np.ones(1, dtype)), ones)
+    penalty = build.op("Mul", off, build.const(np.array([-1e4], dtype)))
+    return build.op("Add", logits, penalty)
 
 
 def attention_on_inputs(
