@@ -153,9 +153,12 @@ def _messages(child: subprocess.Popen[bytes], patience: float) -> Iterator[Mappi
         try:
             line = lines.get(timeout=0.1)
         except queue.Empty:
-            # Something that the implementation started may hold the pipe open after the child's end.
-            if child.poll() is not None and lines.empty():
-                return
+            if child.poll() is not None:
+                # The reader may not have had its turn yet, on a busy machine; and something that the implementation
+                # started may hold the pipe open after the child's end.
+                reader.join(timeout=1.0)
+                if lines.empty():
+                    return
             if time.monotonic() - heard > patience:
                 yield None
                 return
