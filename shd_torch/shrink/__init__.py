@@ -6,6 +6,7 @@
 Imports ``maps``.
 """
 
-from shd_torch.shrink.student import Shrunk, load_teacher, shrink
+from shd_torch.shrink.folders import load_teacher
+from shd_torch.shrink.student import Shrunk, shrink
 
 __all__ = ["Shrunk", "load_teacher", "shrink"]

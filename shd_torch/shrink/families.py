@@ -197,16 +197,29 @@ FAMILIES: dict[str, Family] = {
 def family_of(model: nn.Module) -> Family:
     """The family of a Hugging Face model, or the error that lists those that are known (STUDENT-1)."""
     config = getattr(model, "config", None)
-    name = getattr(config, "model_type", None)
-    if name not in FAMILIES:
+    return check_config(config, getattr(config, "model_type", None) or type(model).__name__)
+
+
+def check_config(config: Any, name: str | None = None) -> Family:
+    """The family of a configuration; it tells before any weight is read.
+
+    Args:
+        config: of a Hugging Face model, or None.
+        name: what a model is called that is of no family.
+
+    Raises:
+        ShdError: ``shrink-unsupported``.
+    """
+    kind = getattr(config, "model_type", None)
+    if kind not in FAMILIES:
         raise ShdError(
             "shrink-unsupported",
-            f"teacher must be of one of the families {', '.join(FAMILIES)}; got {name or type(model).__name__!r}"
-            + ("" if name not in ("gemma2", "gemma3", "gemma3_text") else ": its norms after the blocks do not fold")
-            + ("" if name not in ("bloom", "mpt", "falcon") else ": its position slopes are fixed by the head count"),
+            f"teacher must be of one of the families {', '.join(FAMILIES)}; got {name or kind!r}"
+            + ("" if kind not in ("gemma2", "gemma3", "gemma3_text") else ": its norms after the blocks do not fold")
+            + ("" if kind not in ("bloom", "mpt", "falcon") else ": its position slopes are fixed by the head count"),
             "STUDENT-1",
         )
-    family = FAMILIES[name]
+    family = FAMILIES[kind]
     usual = {
         "add_cross_attention": False,
         "use_swiglu_ffn": False,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from shd_torch.precision import without_autocast
 from shd_torch.shrink.align import RIDGE
 from shd_torch.shrink.calibration import Batch, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
+from shd_torch.shrink.folders import load_teacher, new_folder, save_student
 from shd_torch.shrink.heads import squeeze_attention
 from shd_torch.shrink.layer import Squeezer, Work, counted_rows, fit_final, make_layer
 from shd_torch.shrink.merges import PLANS
@@ -94,7 +93,7 @@ def shrink(
     Source: specs/shrink.md; the second source for the depth.
     """
     check_option("plan", plan, PLANS, "HEAD-4")
-    folder = None if out is None else _new_folder(out)
+    folder = None if out is None else new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
     family = family_of(model)
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
@@ -152,7 +151,7 @@ def shrink(
     }
     student.to(stored)
     if folder is not None:
-        _save(student, report, folder)
+        save_student(student, report, folder)
     return Shrunk(student, report)
 
 
@@ -169,27 +168,6 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
         )
     model.float()
     return stored
-
-
-def load_teacher(source: str | os.PathLike[str]) -> Any:
-    """A Hugging Face model of the class that its configuration names; code from the folder is not run."""
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ShdError(
-            "read-failed", f"teacher must be a Hugging Face model; got {str(source)!r}: {error}"
-        ) from error
-    name = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, name, None) if isinstance(name, str) else None
-    kind = (
-        kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else transformers.AutoModel
-    )
-    try:
-        return kind.from_pretrained(source, trust_remote_code=False, use_safetensors=True).eval()
-    except (OSError, ValueError) as error:
-        raise ShdError("read-failed", f"{str(source)!r} must hold a model with safetensors: {error}") from error
 
 
 def _run_layers(work: Work, progress: Progress | None) -> None:
@@ -257,22 +235,3 @@ def _prefix(model: nn.Module, family: Family) -> str:
     layers = family.layers_of(model)
     name: str = next(name for name, module in model.named_modules() if module is layers)
     return name
-
-
-def _new_folder(out: str | os.PathLike[str]) -> Path:
-    folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ShdError("write-failed", f"out must be a new or empty folder; got {str(folder)!r}: name another")
-    return folder
-
-
-def _save(student: Any, report: dict[str, Any], folder: Path) -> None:
-    try:
-        student.save_pretrained(folder)
-        draft = folder / "shrink.json.part"
-        draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        draft.replace(folder / "shrink.json")
-    except OSError as error:
-        raise ShdError(
-            "write-failed", f"{folder} could not be written: {error}: make room, or name another"
-        ) from error

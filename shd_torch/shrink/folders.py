@@ -1,0 +1,157 @@
+"""A teacher's folder, read without trust, and a student's folder, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from shd_ref.cache.storage.outputs import output_path
+from shd_ref.errors import ShdError
+from shd_torch.shrink.families import check_config
+
+
+def load_teacher(source: str | os.PathLike[str]) -> Any:
+    """A Hugging Face model of the class that its configuration names, in evaluation mode.
+
+    Args:
+        source: a folder with ``config.json`` and safetensors. Nothing is downloaded, code that the folder names is
+            not run, and files outside it are not read; links inside one repository of the hub's cache are followed.
+
+    Raises:
+        ShdError: ``read-failed``, ``shrink-unsupported``.
+    """
+    import transformers
+
+    folder = Path(source)
+    _check_files(folder)
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **local)
+    except Exception as error:  # transformers raises what it meets in a configuration
+        raise ShdError(
+            "read-failed", f"teacher must be a Hugging Face model; got {str(folder)!r}: {error}"
+        ) from error
+    check_config(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ShdError(
+            "shrink-unsupported",
+            f"teacher must not be quantised; got {str(folder)!r}: give the model it was made from",
+        )
+    name = (getattr(config, "architectures", None) or [None])[0]
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        kind = transformers.AutoModel
+    try:
+        # The implementation is named because a configuration may name one that is downloaded.
+        loaded: Any = kind.from_pretrained(
+            folder, **local, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:  # and safetensors, for a file that is cut or of other shapes
+        raise ShdError("read-failed", f"{str(folder)!r} must hold a model with safetensors: {error}") from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ShdError(
+            "read-failed",
+            f"{str(folder)!r} must hold every weight of a {type(model).__name__}; {len(missing)} are missing, first "
+            f"{missing[0]}: copy the model again",
+        )
+    return model.eval()
+
+
+def _check_files(folder: Path) -> None:
+    """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base."""
+    if not folder.is_dir():
+        raise ShdError(
+            "read-failed",
+            f"teacher must be a folder with a Hugging Face model; got {str(folder)!r}, which is not a folder: "
+            "download the model first",
+        )
+    if (folder / "adapter_config.json").exists():
+        raise ShdError(
+            "read-failed",
+            f"teacher must be a whole model; {str(folder)!r} holds an adapter: merge it and save the model",
+        )
+    root = folder.resolve()
+    # The hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH.
+    home = root.parents[1] if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir() else root
+    try:
+        files = [file for file in folder.iterdir() if file.suffix in (".json", ".safetensors")]
+        named = {
+            folder / str(part)
+            for file in files
+            if file.name.endswith(".index.json")
+            for part in json.loads(file.read_bytes())["weight_map"].values()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShdError("read-failed", f"{str(folder)!r} must hold readable files: {error!r}") from error
+    for file in (*files, *named):
+        if not file.resolve().is_relative_to(home):
+            raise ShdError(
+                "read-failed",
+                f"teacher must keep its files in one folder; got {str(file)!r}, which lies elsewhere: put the "
+                "model's files, not links to them, into one folder",
+            )
+
+
+def new_folder(out: str | os.PathLike[str]) -> Path:
+    """A place where a folder can be put: found out before the work is done, not after.
+
+    Raises:
+        ShdError: ``argument-value`` for an address, ``write-failed``.
+    """
+    folder = output_path(out)
+    try:
+        folder = folder.resolve()
+        problem = _find_problem(folder)
+    except OSError as error:
+        problem = str(error)
+    if problem is not None:
+        raise ShdError("write-failed", f"out must be a new or empty folder; got {str(folder)!r}: {problem}")
+    return folder
+
+
+def _find_problem(folder: Path) -> str | None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return "it is taken: name another"
+    if folder.is_mount():
+        return "a mount point cannot be replaced: name a folder in it"
+    parent = next(place for place in folder.parents if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} is not a folder that may be written: name another"
+    return None
+
+
+def save_student(student: Any, report: dict[str, Any], folder: Path) -> None:
+    """The model and ``shrink.json``, in a draft beside the folder that takes its name when all of it is on the disk.
+
+    Raises:
+        ShdError: ``write-failed``; then nothing is left.
+    """
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.part")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        student.save_pretrained(draft)
+        (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        for place in (*draft.iterdir(), draft):
+            _sync(place)
+        draft.rename(folder)  # replaces an empty folder, and no other
+        _sync(folder.parent)
+    except Exception as error:  # safetensors' error for a full disk is not an OSError
+        raise ShdError(
+            "write-failed", f"{folder} could not be written: {error}: make room, or name another"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,175 @@
+"""The teacher's folder is read without trust; the student's appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+
+from safetensors.torch import load_file, save_file
+from support.shrink.models import make_teacher
+
+from shd_ref.errors import ShdError
+from shd_torch.shrink import load_teacher, shrink
+from shd_torch.shrink.folders import new_folder, save_student
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    make_teacher("llama").float().save_pretrained(folder)
+    return folder
+
+
+def configure(**entries: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+    return edit
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+
+
+def drop_a_weight(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def name_files_elsewhere(folder: Path) -> None:
+    names = list(load_file(folder / WEIGHTS))
+    (folder / WEIGHTS).rename(folder.parent / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../elsewhere.safetensors")}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
+def link_weights(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder.parent / "elsewhere.safetensors")
+    (folder / WEIGHTS).symlink_to("../elsewhere.safetensors")
+
+
+def pickle_weights(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def add_an_adapter(folder: Path) -> None:
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(folder.parent / "other")}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "says"),
+    [
+        (shutil.rmtree, "read-failed", "not a folder"),
+        (cut_weights, "read-failed", "safetensors"),
+        (drop_a_weight, "read-failed", "model.layers.1.mlp.up_proj.weight"),
+        (configure(num_hidden_layers=4), "read-failed", "model.layers.3."),
+        (configure(intermediate_size=21), "read-failed", "safetensors"),
+        (configure(num_attention_heads="4"), "read-failed", "num_attention_heads"),
+        (name_files_elsewhere, "read-failed", "elsewhere"),
+        (link_weights, "read-failed", "links"),
+        (pickle_weights, "read-failed", "safetensors"),
+        (add_an_adapter, "read-failed", "adapter"),
+        (configure(model_type="mamba"), "shrink-unsupported", "'mamba'"),
+        (configure(quantization_config={"quant_method": "bitsandbytes"}), "shrink-unsupported", "quantised"),
+        (configure(model_type="own", auto_map={"AutoConfig": "own.Config"}), "read-failed", "custom code"),
+    ],
+)
+def test_folders_that_cannot_be_trusted(
+    edit: Callable[[Path], None], code: str, says: str, teacher_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "teacher"
+    shutil.copytree(teacher_folder, folder)
+    edit(folder)
+    with pytest.raises(ShdError, match=says) as error:
+        load_teacher(folder)
+    assert error.value.code == code
+
+
+def test_a_configuration_cannot_ask_for_a_downloaded_kernel(teacher_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "teacher"
+    shutil.copytree(teacher_folder, folder)
+    configure(attn_implementation="kernels-community/some-kernel")(folder)
+    assert load_teacher(folder).config._attn_implementation == "sdpa"
+
+
+def test_snapshots_of_the_hubs_cache_link_to_its_blobs(teacher_folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    shutil.copytree(teacher_folder, snapshot)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot / WEIGHTS).rename(snapshot.parents[1] / "blobs" / "77")
+    (snapshot / WEIGHTS).symlink_to("../../blobs/77")
+    assert load_teacher(snapshot).config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("out", "code"),
+    [("s3://bucket/student", "argument-value"), ("", "argument-value"), ("file/student", "write-failed")],
+)
+def test_places_that_cannot_hold_a_student(
+    out: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(ShdError) as error:
+        shrink(make_teacher("llama"), {}, out=out)
+    assert error.value.code == code
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "student").mkdir()
+    save_student(make_teacher("llama"), {"format": 1}, new_folder(tmp_path / "student"))
+    assert {"config.json", "shrink.json", WEIGHTS} <= {path.name for path in (tmp_path / "student").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+    """safetensors has an error of its own kind for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))  # the configuration fits, the weights do not
+    try:
+        with pytest.raises(ShdError) as error:
+            save_student(make_teacher("llama"), {"format": 1}, new_folder(tmp_path / "new" / "student"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.code == "write-failed"
+    assert not list((tmp_path / "new").iterdir())
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from shd_torch.shrink.folders import new_folder, save_student
+
+class Student:
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+save_student(Student(), {}, new_folder(sys.argv[1]))
+"""
+
+
+def test_a_kill_leaves_no_student(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "student")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert new_folder(tmp_path / "student") == (tmp_path / "student").resolve()  # free to be made again
+    assert not (tmp_path / "student").exists()
