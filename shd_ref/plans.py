@@ -158,12 +158,24 @@ def _balanced(num_teacher_heads: int, num_student_heads: int) -> MergePlan:
 
 def check_count(name: str, value: object) -> None:
     """A number of heads is an integer of at least 1 (PLAN-1)."""
+    check_integer(name, value, 1, None, "PLAN-1")
+
+
+def check_integer(name: str, value: object, low: int, high: int | None, spec_id: str) -> int:
+    """An integer from ``low`` to ``high``, or without an end; booleans and floats are refused (ERR-6).
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
     try:
-        valid = as_index(value) >= 1
+        number = as_index(value)
+        valid = number >= low and (high is None or number <= high)
     except TypeError:
         valid = False
     if not valid:
-        raise ShdError("argument-value", f"{name} must be an integer of at least 1; got {value!r}", "PLAN-1")
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ShdError("argument-value", f"{name} must be an integer {wanted}; got {value!r}", spec_id)
+    return number
 
 
 def as_index(value: object) -> int:

@@ -20,12 +20,12 @@ from shd_ref.kd.targets import (
     SampledTargets,
     TopkTargets,
     as_logits,
-    check_integer,
     cut,
     cut_teacher,
     log_softmax,
     logsumexp,
 )
+from shd_ref.plans import check_integer
 from shd_ref.tolerances import row_sum_tolerance
 
 Targets: TypeAlias = ArrayLike | TopkTargets | SampledTargets | Mapping[str, Any]

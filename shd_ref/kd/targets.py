@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import Array, Mask, as_float, check_option, check_temperature
 from shd_ref.errors import ShdError
+from shd_ref.plans import check_integer
 from shd_ref.tolerances import load_tolerances
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -225,15 +226,6 @@ def cut(logits: Array, vocab_size: int | None, name: str) -> Array:
             "KD-7",
         )
     return logits[..., :size]
-
-
-def check_integer(name: str, value: Any, low: int, high: int | None, spec_id: str) -> int:
-    """An integer in a range; a boolean is refused (ERR-6)."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ShdError("argument-value", f"{name} must be an integer, {wanted}; got {value!r}", spec_id)
-    return int(value)
 
 
 def _largest(logits: Array, k: int) -> Ids:

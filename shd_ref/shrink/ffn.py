@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.plans import check_integer
 
 
 class Linear(NamedTuple):
@@ -96,12 +96,7 @@ def keep_neurons(first: Linear, second: Linear, importance: ArrayLike, count: in
     Ties go to the neuron with the smaller number. A gated FFN cuts its gate by the same ``kept``.
     """
     scores = as_float(importance, "importance", ndim=1)
-    try:
-        valid = 1 <= as_index(count) <= len(scores)
-    except TypeError:
-        valid = False
-    if not valid:
-        raise ShdError("argument-value", f"count must be an integer from 1 to {len(scores)}; got {count!r}", "FFN-5")
+    count = check_integer("count", count, 1, len(scores), "FFN-5")
     if len(first.weight) != len(scores) or second.weight.shape[1] != len(scores):
         raise ShdError(
             "argument-shape",

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import Array, as_float, mask_logits, softmax
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.plans import check_integer
 from shd_ref.shrink.factors import RIDGE, factor_forms
 from shd_ref.shrink.merges import HeadMerge
 
@@ -188,7 +188,7 @@ def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> 
     c, groups = _mixing(merge, weights), merge.groups
     d, d_v = weights.query.shape[2], weights.value.shape[2]
     need = max(len(group) for group in groups) * max(d, d_v)
-    if as_index(head_dim) < need:
+    if check_integer("head_dim", head_dim, 1, None, "HEAD-9") < need:
         raise ShdError(
             "argument-value",
             f"head_dim must be at least {need}, the longest group of heads side by side; got {head_dim}",
@@ -245,6 +245,8 @@ def low_rank_heads(
         bias moves to the output bias where there is one.
     """
     c = _mixing(merge, weights)
+    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, len(c), "HEAD-11")
+    head_dim = check_integer("head_dim", head_dim, 1, None, "HEAD-11")
     s = as_float(moment, "moment", ndim=2)
     width = weights.query.shape[1]
     if s.shape != (width + 1, width + 1) or c.shape[0] % num_kv_heads:

@@ -13,7 +13,7 @@ from shd_ref.errors import ShdError
 from shd_ref.gram import merge_gram, solve_alpha_from_gram
 from shd_ref.matching import match_pairs
 from shd_ref.mixing import compose_mixing
-from shd_ref.plans import MergePlan, Pair, check_plan, plan_groups
+from shd_ref.plans import MergePlan, Pair, check_integer, check_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
 
@@ -104,11 +104,9 @@ def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> 
     """
     pool = _check_gram(gram)
     heads = pool.shape[1]
-    if (
-        not 1 <= num_kv_heads <= num_student_heads <= heads
-        or heads % num_kv_heads
-        or num_student_heads % num_kv_heads
-    ):
+    num_student_heads = check_integer("num_student_heads", num_student_heads, 1, heads, "HEAD-4")
+    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, num_student_heads, "HEAD-4")
+    if heads % num_kv_heads or num_student_heads % num_kv_heads:
         raise ShdError(
             "argument-value",
             f"num_student_heads and the {heads} heads must be multiples of num_kv_heads; "

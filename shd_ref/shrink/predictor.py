@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.plans import check_integer
 
 MEANINGS: tuple[str, ...] = ("retained", "pruned")
 DEGREES: tuple[int, ...] = (1, 2, 3, 4)
@@ -159,17 +159,8 @@ def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str 
         ShdError: ``argument-value``.
     """
     check_option("meaning", meaning, MEANINGS, "PRED-5")
-    for name, count, low in (("num_layers", num_layers, 1), ("budget", budget, 0)):
-        try:
-            valid = as_index(count) >= low
-        except TypeError:
-            valid = False
-        if not valid:
-            raise ShdError("argument-value", f"{name} must be an integer of at least {low}; got {count!r}", "PRED-5")
-    if budget > 2 * num_layers:
-        raise ShdError(
-            "argument-value", f"budget must be at most 2 * num_layers={2 * num_layers}; got {budget}", "PRED-5"
-        )
+    num_layers = check_integer("num_layers", num_layers, 1, None, "PRED-5")
+    budget = check_integer("budget", budget, 0, 2 * num_layers, "PRED-5")
     kept = budget if meaning == "retained" else 2 * num_layers - budget
     attention = np.arange(min(num_layers, kept), max(0, kept - num_layers) - 1, -1)  # more attention blocks first
     ratios = np.stack([attention, kept - attention]) / num_layers
@@ -215,10 +206,11 @@ def study_noise(
         seed: of the noise: the same seed gives the same study.
     """
     rows = _check_points(points)
-    if as_index(trials) < 1 or not (deviation >= 0.0 and limit >= 0.0):
+    trials = check_integer("trials", trials, 1, None, "PRED-7")
+    if not (deviation >= 0.0 and limit >= 0.0):
         raise ShdError(
             "argument-value",
-            f"trials must be at least 1 and deviation and limit at least 0; got {trials}, {deviation} and {limit}",
+            f"deviation and limit must be at least 0; got {deviation} and {limit}",
             "PRED-7",
         )
     first = best_split(fit_predictor(rows, degree), num_layers, budget, meaning)

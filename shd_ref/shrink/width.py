@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.plans import check_integer
 
 NORMS: tuple[str, ...] = ("rms", "layer")
 
@@ -77,14 +77,7 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
     if s.shape != (channels, channels):
         raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}", "WIDTH-3")
     low = 1 if norm == "rms" else 2
-    try:
-        valid = low <= as_index(width) <= channels
-    except TypeError:
-        valid = False
-    if not valid:
-        raise ShdError(
-            "argument-value", f"width must be an integer from {low} to {channels}; got {width!r}", "WIDTH-3"
-        )
+    width = check_integer("width", width, low, channels, "WIDTH-3")
     turn = np.eye(channels) if norm == "rms" else _zero_mean_axes(channels)
     values, vectors = np.linalg.eigh(turn.T @ ((s + s.T) / 2) @ turn)
     order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]

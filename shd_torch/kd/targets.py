@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.plans import check_integer
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
 from shd_torch.kd.chunks import check_rows, row_chunks
@@ -235,14 +236,6 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
             "KD-7",
         )
     return logits[..., :size]
-
-
-def check_integer(name: str, value: Any, low: int, high: int | None, spec_id: str) -> int:
-    """An integer in a range; a boolean is refused (ERR-6)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ShdError("argument-value", f"{name} must be an integer, {wanted}; got {value!r}", spec_id)
-    return value
 
 
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:

@@ -36,19 +36,33 @@ class Batch:
 
 
 @torch.no_grad()
-def start_batches(model: Any, family: Family, data: Mapping[str, Tensor], batch_size: int) -> list[Batch]:
+def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_size: int) -> list[Batch]:
     """Every batch as the first layer gets it, with the arguments of all layers; the layers run, the streams go."""
     layers = family.layers_of(model)
     device = next(model.parameters()).device
-    sizes = {name: len(values) for name, values in data.items()}
-    if len(set(sizes.values())) != 1 or not min(sizes.values(), default=0):
-        raise ShdError("argument-shape", f"data must hold equally many samples in every input; got {sizes}")
+    inputs = _read_data(data)
     found = []
     with _attention(model, "eager"):  # it gets its masks as tensors
-        for start in range(0, next(iter(sizes.values())), batch_size):
-            part = {name: values[start : start + batch_size].to(device) for name, values in data.items()}
+        for start in range(0, len(next(iter(inputs.values()))), batch_size):
+            part = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
             found.append(_start_batch(model, layers, part))
     return found
+
+
+def _read_data(data: Any) -> dict[str, Tensor]:
+    """Inputs by name, as tensors with equally many samples."""
+    if not isinstance(data, Mapping):
+        raise ShdError(
+            "argument-dtype", f"data must be a mapping from the model's inputs to arrays; got a {type(data).__name__}"
+        )
+    try:
+        inputs = {name: torch.as_tensor(part) for name, part in data.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShdError("argument-dtype", f"data must hold arrays of numbers: {error}") from error
+    sizes = {name: len(part) if part.ndim else 0 for name, part in inputs.items()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ShdError("argument-shape", f"data must hold equally many samples in every input; got {sizes}")
+    return inputs
 
 
 def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor]) -> Batch:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shd_ref.errors import ShdError
+from shd_ref.plans import as_index, check_integer
 from shd_torch.shrink.families import Family, layer_types_of
 
 
@@ -59,14 +61,15 @@ def choose_layers(num_teacher_layers: int, layers: int | Sequence[int] | None) -
     """Which teacher layers the student's are copies of, in order (DEPTH-1, DEPTH-2)."""
     if layers is None:
         return tuple(range(num_teacher_layers))
-    if isinstance(layers, int) and not isinstance(layers, bool) and 1 <= layers <= num_teacher_layers:
-        if layers == 1:
-            return (num_teacher_layers - 1,)
-        steps = layers - 1
-        return tuple((2 * i * (num_teacher_layers - 1) + steps) // (2 * steps) for i in range(layers))
-    kept = () if isinstance(layers, int) else tuple(layers)
-    valid = bool(kept) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in kept)
-    if not valid or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_teacher_layers:
+    last = num_teacher_layers - 1
+    kept: tuple[int, ...] = ()
+    with suppress(TypeError):  # of what is not an integer
+        if isinstance(layers, Iterable):
+            kept = tuple(as_index(layer) for layer in layers)
+        elif as_index(layers) <= num_teacher_layers:
+            steps = as_index(layers) - 1
+            kept = (last,) if steps == 0 else tuple((2 * i * last + steps) // (2 * steps) for i in range(steps + 1))
+    if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] > last:
         raise ShdError(
             "layers-invalid",
             f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
@@ -88,16 +91,21 @@ def choose_sizes(
     neurons: int | None,
 ) -> Sizes:
     """The student's sizes, with the defaults of HEAD-17 and STUDENT-2."""
-    for name, value in (("heads", heads), ("hidden", hidden), ("neurons", neurons)):
-        most = getattr(teacher, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
-            code = "heads-exceed" if name == "heads" and isinstance(value, int) and value > most else "argument-value"
-            raise ShdError(code, f"{name} must be an integer of 1..{most}, the teacher's; got {value!r}", "STUDENT-2")
-    heads, hidden = heads or teacher.heads, hidden or teacher.hidden
+    heads = teacher.heads if heads is None else check_integer("heads", heads, 1, None, "STUDENT-2")
+    if heads > teacher.heads:
+        raise ShdError(
+            "heads-exceed", f"heads must lie in 1..{teacher.heads}, the teacher's; got {heads}", "STUDENT-2"
+        )
+    hidden = teacher.hidden if hidden is None else check_integer("hidden", hidden, 1, teacher.hidden, "STUDENT-2")
+    if neurons is not None:
+        neurons = check_integer("neurons", neurons, 1, teacher.neurons, "STUDENT-2")
+    if head_dim is not None:
+        head_dim = check_integer("head_dim", head_dim, 1, None, "STUDENT-2")
     if kv_heads is None:
         kv_heads = next(count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
         kv_heads = kv_heads if family.grouped else heads
-    if not 1 <= kv_heads <= heads or heads % kv_heads or (kv_heads != heads and not family.grouped):
+    kv_heads = check_integer("kv_heads", kv_heads, 1, heads, "HEAD-17")
+    if heads % kv_heads or (kv_heads != heads and not family.grouped):
         raise ShdError(
             "argument-value",
             f"kv_heads must divide heads={heads}"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_option
+from shd_ref.plans import check_integer
+from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.align import RIDGE
 from shd_torch.shrink.calibration import Batch, rotary_frequencies, run_layer, start_batches
@@ -87,12 +88,16 @@ def shrink(
         The student and the report. A teacher that a folder stores in half precision is computed with in float32.
 
     Raises:
-        ShdError: ``shrink-unsupported``, ``argument-value``, ``argument-shape``, ``heads-exceed``,
-            ``layers-invalid``, ``dependency-missing``, ``read-failed``, ``write-failed``.
+        ShdError: ``shrink-unsupported``, ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``,
+            ``heads-exceed``, ``layers-invalid``, ``inputs-invalid``, ``dependency-missing``, ``read-failed``,
+            ``write-failed``.
 
     Source: specs/shrink.md; the second source for the depth.
     """
     check_option("plan", plan, PLANS, "HEAD-4")
+    batch_size = check_integer("batch_size", batch_size, 1, None, "STUDENT-4")
+    if check_finite("ridge", ridge, "ALIGN-2") < 0.0:
+        raise ShdError("argument-value", f"ridge must be at least 0; got {ridge!r}", "ALIGN-2")
     folder = None if out is None else new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
     family = family_of(model)
@@ -116,9 +121,7 @@ def shrink(
     mode = model.training
     model.eval()
     try:
-        batches = start_batches(
-            model, family, {name: torch.as_tensor(part) for name, part in data.items()}, batch_size
-        )
+        batches = start_batches(model, family, data, batch_size)
         turn = _find_turn(model, family, batches, sizes.hidden, axes) if narrower else None
         work = Work(
             teacher=model,

@@ -261,6 +261,13 @@ def test_checks_make_no_copy_either(monkeypatch: pytest.MonkeyPatch) -> None:
         shd_torch.kd.targets.check_logits(z, "student_logits", check=True)
 
 
+def test_counts_of_numpy_are_integers_as_in_the_reference() -> None:
+    found = shd_torch.kd.kd_targets_topk(tensor(TEACHER), np.int64(3))  # type: ignore[arg-type]
+    assert found.ids.shape[-1] == 3
+    with pytest.raises(ShdError, match="k must be an integer from 1 to"):
+        shd_torch.kd.kd_targets_topk(tensor(TEACHER), 3.0)  # type: ignore[arg-type]
+
+
 def test_no_gradient_reaches_the_targets() -> None:
     teacher = tensor(TEACHER).requires_grad_()
     z = tensor(STUDENT).requires_grad_()

@@ -223,6 +223,10 @@ CROSSED = make_merge(((0, 2), (1, 3)))
         (lambda: pooled_mixing(np.ones((2, 2, 2)), ()), "argument-shape"),
         (lambda: pooled_mixing(np.ones((2, 2, 2, 2)), [[(0, 2)]]), "plan-invalid"),
         (lambda: grouped_plan(np.ones((4, 4, 4, 4)), 3, 2), "argument-value"),
+        (lambda: grouped_plan(np.ones((4, 4, 4, 4)), "2", 2), "argument-value"),  # type: ignore[arg-type]
+        (lambda: concatenate_heads(TEACHER, MERGE, 12.0), "argument-value"),  # type: ignore[arg-type]
+        (lambda: low_rank_heads(TEACHER, MERGE, 0, DIM, np.eye(WIDTH + 1)), "argument-value"),
+        (lambda: low_rank_heads(TEACHER, MERGE, 2, 0, np.eye(WIDTH + 1)), "argument-value"),
     ],
 )
 def test_refusals(call: Any, code: str) -> None:

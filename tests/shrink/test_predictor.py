@@ -136,6 +136,7 @@ def test_noise_study(points: np.ndarray) -> None:
         (lambda: best_split(fit_predictor(EXACT, 1), 0, 0), "argument-value"),
         (lambda: best_split(fit_predictor(EXACT, 1), 12, 8, "kept"), "argument-value"),
         (lambda: study_noise(EXACT, 4, 4, degree=1, trials=0), "argument-value"),
+        (lambda: study_noise(EXACT, 4, 4, degree=1, trials=2.0), "argument-value"),  # type: ignore[arg-type]
     ],
 )
 def test_refusals(call: Any, code: str) -> None:

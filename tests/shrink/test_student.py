@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -224,7 +225,17 @@ def test_teacher_is_left_as_it_was() -> None:
         ("llama", {"hidden": 23}, "shrink-unsupported", "cannot say"),
         ("llama", {"heads": 3, "kv_heads": 2}, "argument-value", "kv_heads"),
         ("llama", {"plan": "best"}, "argument-value", "plan"),
-        ("llama", {"neurons": 21}, "argument-value", "1..20"),
+        ("llama", {"neurons": 21}, "argument-value", "1 to 20"),
+        ("llama", {"neurons": 2.0}, "argument-value", "neurons"),
+        ("llama", {"head_dim": 0}, "argument-value", "head_dim"),
+        ("llama", {"kv_heads": "2"}, "argument-value", "kv_heads"),
+        ("llama", {"kv_heads": True}, "argument-value", "kv_heads"),
+        ("llama", {"layers": 3.0}, "layers-invalid", "3.0"),
+        ("llama", {"layers": 0}, "layers-invalid", "1..3"),
+        ("llama", {"batch_size": 0}, "argument-value", "batch_size"),
+        ("llama", {"batch_size": 2.5}, "argument-value", "batch_size"),
+        ("llama", {"ridge": -1.0}, "argument-value", "ridge"),
+        ("llama", {"ridge": float("nan")}, "argument-value", "ridge"),
         ("dinov2", {"neurons": 30}, "shrink-unsupported", "mlp_ratio"),
         ("qwen3", {"heads": 1}, "shrink-unsupported", "normed"),
         ("gpt2", {"heads": 2, "head_dim": 6}, "shrink-unsupported", "hidden / heads"),
@@ -236,6 +247,14 @@ def test_refusals(name: str, options: dict[str, Any], code: str, says: str) -> N
     with pytest.raises(ShdError, match=says) as error:
         shrink(make_teacher(name), make_data(name), **options)
     assert error.value.code == code
+
+
+def test_sizes_of_numpy_are_integers_too() -> None:
+    layers: Any = np.array([0, 2])
+    heads: Any = np.int64(2)
+    made = shrink(make_teacher("llama"), make_data("llama"), heads=heads, layers=layers, align=False)
+    assert (made.report["student"]["heads"], made.report["layer_map"]) == (2, [[0, 0], [1, 2]])
+    json.dumps(made.report)
 
 
 def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
@@ -259,6 +278,9 @@ def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
         ({"input_ids": ids, "attention_mask": ids[:1]}, "argument-shape"),
         ({"input_ids": ids + 40}, "inputs-invalid"),
         ({"pixels": ids}, "inputs-invalid"),
+        ([ids], "argument-dtype"),
+        ({"input_ids": ["a", "b"]}, "argument-dtype"),
+        ({"input_ids": 3}, "argument-shape"),
         ({"input_ids": ids, "attention_mask": 0 * ids}, "argument-value"),
         ({"inputs_embeds": torch.full((2, 3, WIDTH), torch.nan).double()}, "not-finite"),
     ):
