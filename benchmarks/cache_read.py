@@ -134,7 +134,7 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
             maps = make_maps(index, length, support)
             raw[index] = maps
             records.append(NewRecord(index, keys[index], length, [encode(codec, layer) for layer in maps], alphas))
-        size += writer.write_shard(shard, records, Errors.unmeasured()).size
+        size += writer.write_shard(shard, records, Errors.unmeasured(manifest)).size
     writer.seal()
     raw.flush()
     return size

@@ -18,7 +18,14 @@ from shd_ref.cache.codecs.codecs import (
     u4_table,
 )
 from shd_ref.cache.codecs.compression import COMPRESSIONS
-from shd_ref.cache.codecs.distortion import CodecError, codec_error, kl_bound, merge_codec_errors
+from shd_ref.cache.codecs.distortion import (
+    CodecError,
+    HiddenError,
+    LogitsError,
+    codec_error,
+    kl_bound,
+    merge_codec_errors,
+)
 from shd_ref.cache.codecs.factored import (
     DEFAULT_FACTORED_CODEC,
     FACTORED_CODECS,
@@ -43,6 +50,8 @@ from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matching
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form, NewRecord, StoredRecord
+from shd_ref.cache.forms.hidden import Hidden, HiddenLayer
+from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.maps import Maps
 from shd_ref.cache.listing import CacheListing, list_cache
 from shd_ref.cache.merge import MergeSummary, merge_caches
@@ -72,9 +81,14 @@ __all__ = [
     "Extent",
     "Factors",
     "Form",
+    "Hidden",
+    "HiddenError",
+    "HiddenLayer",
     "KindLayers",
     "LayerFactors",
     "LayerPair",
+    "Logits",
+    "LogitsError",
     "Manifest",
     "Maps",
     "Matching",

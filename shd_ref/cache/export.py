@@ -6,6 +6,10 @@ samples in stored order. A sample is these members, whose names begin with its i
     <index>-<key>.L00.npy      merged maps of student layer 0, (H_s, n, n) float32, decoded
     <index>-<key>.alphas.npy   (layers, n_pairs) float32, with a last axis n where every row has its own
     <index>-<key>.mixing.npy   (layers, H_s, H_t) float32, with a last axis n by row; only where the cache has it
+    <index>-<key>.logits.npy   all logits, (R, V) float32; or, where the cache holds some classes of each row,
+                               logits_ids (int32), logits_log_probs and logits_log_tail, or logits_weights and
+                               logits_entropy (float32), as in specs/kd.md, KD-8 and KD-13
+    <index>-<key>.H03.npy      hidden states of the teacher's layer 3, (R, width) float32
     <index>-<key>.json         {"index": ..., "key": ..., "length": n, "seed": ... or null}
 """
 
@@ -118,15 +122,16 @@ def _write_tar(path: Path, reader: CacheReader, shard: int) -> int:
 
 def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: StoredRecord) -> None:
     name = f"{record.index:08d}-{record.key}"
-    for part, array in reader.manifest.attention.arrays(record):
-        _add_array(tar, f"{name}.{part}.npy", array)
+    for form in reader.manifest.forms:
+        for part, array in form.arrays(record):
+            _add_array(tar, f"{name}.{part}.npy", array)
     about = {"index": record.index, "key": record.key, "length": record.length, "seed": record.seed}
     _add_file(tar, f"{name}.json", json.dumps(about).encode())
 
 
-def _add_array(tar: tarfile.TarFile, name: str, array: NDArray[np.float32]) -> None:
+def _add_array(tar: tarfile.TarFile, name: str, array: NDArray[Any]) -> None:
     buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(array, dtype="<f4"), allow_pickle=False)
+    np.save(buffer, np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")), allow_pickle=False)
     _add_file(tar, name, buffer.getvalue())
 
 

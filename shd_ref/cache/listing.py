@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class CacheListing:
         damaged: problems of files that are there and cannot be used; their shards count as missing.
         samples: with a record; ``skipped`` are those without, because the teacher failed on them.
         shard_bytes: of all committed shard files.
-        coded_bytes: of what is coded in them; ``float32_bytes`` is what it teaches, as float32.
+        coded_by_form: bytes of what is coded in them, by form; ``float32_by_form`` is what it teaches, as float32.
         positions: summed lengths of all records.
         errors: what coding cost, over the rows that were measured.
     """
@@ -41,10 +42,20 @@ class CacheListing:
     samples: int
     skipped: int
     shard_bytes: int
-    coded_bytes: int
-    float32_bytes: int
+    coded_by_form: Counter[str]
+    float32_by_form: Counter[str]
     positions: int
     errors: Errors
+
+    @property
+    def coded_bytes(self) -> int:
+        """Of all forms."""
+        return self.coded_by_form.total()
+
+    @property
+    def float32_bytes(self) -> int:
+        """Of all forms."""
+        return self.float32_by_form.total()
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -75,8 +86,19 @@ class CacheListing:
                 "missing": [list(span) for span in spans(self.missing)],
             },
             "damaged": list(self.damaged),
-            "bytes": {"shards": self.shard_bytes, "coded": self.coded_bytes, "as_float32": self.float32_bytes},
-            "errors": asdict(self.errors),
+            "bytes": {
+                "shards": self.shard_bytes,
+                "coded": self.coded_bytes,
+                "as_float32": self.float32_bytes,
+                "forms": {
+                    form.SUBJECT: {
+                        "coded": self.coded_by_form[form.SUBJECT],
+                        "as_float32": self.float32_by_form[form.SUBJECT],
+                    }
+                    for form in manifest.forms
+                },
+            },
+            "errors": {name: asdict(error) for name, error in self.errors.measured().items()},
         }
 
 
@@ -112,7 +134,9 @@ def list_cache(folder: Folder) -> CacheListing:
 
     written: list[int] = []
     errors: list[Errors] = []
-    samples = skipped = shard_bytes = coded_bytes = float32_bytes = positions = 0
+    samples = skipped = shard_bytes = positions = 0
+    coded_by_form: Counter[str] = Counter()
+    float32_by_form: Counter[str] = Counter()
     for shard, receipt in zip(committed, storage.map(read, committed), strict=True):
         if isinstance(receipt, ShdError):
             damaged.append(f"{receipt_name(shard)}: {receipt}")
@@ -122,9 +146,9 @@ def list_cache(folder: Folder) -> CacheListing:
         samples += len(receipt.records)
         skipped += len(receipt.skipped)
         shard_bytes += receipt.size
-        coded_bytes += receipt.coded_bytes(manifest)
+        coded_by_form += receipt.coded_bytes(manifest)
         positions += sum(record.length for record in receipt.records)
-        float32_bytes += receipt.plain_bytes(manifest)
+        float32_by_form += receipt.plain_bytes(manifest)
     return CacheListing(
         folder=storage.root,
         manifest=manifest,
@@ -134,8 +158,8 @@ def list_cache(folder: Folder) -> CacheListing:
         samples=samples,
         skipped=skipped,
         shard_bytes=shard_bytes,
-        coded_bytes=coded_bytes,
-        float32_bytes=float32_bytes,
+        coded_by_form=coded_by_form,
+        float32_by_form=float32_by_form,
         positions=positions,
         errors=Errors.merged(errors),
     )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,16 @@ from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record
 from shd_ref.cache.documents.seal import Seal
-from shd_ref.cache.forms.form import F32, Extent, StoredRecord
+from shd_ref.cache.forms.form import F32, U8, Extent, StoredRecord
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
+from shd_ref.kd.records import SampledTargets, TopkTargets
+
+_Held = TypeVar("_Held")
 
 OPEN_SHARDS: Final = 32
 """Shard files that a reader keeps open."""
@@ -90,24 +93,35 @@ class CacheReader:
         """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-35)."""
         return dict(self._seeds)
 
-    def read(self, key: str, layers: Iterable[int] | None = None) -> StoredRecord:
+    def read(
+        self,
+        key: str,
+        layers: Iterable[int] | None = None,
+        *,
+        logits: bool = True,
+        hidden: Iterable[int] | None = None,
+    ) -> StoredRecord:
         """One sample, every byte of it checked (CACHE-81).
 
         Args:
             key: ``sample_key`` of its inputs. Where samples are equal, the one with the lowest index is read.
-            layers: student layers to read; all by default.
+            layers: student layers whose attention to read; all by default.
+            logits: whether to read logits, where the cache has them.
+            hidden: teacher layers whose hidden states to read; all that the cache has by default.
 
         Raises:
-            ShdError: ``sample-missing``; ``argument-value`` (layers); ``cache-incomplete`` for a shard that
+            ShdError: ``sample-missing``; ``argument-value`` (layers, hidden); ``cache-incomplete`` for a shard that
                 vanished or was cut short; ``cache-corrupt`` naming file, record and layer.
         """
-        return self.read_batch([key], layers)[0]
+        return self.read_batch([key], layers, logits=logits, hidden=hidden)[0]
 
     def read_batch(
         self,
         keys: Sequence[str],
         layers: Iterable[int] | None = None,
         *,
+        logits: bool = True,
+        hidden: Iterable[int] | None = None,
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
     ) -> list[StoredRecord]:
         """Several samples; without compression their bytes go from the file to one buffer, and are copied nowhere.
@@ -115,21 +129,20 @@ class CacheReader:
         Args:
             keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
                 object store many at once.
-            layers: student layers to read; all by default.
-            allocate: from a number of bytes to the memory that takes all blobs: layer by layer, in it sample by
-                sample. Not called for a compressed cache, whose frames are inspected before memory is taken for
-                them (CACHE-44): each of its blobs is allocated alone.
+            layers: student layers whose attention to read; all by default.
+            logits: whether to read logits, where the cache has them.
+            hidden: teacher layers whose hidden states to read; all that the cache has by default.
+            allocate: from a number of bytes to the memory that takes all blobs: attention layer by layer, logits,
+                then hidden states layer by layer, in each of these sample by sample. Not called for a compressed
+                cache, whose frames are inspected before memory is taken for them (CACHE-44): each of its blobs is
+                allocated alone.
 
         Raises:
             ShdError: as ``read``.
         """
-        held = {part.layer: number for number, part in enumerate(self.manifest.parts) if part.layer is not None}
-        wanted = list(held if layers is None else dict.fromkeys(layers))
-        for layer in wanted:
-            if layer not in held:
-                message = f"layers must be among student layers {list(held)}; got {layer}"
-                raise ShdError("argument-value", message, "CACHE-81")
-        coded = [held[layer] for layer in wanted]
+        coded = self._parts_of("attention", "layers must be among student layers", layers)
+        coded += self._parts_of("logits", "logits must be", None if logits else ())
+        coded += self._parts_of("hidden", "hidden must be among teacher layers", hidden)
         places = [_Place(position, *map(int, self._where[position])) for position in map(self._find, keys)]
         ends = list(accumulate((self._stored_size(place, part) for part in coded for place in places), initial=0))
         if self.manifest.compression == "none":
@@ -164,6 +177,46 @@ class CacheReader:
             ShdError: ``argument-value`` for a cache of maps.
         """
         return self.manifest.attention.decode_factors(record, layer)
+
+    def decode_logits(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
+        """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 where all are stored.
+
+        Row r is that of position ``first + r``, or the only one of a classifier (CACHE-160).
+
+        Raises:
+            ShdError: ``argument-value`` where the cache, or the record as it was read, has none; ``cache-corrupt``.
+        """
+        return self._form("logits", self.manifest.logits).decode(record)
+
+    def decode_hidden(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+        """The teacher's hidden states of one of its layers, ``(R, width)`` float32; row r as for logits.
+
+        Raises:
+            ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
+        """
+        return self._form("hidden", self.manifest.hidden).decode(record, layer)
+
+    def _form(self, name: str, form: _Held | None) -> _Held:
+        if form is None:
+            held = ", ".join(each.SUBJECT for each in self.manifest.forms)
+            message = (
+                f"the cache must hold {name} to decode them; {self.folder} holds {held}: precompute it with them"
+            )
+            raise ShdError("argument-value", message, "CACHE-160")
+        return form
+
+    def _parts_of(self, subject: str, rule: str, layers: Iterable[int] | None) -> list[int]:
+        """Numbers of the coded parts of a form that are asked for; all where layers is None."""
+        held = {
+            part.layer: number
+            for number, part in enumerate(self.manifest.parts)
+            if part.subject == subject and part.dtype == U8
+        }
+        wanted: list[int | None] = list(held if layers is None else dict.fromkeys(layers))
+        for layer in wanted:
+            if layer not in held:
+                raise ShdError("argument-value", f"{rule} {list(held)}; got {layer}", "CACHE-81")
+        return [held[layer] for layer in wanted]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_open"}
@@ -244,16 +297,18 @@ class CacheReader:
         self._read_blobs(place, names, [spans[number] for number in stored], list(stored.values()))
         values = {parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()}
         layers, _, *rows = sizes[0]
+        blobs: dict[str, dict[int | None, NDArray[np.uint8]]] = {"attention": {}, "logits": {}, "hidden": {}}
+        for number, blob in coded.items():
+            part = parts[number]
+            where = f"{self.folder}: record {place.index} {part.title}"
+            blobs[part.subject][part.layer] = expand_blob(blob, sizes[number][0], where)
         return StoredRecord(
             index=place.index,
             key=key,
             length=place.length,
-            blobs={
-                parts[number].layer or 0: expand_blob(
-                    blob, sizes[number][0], f"{self.folder}: record {place.index} {parts[number].title}"
-                )
-                for number, blob in coded.items()
-            },
+            blobs={layer or 0: blob for layer, blob in blobs["attention"].items()},
+            logits=blobs["logits"].get(None),
+            hidden={layer or 0: blob for layer, blob in blobs["hidden"].items()},
             alphas=values.get("alphas", np.empty((layers, 0, *rows), np.float32)),
             mixing=values.get("mixing"),
             seed=self._seeds.get(place.index),

@@ -93,6 +93,12 @@ def check_record(record: NewRecord, manifest: Manifest) -> None:
         for problem in form.extent_problems(record.extent):
             raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-40")
         form.check(record)
+    for name, given, form_of in (
+        ("logits", record.logits is not None, manifest.logits),
+        ("hidden", bool(record.hidden), manifest.hidden),
+    ):
+        if given and form_of is None:
+            raise misfit(record, f"{name} must be left out where the manifest has none", "some")
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
         raise ShdError(
             "argument-value",

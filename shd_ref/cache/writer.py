@@ -115,7 +115,7 @@ class CacheWriter:
                 when the disk refuses. In every case nothing of this shard becomes visible.
         """
         ordered, left_out = self._ordered(shard, records, skipped)
-        for problem in errors.problems():
+        for problem in errors.problems(self.manifest):
             raise ShdError("not-finite", f"shard {shard}: {problem}", "CACHE-54")
         committed = self._committed(shard)
         if committed is not None:

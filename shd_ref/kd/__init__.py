@@ -7,9 +7,8 @@ turns the latter two into bytes and back. Imports the reference; start with ``lo
 from shd_ref.kd.gradients import kd_loss_gradient, linear_kd_loss_gradient
 from shd_ref.kd.hidden import hidden_loss, hidden_loss_gradient
 from shd_ref.kd.loss import kd_loss, linear_kd_loss
+from shd_ref.kd.records import SampledTargets, TopkTargets
 from shd_ref.kd.targets import (
-    SampledTargets,
-    TopkTargets,
     kd_targets_sampled,
     kd_targets_topk,
     mean_logits,

@@ -15,10 +15,8 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, as_float, as_mask, check_option, check_temperature, dtype_name
 from shd_ref.errors import ShdError
+from shd_ref.kd.records import Ids, SampledTargets, TopkTargets
 from shd_ref.kd.targets import (
-    Ids,
-    SampledTargets,
-    TopkTargets,
     as_logits,
     cut,
     cut_teacher,

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, as_float, check_option, check_temperature
 from shd_ref.errors import ShdError
+from shd_ref.kd.records import Ids, SampledTargets, TopkTargets
 from shd_ref.plans import check_integer
 from shd_ref.tolerances import load_tolerances
 
-Ids: TypeAlias = NDArray[np.int64]
-
 MEANS: tuple[str, ...] = ("logits", "probs")
-
-
-class TopkTargets(NamedTuple):
-    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
-
-    ids: Ids  # (..., k), ascending
-    log_probs: Array  # (..., k), log P at the temperature
-    log_tail: Array  # (...), log of the mass of all others; -inf where there are none
-    temperature: float
-    vocab_size: int
-
-
-class SampledTargets(NamedTuple):
-    """Classes kept and drawn, with weights that make any sum over the vocabulary unbiased (KD-12, KD-13)."""
-
-    ids: Ids  # (..., keep + n), kept classes first; may repeat
-    weights: Array  # (..., keep + n)
-    entropy: Array  # (...), that of the whole row
-    temperature: float
-    vocab_size: int
 
 
 def mean_logits(

@@ -155,8 +155,8 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         shards=len(receipts),
         shard_bytes=sum(receipt.size for receipt in receipts),
         lengths=lengths,
-        coded_bytes=sum(receipt.coded_bytes(manifest) for receipt in receipts),
-        float32_bytes=sum(receipt.plain_bytes(manifest) for receipt in receipts),
+        coded_bytes=sum(receipt.coded_bytes(manifest).total() for receipt in receipts),
+        float32_bytes=sum(receipt.plain_bytes(manifest).total() for receipt in receipts),
         layers=tuple(
             _layer_content(manifest, number, [part[number] for part in alphas], entropy[number])
             for number in range(num_layers)

@@ -205,7 +205,7 @@ def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> Non
     records = [record_of(manifest, index) for index in manifest.shard_samples(0)]
     records[0] = replace(records[0], **changes)
     with pytest.raises(ShdError) as caught:
-        writer.write_shard(0, records, Errors.unmeasured())
+        writer.write_shard(0, records, Errors.unmeasured(manifest))
     assert caught.value.code == code
     assert len(writer.missing_shards()) == manifest.shards.num_shards
 

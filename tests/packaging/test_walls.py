@@ -187,6 +187,7 @@ FLOORS = {
             "tolerances",
             "printable",
             "kd/codes",
+            "kd/records",
             "cache/storage",
             "cache/codecs",
             "cache/forms",

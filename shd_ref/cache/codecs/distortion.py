@@ -1,10 +1,10 @@
-"""What coding costs: KL divergence and total variation of decoded rows (CACHE-120, CACHE-121)."""
+"""What coding costs: errors of decoded rows, as receipts state them (CACHE-54, CACHE-120, CACHE-121)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,47 @@ class CodecError:
     kl_max: float
     tv_mean: float
     rows: int
+
+
+@dataclass(frozen=True)
+class LogitsError:
+    """Error of rows of logits that count (CACHE-170).
+
+    Attributes:
+        kl_mean: mean KL(exact || stored) in nats, over the classes that a record tells apart: all of them, or those
+            of the head and the rest as one. So it is what rounding costs.
+        kl_max: the largest such KL.
+        tv_mean: mean total variation over the same classes, in [0, 1].
+        gradient_mean: mean of ``|p' - p| / |p|``, with p the teacher's whole row and p' what the record says of it:
+            what is left out costs too. That is the error of the gradient of forward KL by the logits, relative to
+            the teacher's part of it, for a student that spreads its own tail evenly. Of drawn classes it is of one
+            row: its mean is zero, so over N rows it falls as ``1 / sqrt(N)``.
+        rows: how many rows were measured; with 0 the other numbers are 0.
+    """
+
+    kl_mean: float
+    kl_max: float
+    tv_mean: float
+    gradient_mean: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class HiddenError:
+    """Error of rows of hidden states that count, over all layers (CACHE-178).
+
+    Attributes:
+        relative_mean: mean of ``|x' - x| / |x|``, with x' as decoded; 0 for a row of zeros.
+        relative_max: the largest such number.
+        rows: how many rows were measured; with 0 the other numbers are 0.
+    """
+
+    relative_mean: float
+    relative_max: float
+    rows: int
+
+
+_Error = TypeVar("_Error", CodecError, LogitsError, HiddenError)
 
 
 def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
@@ -101,13 +142,17 @@ def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
 
 def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
     """The error over all rows of several measurements, such as the batches of one shard."""
+    return merge_errors(CodecError, errors)
+
+
+def merge_errors(kind: type[_Error], errors: Iterable[_Error]) -> _Error:
+    """The same for any kind of error: means are weighted by rows; of no row every number is 0."""
     parts = list(errors)
     rows = sum(part.rows for part in parts)
-    if not rows:
-        return CodecError(0.0, 0.0, 0.0, 0)
-    return CodecError(
-        kl_mean=sum(part.kl_mean * part.rows for part in parts) / rows,
-        kl_max=max(part.kl_max for part in parts),
-        tv_mean=sum(part.tv_mean * part.rows for part in parts) / rows,
-        rows=rows,
-    )
+    numbers: dict[str, float] = {}
+    for field in fields(kind):
+        if field.name.endswith("_mean"):
+            numbers[field.name] = sum(getattr(part, field.name) * part.rows for part in parts) / max(rows, 1)
+        elif field.name.endswith("_max"):
+            numbers[field.name] = max((getattr(part, field.name) for part in parts if part.rows), default=0.0)
+    return kind(rows=rows, **numbers)

@@ -18,17 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.packing import SUPPORTS
+from shd_ref.cache.codecs.vectors import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
 
 Array32 = NDArray[np.float32]
 Array64 = NDArray[np.float64]
 
-FACTORED_CODECS: Final = ("float16", "int8")
+FACTORED_CODECS: Final = VECTOR_CODECS
 DEFAULT_FACTORED_CODEC: Final = "int8"
 
-INT8_LEVELS: Final = 127
-"""Code of a vector's largest component; -128 is not used."""
 MAX_SCALE: Final = 2.0**128
 """Below it no logit of binary32 queries and keys overflows in binary64."""
 
@@ -94,9 +93,9 @@ def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> Cod
             raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-143")
     centred = keys - keys.mean(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
     if codec == "float16":
-        return CodedFactors(_to_float16("queries", queries), _to_float16("keys", centred))
-    query_codes, query_steps = _to_int8(queries)
-    key_codes, key_steps = _to_int8(centred)
+        return CodedFactors(to_float16("queries", queries), to_float16("keys", centred))
+    query_codes, query_steps = to_int8(queries)
+    key_codes, key_steps = to_int8(centred)
     return CodedFactors(query_codes, key_codes, query_steps, key_steps)
 
 
@@ -262,7 +261,7 @@ def factored_kl_bound(
     share = len(queries) // len(keys)
     keys = np.repeat(keys.astype(np.float64) - keys.mean(axis=1, keepdims=True, dtype=np.float64), share, axis=0)
     queries = queries.astype(np.float64)
-    moved_queries, moved_keys = _largest_move(codec, queries), _largest_move(codec, keys)  # (H_t, n)
+    moved_queries, moved_keys = largest_move(codec, queries), largest_move(codec, keys)  # (H_t, n)
     key_sums = np.abs(keys).sum(axis=-1)
     # A rounded query is longer than the query by at most d times its move.
     query_sums = np.abs(queries).sum(axis=-1) + queries.shape[-1] * moved_queries
@@ -296,34 +295,6 @@ def check_factored_codec(codec: str) -> None:
         raise ShdError(
             "argument-value", f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}", "CACHE-142"
         )
-
-
-def _to_float16(name: str, values: Array32) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
-        codes = values.astype(np.float16)
-    if not np.isfinite(codes).all():
-        raise ShdError(
-            "argument-value",
-            f"{name} must be below 65520 for float16; got {np.abs(values).max():g}: use int8",
-            "CACHE-147",
-        )
-    return codes
-
-
-def _to_int8(values: Array32) -> tuple[NDArray[np.int8], Array32]:
-    steps = np.abs(values).max(axis=-1) / np.float32(INT8_LEVELS)
-    steps[steps < np.finfo(np.float32).tiny] = 0.0  # subnormal numbers, which accelerators flush
-    divisors = np.where(steps > 0, steps, np.float32(np.inf))[..., None]
-    codes = np.clip(np.rint(values / divisors), -INT8_LEVELS, INT8_LEVELS)
-    return codes.astype(np.int8), steps
-
-
-def _largest_move(codec: str, values: Array64) -> Array64:
-    """How far rounding moves a component of each vector at most: u of CACHE-151."""
-    largest = np.abs(values).max(axis=-1)
-    if codec == "int8":
-        return np.asarray(largest / (2 * INT8_LEVELS) * (1 + 2.0**-14), dtype=np.float64)
-    return np.asarray(np.maximum(largest * 2.0**-11, 2.0**-25) * (1 + 2.0**-10), dtype=np.float64)
 
 
 def _little_bytes(values: NDArray[Any]) -> NDArray[np.uint8]:

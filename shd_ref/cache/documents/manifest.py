@@ -12,6 +12,8 @@ from shd_ref.cache.codecs.compression import COMPRESSIONS
 from shd_ref.cache.documents.members import Dataset, SampleInputs, ShardPlan, Teacher, sample_order
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form, Part, require
+from shd_ref.cache.forms.hidden import Hidden
+from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.maps import Maps
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.storage.layout import MANIFEST_NAME
@@ -41,6 +43,8 @@ class Manifest:
         shards: how they are dealt to shards.
         compression: of coded parts: ``"none"`` or ``"zstd"``.
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
+        logits: how the teacher's logits are stored; None where they are not.
+        hidden: the same of its hidden states.
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -55,6 +59,8 @@ class Manifest:
     shards: ShardPlan
     compression: str = optional("none")
     on_error: str = optional("stop")
+    logits: Logits | None = optional(None)  # noqa: RUF009  (None, which cannot change)
+    hidden: Hidden | None = optional(None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         require(
@@ -74,8 +80,8 @@ class Manifest:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """All that a record holds, in stored order."""
-        return (self.attention,)
+        """All that a record holds, in stored order (CACHE-160)."""
+        return tuple(form for form in (self.attention, self.logits, self.hidden) if form is not None)
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:

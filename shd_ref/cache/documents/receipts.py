@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
-from shd_ref.cache.codecs.distortion import CodecError, merge_codec_errors
+from shd_ref.cache.codecs.distortion import CodecError, HiddenError, LogitsError, merge_errors
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.forms.form import F32, U8, Extent, Part
@@ -35,25 +36,46 @@ class Errors:
 
     Attributes:
         attention: of merged maps.
+        logits: of rows of logits; there exactly where the manifest has logits.
+        hidden: of rows of hidden states; there exactly where the manifest has hidden states.
     """
 
     attention: CodecError
+    logits: LogitsError | None = optional(None)  # noqa: RUF009  (None, which cannot change)
+    hidden: HiddenError | None = optional(None)  # noqa: RUF009
 
     @classmethod
-    def unmeasured(cls) -> Errors:
-        """Of no row."""
-        return cls.merged(())
+    def unmeasured(cls, manifest: Manifest) -> Errors:
+        """Of no row, with the members that the manifest's forms want."""
+        return cls(
+            attention=merge_errors(CodecError, ()),
+            logits=None if manifest.logits is None else merge_errors(LogitsError, ()),
+            hidden=None if manifest.hidden is None else merge_errors(HiddenError, ()),
+        )
 
     @classmethod
     def merged(cls, parts: Iterable[Errors]) -> Errors:
-        """Over the rows of several measurements."""
-        return cls(attention=merge_codec_errors(part.attention for part in parts))
+        """Over the rows of several measurements; a member that none of them has is None."""
+        parts = list(parts)
+        logits = [part.logits for part in parts if part.logits is not None]
+        hidden = [part.hidden for part in parts if part.hidden is not None]
+        return cls(
+            attention=merge_errors(CodecError, (part.attention for part in parts)),
+            logits=merge_errors(LogitsError, logits) if logits else None,
+            hidden=merge_errors(HiddenError, hidden) if hidden else None,
+        )
 
-    def problems(self) -> Iterator[str]:
-        """What no measurement gives."""
-        for name, error in vars(self).items():
-            numbers = (error.kl_mean, error.kl_max, error.tv_mean)
-            if not all(0 <= number < math.inf for number in numbers):
+    def measured(self) -> dict[str, CodecError | LogitsError | HiddenError]:
+        """The members that are there, by name."""
+        return {name: error for name, error in vars(self).items() if error is not None}
+
+    def problems(self, manifest: Manifest) -> Iterator[str]:
+        """What no measurement gives, and members that are not those of the manifest's forms."""
+        wanted, found = {form.SUBJECT for form in manifest.forms}, self.measured()
+        if found.keys() != wanted:
+            yield f"errors must have the members {sorted(wanted)}, as the manifest's forms; got {sorted(found)}"
+        for name, error in found.items():
+            if not all(0 <= number < math.inf for number in asdict(error).values()):
                 yield f"errors.{name} must be finite and not negative; got {error}"
 
 
@@ -180,13 +202,21 @@ class Receipt:
                     if blob is not None:
                         yield record, part, blob
 
-    def coded_bytes(self, manifest: Manifest) -> int:
-        """Stored bytes of all coded parts."""
-        return sum(blob.end - blob.start for _, part, blob in self.stored_parts(manifest) if part.dtype == U8)
+    def coded_bytes(self, manifest: Manifest) -> Counter[str]:
+        """Stored bytes of the coded parts of each form, by its ``SUBJECT``."""
+        sizes: Counter[str] = Counter()
+        for _, part, blob in self.stored_parts(manifest):
+            if part.dtype == U8:
+                sizes[part.subject] += blob.end - blob.start
+        return sizes
 
-    def plain_bytes(self, manifest: Manifest) -> int:
-        """Bytes of what its records teach, as float32."""
-        return sum(form.plain_size(record.extent) for record in self.records for form in manifest.forms)
+    def plain_bytes(self, manifest: Manifest) -> Counter[str]:
+        """Bytes of what its records teach, as float32, by the same names."""
+        sizes: Counter[str] = Counter()
+        for record in self.records:
+            for form in manifest.forms:
+                sizes[form.SUBJECT] += form.plain_size(record.extent)
+        return sizes
 
     def _problems(self, shard: int, manifest: Manifest) -> Iterator[str]:
         samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard
@@ -202,7 +232,7 @@ class Receipt:
                 yield f"skipped index must be below {samples}; got {skipped.index}"
             problems = (*_key_problems(skipped.key), *_seed_problems(skipped.seed, manifest))
             yield from (f"skipped sample {skipped.index}: {problem}" for problem in problems)
-        yield from self.errors.problems()
+        yield from self.errors.problems(manifest)
         count, shapes_of = len(manifest.parts), functools.cache(manifest.part_shapes)
         for record in self.records:
             if len(record.blobs) != count:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,18 +26,22 @@ class Part(NamedTuple):
         name: what follows the sample's number in its name (CACHE-3).
         dtype: ``F32`` or ``U8``.
         optional: whether a record may lack it.
-        layer: the student layer that it belongs to, or None.
+        layer: the layer that it belongs to, or None: the student's for attention, the teacher's for hidden states.
+        subject: ``SUBJECT`` of its form.
     """
 
     name: str
     dtype: str
     optional: bool = False
     layer: int | None = None
+    subject: str = "attention"
 
     @property
     def title(self) -> str:
         """For messages."""
-        return self.name if self.layer is None else f"layer {self.layer}"
+        if self.layer is None:
+            return self.name
+        return f"layer {self.layer}" if self.subject == "attention" else f"{self.subject} layer {self.layer}"
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ class NewRecord:
         seed: of the sample's augmentation, where the manifest names a column of seeds.
         first: positions of padding in front, where the form leaves them out.
         shapes: rows and keys of each layer's maps, where the manifest has shapes ``own`` (CACHE-128).
+        logits: uint8 ``(R, row_bytes)`` as ``Logits.encode`` gives them, where the manifest has logits; else None.
+        hidden: teacher layer -> uint8 ``(R, row_bytes)`` as ``Hidden.encode`` gives them, for each layer that the
+            manifest names.
     """
 
     index: int
@@ -87,6 +94,8 @@ class NewRecord:
     seed: int | None = None
     first: int = 0
     shapes: Sequence[tuple[int, int]] = ()
+    logits: NDArray[np.uint8] | None = None
+    hidden: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def extent(self) -> Extent:
@@ -108,6 +117,9 @@ class StoredRecord:
         seed: of the sample's augmentation, or None.
         first: positions of padding in front, which the blobs leave out.
         shapes: rows and keys of each layer of the manifest, where it has shapes ``own``; else empty.
+        logits: bytes of all rows, one after another, uint8; see ``CacheReader.decode_logits``. None where the cache
+            has none, or they were not asked for.
+        hidden: teacher layer -> the same of hidden states; see ``CacheReader.decode_hidden``.
     """
 
     index: int
@@ -119,6 +131,8 @@ class StoredRecord:
     seed: int | None = None
     first: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
+    logits: NDArray[np.uint8] | None = None
+    hidden: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def extent(self) -> Extent:
@@ -176,6 +190,10 @@ class Form(ABC):
         """Bytes of what a record teaches, as float32."""
 
     @abstractmethod
+    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+        """A record decoded, float32 or int32 arrays by name: what an export holds."""
+
+    @abstractmethod
     def describe(self) -> list[tuple[str, str]]:
         """What a listing and a report say of it: names and values."""
 
@@ -186,6 +204,6 @@ def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-101") -
         raise ShdError("argument-value", f"{rule}; got {value!r}", spec_id)
 
 
-def misfit(record: NewRecord, rule: str, value: object) -> ShdError:
+def misfit(record: NewRecord, rule: str, value: object, spec_id: str = "CACHE-40") -> ShdError:
     """The error for a record that is not as the manifest says: ``argument-shape``."""
-    return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", "CACHE-40")
+    return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", spec_id)

@@ -260,7 +260,7 @@ class _StudentCache:
                 part.errors = self._measure(outputs, records, check_again)
             if part.full:
                 del self.pending[shard]
-                self.commits.put(shard, part.records, part.errors or Errors.unmeasured(), part.skipped)
+                self.commits.put(shard, part.records, part.errors or Errors.unmeasured(self.manifest), part.skipped)
         return taken
 
     def _measure(

@@ -87,8 +87,8 @@ def summarise(
         samples += len(receipt.records)
         skipped += len(receipt.skipped)
         errors.append(receipt.errors)
-        coded += receipt.coded_bytes(manifest)
-        float32 += receipt.plain_bytes(manifest)
+        coded += receipt.coded_bytes(manifest).total()
+        float32 += receipt.plain_bytes(manifest).total()
         if sum(map(len, alphas)) < MAX_ALPHAS:
             alphas.append(_read_alphas(storage, receipt, manifest))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])

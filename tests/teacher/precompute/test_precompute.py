@@ -197,7 +197,7 @@ def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any
             codes = unpack(record.blobs[0], manifest.attention.codec, manifest.attention.support, 2, record.length)
             changed = [change(record.key, codes)]
             new.append(NewRecord(record.index, record.key, record.length, changed, record.alphas, record.mixing))
-        writer.write_shard(shard, new, Errors.unmeasured())
+        writer.write_shard(shard, new, Errors.unmeasured(manifest))
     writer.seal()
 
 
@@ -260,7 +260,7 @@ def _rewrite_as(source: Path, target: Path) -> None:
             record = records[index]
             maps = encode(manifest.attention.codec, reader.decode(record, 0))
             new.append(NewRecord(index, record.key, record.length, [maps], record.alphas, record.mixing))
-        writer.write_shard(shard, new, Errors.unmeasured())
+        writer.write_shard(shard, new, Errors.unmeasured(manifest))
     writer.seal()
 
 

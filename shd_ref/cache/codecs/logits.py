@@ -1,0 +1,218 @@
+"""Rows of logits as codes, and what that costs (CACHE-164 to CACHE-170): likeliest classes, drawn ones, or all."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.distortion import LogitsError, merge_errors
+from shd_ref.cache.storage.checksums import xxh3_64
+from shd_ref.errors import ShdError
+from shd_ref.kd.codes import DecodedRows, RowCode
+from shd_ref.tolerances import load_tolerances
+
+LOGITS_CODECS: Final = ("topk", "sampled", "float16")
+
+_HELD_NUMBERS: Final = 1 << 21
+"""Numbers of a few rows that are worked on at once: those of a whole sample may take gigabytes."""
+
+_HELD_BYTES: Final = 1 << 20
+"""Coded bytes that are decoded at once: on the way every bit is a number."""
+
+Array = NDArray[np.float64]
+
+
+class Picked(NamedTuple):
+    """What a record says of rows, before it is coded."""
+
+    head_ids: NDArray[np.int64]  # (R, head), ascending
+    log_probs: Array  # (R, head)
+    log_tail: Array  # (R,), -inf where the head is everything
+    draw_ids: NDArray[np.int64]  # (R, draws), ascending
+    entropy: Array  # (R,)
+
+
+def pick_classes(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
+    """The likeliest classes of every row with the mass of the rest, and classes drawn from the rest.
+
+    The same as ``kd_targets_topk`` and ``kd_targets_sampled`` of ``shd_ref.kd``, for vocabularies of any size.
+
+    Args:
+        logits: ``(R, V)``, finite.
+        head: how many are kept, 0 to V; of equal ones at the edge those of lower ids.
+        temperature: T.
+        uniforms: ``(R, draws)`` in [0, 1), ascending; where there are draws, head is below V.
+    """
+    picked = [_pick(logits[rows], head, temperature, uniforms[rows]) for rows in _slices(*logits.shape)]
+    return Picked(*(np.concatenate(parts) for parts in zip(*picked, strict=True)))
+
+
+def draw_uniforms(index: int, num_rows: int, draws: int, seed: int) -> Array:
+    """The uniforms of a sample's rows ``(R, draws)``: at equal distances from a start that is hashed (CACHE-167)."""
+    hashes = (xxh3_64(struct.pack("<QQ", index, row), seed) >> 11 for row in range(num_rows))
+    starts = np.fromiter(hashes, np.float64, num_rows) / 2**53
+    return (np.arange(draws) + starts[:, None]) / max(draws, 1)
+
+
+def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
+    """What rows of bytes say, at least one, in bounded memory.
+
+    Raises:
+        ShdError: ``cache-corrupt``: bytes that no encoder writes.
+    """
+    step = max(1, _HELD_BYTES // code.row_bytes)
+    parts = [code.decode(rows[start : start + step]) for start in range(0, len(rows), step)]
+    joined = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
+    return DecodedRows(*joined)  # type: ignore[arg-type]
+
+
+def check_row_numbers(rows: NDArray[np.uint8], has_draws: bool) -> None:
+    """Refuse rows whose numbers no encoder makes (CACHE-169): ``not-finite``, ``argument-value``."""
+    numbers = np.ascontiguousarray(rows[:, : 2 + 2 * has_draws]).view("<f2").astype(np.float64)
+    if np.isnan(numbers).any() or not np.isfinite(numbers[:, 1:]).all():
+        raise ShdError("not-finite", "numbers of a row of logits must be finite; got NaN or infinity", "CACHE-169")
+    if (numbers[:, 0] > 0).any() or (numbers[:, 1:] < 0).any():
+        raise ShdError(
+            "argument-value", "log_tail of a row must be at most 0, and its entropy at least 0", "CACHE-169"
+        )
+
+
+def cut_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> NDArray[Any]:
+    """Logits without classes that only pad the vocabulary, which must have next to no mass (CACHE-168).
+
+    Args:
+        logits: ``(R, padded V)``; the first ``vocab_size`` are finite.
+        vocab_size: how many are kept.
+        temperature: that the mass is taken at.
+
+    Raises:
+        ShdError: ``not-finite``; ``argument-value`` where the rest is not padding.
+    """
+    kept = logits[:, :vocab_size]
+    if not np.isfinite(kept).all():
+        raise ShdError("not-finite", "logits must be finite; got NaN or infinity", "CACHE-165")
+    if logits.shape[1] > vocab_size:
+        allowed = float(load_tolerances()["constants"]["cut_mass"])
+        largest = max(_mass_from(logits[rows], vocab_size, temperature) for rows in _slices(*logits.shape))
+        if not largest <= allowed:
+            raise ShdError(
+                "argument-value",
+                f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row; got "
+                f"{largest:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}",
+                "CACHE-168",
+            )
+    return kept
+
+
+def logits_error(
+    logits: NDArray[Any], temperature: float, decode: Callable[[slice], DecodedRows | NDArray[Any]]
+) -> LogitsError:
+    """What coding cost rows of logits (CACHE-170), in float64 and bounded memory.
+
+    Args:
+        logits: ``(R, V)``, the teacher's, finite.
+        temperature: T.
+        decode: some of the rows as stored: their classes, or logits.
+    """
+    slices = _slices(*logits.shape)
+    return merge_errors(LogitsError, (_error(logits[rows], temperature, decode(rows)) for rows in slices))
+
+
+def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
+    values = logits.astype(np.float64) / temperature
+    ids = np.stack([_largest(row, head) for row in logits])
+    kept = np.take_along_axis(values, ids, -1)
+    np.put_along_axis(values, ids, -np.inf, -1)
+    peak = values.max(axis=-1, keepdims=True)  # of the rest, so that a tail of any size has a logarithm
+    shares = np.exp(values - np.where(np.isneginf(peak), 0.0, peak))
+    sums = shares.sum(axis=-1)
+    with np.errstate(divide="ignore"):  # there may be no rest
+        rest = np.log(sums) + peak[:, 0]
+    whole = np.logaddexp(rest, _logsumexp(kept))
+    log_probs, log_tail = kept - whole[:, None], rest - whole
+    drawn = np.zeros(uniforms.shape, np.int64)
+    if uniforms.shape[1]:
+        running = shares.cumsum(axis=-1)
+        for row, (edges, points) in enumerate(zip(running, uniforms, strict=True)):
+            found = np.searchsorted(edges, points * edges[-1], side="right")
+            # A product may round up to the whole sum: the last class that has a share is meant.
+            drawn[row] = np.minimum(found, np.searchsorted(edges, edges[-1]))
+    heads, tails = np.exp(log_probs), np.exp(log_tail)
+    mean = (heads * kept).sum(axis=-1) + tails * np.divide(
+        (shares * np.where(shares > 0, values, 0.0)).sum(axis=-1), sums, out=np.zeros(len(sums)), where=sums > 0
+    )
+    return Picked(ids, log_probs, log_tail, drawn, np.maximum(whole - mean, 0.0))
+
+
+def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """The ids of the largest numbers, ascending; of equal ones at the edge the lower ids, on every machine."""
+    if not count:
+        return np.zeros(0, np.int64)
+    edge = np.partition(row, len(row) - count)[len(row) - count]
+    ids: NDArray[np.int64] = np.flatnonzero(row >= edge)
+    if len(ids) > count:
+        equal = ids[row[ids] == edge]
+        ids = np.setdiff1d(ids, equal[count - len(ids) :], assume_unique=True)
+    return ids
+
+
+def _error(logits: NDArray[Any], temperature: float, found: DecodedRows | NDArray[Any]) -> LogitsError:
+    log_p = _log_softmax(logits, temperature)
+    p = np.exp(log_p)
+    if isinstance(found, np.ndarray):
+        log_classes, log_coded = log_p, _log_softmax(found, temperature)
+        said = np.exp(log_coded)
+    else:
+        rest = p.copy()
+        np.put_along_axis(rest, found.head_ids, 0.0, -1)
+        with np.errstate(divide="ignore"):
+            log_rest = np.log(rest.sum(axis=-1, keepdims=True))
+        log_classes = np.concatenate((np.take_along_axis(log_p, found.head_ids, -1), log_rest), axis=-1)
+        log_coded = np.concatenate((found.log_probs, found.log_tail[:, None]), axis=-1)
+        said = _expand(found, p.shape[1])
+    classes = np.exp(log_classes)
+    ratios = np.zeros_like(classes)
+    np.subtract(log_classes, log_coded, out=ratios, where=classes > 0)
+    kl = np.maximum((classes * ratios).sum(axis=-1), 0.0)  # rounding can leave -1e-17
+    tv = np.abs(classes - np.exp(log_coded)).sum(axis=-1) / 2
+    gradient = np.linalg.norm(said - p, axis=-1) / np.linalg.norm(p, axis=-1)
+    return LogitsError(float(kl.mean()), float(kl.max()), float(tv.mean()), float(gradient.mean()), len(p))
+
+
+def _expand(rows: DecodedRows, vocab_size: int) -> Array:
+    """What a record says of every class: of a tail that was not drawn from, that its classes are equally likely."""
+    count, draws = rows.head_ids.shape[1], rows.draw_ids.shape[1]
+    tail = np.exp(rows.log_tail)[:, None]
+    each = 0.0 if draws else tail / max(vocab_size - count, 1)
+    said = np.zeros((len(tail), vocab_size)) + each
+    np.put_along_axis(said, rows.head_ids, np.exp(rows.log_probs), -1)
+    if draws:
+        np.add.at(said, (np.arange(len(tail))[:, None], rows.draw_ids), tail / draws)
+    return said
+
+
+def _mass_from(logits: NDArray[Any], first: int, temperature: float) -> float:
+    """The largest mass of a row on the classes from ``first`` on; NaN if one is."""
+    return float(np.exp(_log_softmax(logits, temperature)[:, first:]).sum(axis=-1).max())
+
+
+def _log_softmax(logits: NDArray[Any], temperature: float) -> Array:
+    values = logits.astype(np.float64) / temperature
+    return values - _logsumexp(values)[:, None]
+
+
+def _logsumexp(values: Array) -> Array:
+    peak = values.max(axis=-1, keepdims=True, initial=-np.inf)
+    peak[np.isneginf(peak)] = 0.0
+    with np.errstate(divide="ignore"):  # of nothing it is -inf
+        return np.asarray(np.log(np.exp(values - peak).sum(axis=-1)) + peak[:, 0], dtype=np.float64)
+
+
+def _slices(num_rows: int, width: int) -> Iterator[slice]:
+    """Some rows at a time; all of them in one where there are few."""
+    step = max(1, _HELD_NUMBERS // width)
+    return (slice(start, start + step) for start in range(0, num_rows, step))

@@ -1,0 +1,221 @@
+"""Hidden states: what a teacher's blocks put out (CACHE-175 to CACHE-179)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.distortion import HiddenError
+from shd_ref.cache.codecs.vectors import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
+from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, misfit, require
+from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
+from shd_ref.cache.storage.layout import MAX_LAYERS
+from shd_ref.errors import ShdError
+
+MAX_WIDTH: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class HiddenLayer:
+    """One layer of the teacher.
+
+    Attributes:
+        layer: k, as Hugging Face counts ``hidden_states[k]``: after the teacher's block k, 0 the embeddings.
+        tensor: name of the graph's tensor.
+        width: D.
+    """
+
+    layer: int
+    tensor: str
+    width: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.layer <= MAX_LAYERS, f"hidden layer must be 0 to {MAX_LAYERS}", self.layer, "CACHE-176")
+        require(1 <= self.width <= MAX_WIDTH, f"hidden width must be 1 to {MAX_WIDTH}", self.width, "CACHE-176")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden(Rows):
+    """Records hold hidden states of some of the teacher's layers.
+
+    Attributes:
+        codec: ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
+        rows: ``"positions"``.
+        layers: ascending.
+
+    Raises:
+        ShdError: ``argument-value`` for a number or name outside its range.
+    """
+
+    SUBJECT: ClassVar[str] = "hidden"
+    ROWS: ClassVar[tuple[str, ...]] = ("positions",)
+
+    layers: tuple[HiddenLayer, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.codec in VECTOR_CODECS, f"hidden.codec must be one of {VECTOR_CODECS}", self.codec, "CACHE-177")
+        names = [each.layer for each in self.layers]
+        ascending = bool(names) and names == sorted(set(names))
+        require(ascending, "hidden.layers must be at least one, ascending", names, "CACHE-176")
+
+    @property
+    def teacher_layers(self) -> list[int]:
+        """Their numbers, ascending."""
+        return [each.layer for each in self.layers]
+
+    def row_bytes(self, layer: int) -> int:
+        """Bytes of a row of a layer.
+
+        Raises:
+            ShdError: ``argument-value`` for a layer that is not stored.
+        """
+        return self._size(self._layer(layer).width)
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Of every layer."""
+        return tuple(self._size(each.width) for each in self.layers)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """One a layer."""
+        return tuple(Part(f"H{each.layer:02d}", U8, layer=each.layer, subject=self.SUBJECT) for each in self.layers)
+
+    def check(self, record: NewRecord) -> None:
+        """Refuse other layers than the manifest's, and rows that do not fit."""
+        if sorted(record.hidden) != self.teacher_layers:
+            raise misfit(record, f"hidden must have layers {self.teacher_layers}", sorted(record.hidden), "CACHE-176")
+        for each in self.layers:
+            self.check_rows(record, f"hidden[{each.layer}]", record.hidden[each.layer], self._size(each.width))
+
+    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+        """The rows of each layer, one after another.
+
+        Raises:
+            ShdError: ``not-finite``, ``argument-value``: codes that no encoder makes.
+        """
+        for each in self.layers:
+            rows = np.ascontiguousarray(record.hidden[each.layer])
+            steps, codes = self._split(rows)
+            where = f"record {record.index}: hidden[{each.layer}]"
+            if not np.isfinite(codes if steps is None else steps).all():
+                raise ShdError("not-finite", f"{where} must be finite; got NaN or infinity", "CACHE-177")
+            if steps is not None and ((steps < 0).any() or (codes < -INT8_LEVELS).any()):
+                raise ShdError("argument-value", f"{where} must have no negative step and no code -128", "CACHE-177")
+            yield rows.reshape(-1)
+
+    def plain_size(self, extent: Extent) -> int:
+        """Bytes as float32."""
+        return 4 * sum(each.width for each in self.layers) * self.num_rows(extent)
+
+    def encode(
+        self, layer: int, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.uint8]:
+        """A sample's hidden states of one layer as bytes.
+
+        Args:
+            layer: of the teacher.
+            rows: ``(R, width)``, floating.
+            counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
+
+        Returns:
+            ``(R, row_bytes)``: what ``NewRecord.hidden`` takes.
+
+        Raises:
+            ShdError: ``argument-value`` (layer, a number that float16 cannot hold), ``argument-shape``,
+                ``argument-dtype``, ``not-finite``.
+        """
+        values = self._values(layer, rows, counted)
+        if self.codec == "float16":
+            halves = to_float16(f"hidden[{layer}]", values)
+            return np.ascontiguousarray(halves, dtype="<f2").view(np.uint8)
+        codes, steps = to_int8(values)
+        return np.concatenate((steps.astype("<f4")[:, None].view(np.uint8), codes.view(np.uint8)), axis=1)
+
+    def measure(
+        self,
+        layer: int,
+        rows: NDArray[np.floating[Any]],
+        codes: NDArray[np.uint8],
+        counted: NDArray[np.bool_] | None = None,
+    ) -> HiddenError:
+        """What coding cost the rows that count (CACHE-178): arguments and result of ``encode``."""
+        values = self._values(layer, rows, counted).astype(np.float64)
+        moved = self._decode(codes) - values
+        if counted is not None:
+            values, moved = values[counted], moved[counted]
+        if not len(values):
+            return HiddenError(0.0, 0.0, 0)
+        norms = np.linalg.norm(values, axis=-1)
+        relative = np.linalg.norm(moved, axis=-1) / np.where(norms > 0, norms, 1.0)
+        return HiddenError(float(relative.mean()), float(relative.max()), len(relative))
+
+    def bound(self, rows: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """How far coding moves a number of each row ``(R, width)`` at most: ``(R,)`` (CACHE-179)."""
+        return largest_move(self.codec, rows)
+
+    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+        """A record's rows of one layer ``(R, width)``.
+
+        Raises:
+            ShdError: ``argument-value`` for a layer that is not stored, or was not read; ``cache-corrupt`` for
+                numbers that are not finite.
+        """
+        size = self.row_bytes(layer)
+        if layer not in record.hidden:
+            message = f"record {record.index} must be read with hidden layer {layer} to decode it; got "
+            raise ShdError("argument-value", f"{message}{sorted(record.hidden)}", "CACHE-161")
+        values = self._decode(self.split_rows(record.hidden[layer], size, record.extent, f"hidden[{layer}]"))
+        if not np.isfinite(values).all():
+            raise ShdError("cache-corrupt", f"hidden[{layer}] must be finite; got NaN or infinity", "CACHE-177")
+        return values
+
+    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+        """A record decoded, by the names of its parts: what an export holds."""
+        for part in self.parts:
+            assert part.layer is not None
+            yield part.name, self.decode(record, part.layer)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """For a listing and a report."""
+        names, widths = ", ".join(map(str, self.teacher_layers)), sorted({each.width for each in self.layers})
+        return [
+            ("hidden states", f"teacher layers {names}, width {', '.join(map(str, widths))}"),
+            ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes a position"),
+        ]
+
+    def _values(
+        self, layer: int, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None
+    ) -> NDArray[np.float32]:
+        name = f"hidden[{layer}]"
+        values = counted_rows(as_rows(name, rows, self._layer(layer).width), counted).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-177")
+        return values
+
+    def _decode(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        steps, codes = self._split(np.ascontiguousarray(rows))
+        values = codes.astype(np.float32)
+        return values if steps is None else values * steps
+
+    def _split(self, rows: NDArray[np.uint8]) -> tuple[NDArray[np.float32] | None, NDArray[Any]]:
+        """Steps ``(R, 1)`` and codes ``(R, width)`` of contiguous rows."""
+        if self.codec == "float16":
+            return None, rows.view("<f2")
+        steps = np.ascontiguousarray(rows[:, :4]).view("<f4").astype(np.float32, copy=False)
+        return steps, rows[:, 4:].view(np.int8)
+
+    def _size(self, width: int) -> int:
+        return 2 * width if self.codec == "float16" else 4 + width
+
+    def _layer(self, layer: int) -> HiddenLayer:
+        for each in self.layers:
+            if each.layer == layer:
+                return each
+        message = f"layer must be one of the teacher's {self.teacher_layers}; got {layer}"
+        raise ShdError("argument-value", message, "CACHE-176")

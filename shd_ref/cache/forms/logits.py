@@ -1,0 +1,228 @@
+"""Logits: a teacher's rows over its vocabulary or its classes (CACHE-164 to CACHE-171)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.distortion import LogitsError
+from shd_ref.cache.codecs.logits import (
+    LOGITS_CODECS,
+    check_row_numbers,
+    cut_padding,
+    decode_rows,
+    draw_uniforms,
+    logits_error,
+    pick_classes,
+)
+from shd_ref.cache.codecs.vectors import to_float16
+from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
+from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
+from shd_ref.cache.storage.documents import MAX_INTEGER, optional
+from shd_ref.errors import ShdError
+from shd_ref.kd.codes import MAX_VOCABULARY, RowCode
+from shd_ref.kd.records import SampledTargets, TopkTargets
+
+MAX_ROW_BYTES: Final = 1 << 26
+"""Of a whole vocabulary of 2^24 classes as float16 it is half."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logits(Rows):
+    """Records hold rows of logits: their likeliest classes, classes drawn from the rest, or all.
+
+    Attributes:
+        codec: ``"topk"``: ``head`` classes and the mass of all others; ``"sampled"``: also ``draws`` classes drawn
+            from the others; ``"float16"``: all logits.
+        rows: ``"positions"`` for a language model, ``"sample"`` for a classifier.
+        tensor: name of the graph's tensor.
+        vocab_size: V, classes that are stored.
+        padded_vocab_size: how many the teacher gives, where the last ones only pad the vocabulary; else None.
+        temperature: T that the record is bound to; None for ``float16``, which serves any.
+        head: classes with a probability each.
+        draws: classes drawn from the rest.
+        value_bits: of a head's probability, 4 to 16; 0 for ``float16``.
+        seed: of the draws; None where there are none.
+
+    Raises:
+        ShdError: ``argument-value`` for a number or name outside its range.
+    """
+
+    SUBJECT: ClassVar[str] = "logits"
+
+    tensor: str
+    vocab_size: int
+    padded_vocab_size: int | None = optional(None)
+    temperature: float | None = optional(None)
+    head: int = optional(0)
+    draws: int = optional(0)
+    value_bits: int = optional(0)
+    seed: int | None = optional(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.codec in LOGITS_CODECS, f"logits.codec must be one of {LOGITS_CODECS}", self.codec, "CACHE-164")
+        size, padded = self.vocab_size, self.padded_vocab_size
+        _require(1 <= size <= MAX_VOCABULARY, f"vocab_size must be 1 to {MAX_VOCABULARY}", size)
+        fits = padded is None or size < padded <= MAX_VOCABULARY
+        _require(fits, f"padded_vocab_size must be None, or above vocab_size, at most {MAX_VOCABULARY}", padded)
+        if self.codec == "float16":
+            unused = (self.temperature, self.head, self.draws, self.value_bits, self.seed)
+            none = unused == (None, 0, 0, 0, None)
+            _require(none, "temperature, head, draws, value_bits and seed must be left out for float16", unused)
+            return
+        if self.temperature is not None:
+            object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
+        warm = self.temperature is not None and 0 < self.temperature < math.inf
+        _require(warm, "temperature must be finite and above 0", self.temperature)
+        drawn = self.draws > 0
+        _require(drawn == (self.codec == "sampled"), "draws must be above 0 for sampled, 0 for topk", self.draws)
+        seeded = self.seed is not None and 0 <= self.seed <= MAX_INTEGER
+        _require(
+            seeded if drawn else self.seed is None, f"seed must be 0 to {MAX_INTEGER}, of draws alone", self.seed
+        )
+        _require(self.code.row_bytes <= MAX_ROW_BYTES, f"a row must have at most {MAX_ROW_BYTES} bytes", self.draws)
+
+    @property
+    def code(self) -> RowCode:
+        """How rows of ``topk`` and ``sampled`` are coded; checks its own ranges."""
+        return RowCode(self.vocab_size, self.head, self.draws, self.value_bits)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return 2 * self.vocab_size if self.codec == "float16" else self.code.row_bytes
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Of the only part."""
+        return (self.row_bytes,)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """One, of all rows."""
+        return (Part("logits", U8, subject=self.SUBJECT),)
+
+    def check(self, record: NewRecord) -> None:
+        """Refuse rows that do not fit."""
+        self.check_rows(record, "logits", record.logits, self.row_bytes)
+
+    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+        """The rows, one after another.
+
+        Raises:
+            ShdError: ``not-finite``, ``argument-value``: numbers that no encoder makes.
+        """
+        assert record.logits is not None  # refused by check
+        if self.codec != "float16":
+            check_row_numbers(record.logits, self.draws > 0)
+        elif not np.isfinite(np.ascontiguousarray(record.logits).view("<f2")).all():
+            raise ShdError("not-finite", f"record {record.index}: logits must be finite; got NaN", "CACHE-169")
+        yield np.ascontiguousarray(record.logits).reshape(-1)
+
+    def plain_size(self, extent: Extent) -> int:
+        """Bytes of the logits as float32."""
+        return 4 * self.vocab_size * self.num_rows(extent)
+
+    def encode(
+        self, rows: NDArray[np.floating[Any]], index: int, counted: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.uint8]:
+        """A sample's logits as bytes.
+
+        Args:
+            rows: ``(R, V)``, or with the classes that pad the vocabulary; floating.
+            index: of the sample, which its draws depend on.
+            counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
+
+        Returns:
+            ``(R, row_bytes)``: what ``NewRecord.logits`` takes.
+
+        Raises:
+            ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``; ``argument-value`` for padding that has
+                mass (CACHE-168), and for a number that float16 cannot hold.
+        """
+        logits = self._cut(rows, counted)
+        if self.codec == "float16":
+            halves = to_float16("logits", logits, remedy="use topk")
+            return np.ascontiguousarray(halves, dtype="<f2").view(np.uint8)
+        assert self.temperature is not None  # of float16 alone
+        uniforms = draw_uniforms(index, len(logits), self.draws, self.seed or 0)
+        picked = pick_classes(logits, self.head, self.temperature, uniforms)
+        return self.code.encode(*picked)
+
+    def measure(
+        self, rows: NDArray[np.floating[Any]], codes: NDArray[np.uint8], counted: NDArray[np.bool_] | None = None
+    ) -> LogitsError:
+        """What coding cost the rows that count (CACHE-170): arguments and result of ``encode``, at T or at 1."""
+        logits = self._cut(rows, counted)
+        if counted is not None:
+            logits, codes = logits[counted], codes[counted]
+        return logits_error(logits, self.temperature or 1.0, lambda some: self._decode(codes[some]))
+
+    def decode(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
+        """A record's rows, as ``shd_ref.kd`` takes them: R rows of classes, or logits ``(R, V)``.
+
+        Raises:
+            ShdError: ``argument-value`` where the record was read without logits; ``cache-corrupt`` for rows that no
+                encoder writes.
+        """
+        if record.logits is None:
+            message = f"record {record.index} must be read with logits to decode them; got none"
+            raise ShdError("argument-value", message, "CACHE-161")
+        found = self._decode(self.split_rows(record.logits, self.row_bytes, record.extent, "logits"))
+        if isinstance(found, np.ndarray):
+            return found
+        assert self.temperature is not None
+        if self.codec == "topk":
+            log_probs, log_tail = found.log_probs, found.log_tail
+            return TopkTargets(found.head_ids, log_probs, log_tail, self.temperature, self.vocab_size)
+        assert found.entropy is not None
+        ids, weights = found.slots()
+        return SampledTargets(ids, weights, found.entropy, self.temperature, self.vocab_size)
+
+    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+        """A record decoded, as an export holds it."""
+        found = self.decode(record)
+        if isinstance(found, np.ndarray):
+            yield "logits", found
+            return
+        for name, values in zip(found._fields, found, strict=True):
+            if isinstance(values, np.ndarray):
+                yield f"logits_{name}", values.astype(np.int32 if name == "ids" else np.float32)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """For a listing and a report."""
+        per = "a position" if self.rows == "positions" else "a sample"
+        padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
+        what = {
+            "topk": f"the {self.head} likeliest classes and their rest",
+            "sampled": f"the {self.head} likeliest classes and {self.draws} drawn",
+            "float16": "all classes",
+        }[self.codec]
+        bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
+        return [
+            ("logits", f"{what}, {self.vocab_size} classes{padding}, {bound}"),
+            ("logits codec", f"{self.codec}, {self.row_bytes} bytes {per}"),
+        ]
+
+    def _cut(self, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None) -> NDArray[np.floating[Any]]:
+        rows = counted_rows(as_rows("logits", rows, self.padded_vocab_size or self.vocab_size), counted)
+        return cut_padding(rows, self.vocab_size, self.temperature or 1.0)
+
+    def _decode(self, rows: NDArray[np.uint8]) -> Any:
+        """``DecodedRows``, or logits."""
+        if self.codec != "float16":
+            return decode_rows(self.code, rows)
+        logits = np.ascontiguousarray(rows).view("<f2").astype(np.float32)
+        if not np.isfinite(logits).all():
+            raise ShdError("cache-corrupt", "logits must be finite; got NaN or infinity", "CACHE-169")
+        return logits
+
+
+def _require(holds: bool, rule: str, value: object) -> None:
+    require(holds, f"logits.{rule}", value, "CACHE-165")
