@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +10,11 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.outputs import output_path
+from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.sources.npz import open_npz
 
 
 def shrink(
@@ -46,8 +47,7 @@ def shrink(
         if find_spec(package) is None:
             message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
             raise ShdError("dependency-missing", message)
-    place = output_path(out)
-    inputs = {name: part[:samples] for name, part in read_inputs(data).items()}
+    inputs = read_inputs(data, samples)
     from transformers.utils import logging
 
     from shd_torch.shrink import shrink as run
@@ -66,7 +66,7 @@ def shrink(
         plan=plan,
         align=not no_align,
         batch_size=batch_size,
-        out=place,
+        out=out,
         progress=console.say,
     )
     before, after = (made.report[name] for name in ("teacher", "student"))
@@ -74,41 +74,43 @@ def shrink(
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
     if not all(layer["exact"] for layer in made.report["layers"]):
         console.say("heads were approximated: shrink.json says in which layers")
-    console.say(f"{place}: the student, and shrink.json")
+    console.say(f"{out}: the student, and shrink.json")
 
 
-def read_layers(text: str | None) -> int | list[int] | None:
+def read_layers(text: str | None) -> int | tuple[int, ...] | None:
     """``3`` is a number of layers, ``0,2,4`` names them."""
     if text is None:
         return None
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ShdError("argument-value", f"layers must be 3, or 0,2,4; got {text!r}", "DEPTH-1") from None
+    numbers = read_list("--layers", text, kind=int, least=0)
     return numbers if "," in text else numbers[0]
 
 
-def read_inputs(path: Path) -> dict[str, NDArray[Any]]:
-    """Arrays by the name of the model's input; nothing in the file is run.
+def read_inputs(path: Path, samples: int) -> dict[str, NDArray[Any]]:
+    """The first samples of each array, by the name of the model's input; nothing in the file is run.
 
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``.
+
+    Raises:
+        ShdError: ``read-failed``, ``inputs-invalid``, ``argument-shape``.
     """
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            given = {"input_ids" if loaded.dtype.kind in "iu" else "pixel_values": loaded}
-        else:
-            with loaded:
-                given = {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ShdError("read-failed", f"data must be a readable .npy or .npz; got {path}: {error}") from error
-    # torch has few unsigned integers, and no model takes any.
-    arrays = {name: part.astype(np.int64) if part.dtype.kind in "iu" else part for name, part in given.items()}
+    if path.suffix == ".npz":
+        source = open_npz(path)
+        rows = list(islice(source.rows(source.columns), samples))
+        given = {name: np.stack([row[name] for row in rows]) for name in source.columns}
+    else:
+        try:
+            mapped = np.lib.format.open_memmap(path, mode="r")
+        except (OSError, ValueError, OverflowError) as error:
+            raise ShdError("read-failed", f"data must be a readable .npy or .npz; got {path}: {error}") from error
+        name = "input_ids" if mapped.dtype.kind in "iu" else "pixel_values"
+        given = {name: np.array(np.atleast_1d(mapped)[:samples])}
+    # torch has few unsigned integers, and no model takes any; a mask of True and False is one of ones and zeros.
+    arrays = {name: part.astype(np.int64) if part.dtype.kind in "iub" else part for name, part in given.items()}
     wrong = [name for name, part in arrays.items() if part.ndim < 2 or part.dtype.kind not in "if"]
     if wrong or not arrays:
         raise ShdError(
             "argument-shape",
             "data must hold the model's inputs, numbers of shape (N, ...) with two axes or more, and nothing else; "
-            + (f"got {wrong[0]!r} of shape {arrays[wrong[0]].shape}" if wrong else "got nothing"),
+            + (f"got {wrong[0]!r} of {arrays[wrong[0]].dtype} {arrays[wrong[0]].shape}" if wrong else "got nothing"),
         )
     return arrays

@@ -146,12 +146,14 @@ except SystemExit as error:
 ALLOWED_IN_TORCH = {
     "shd_ref.cache",
     "shd_ref.commands.derive",
+    "shd_ref.commands.parse",
     "shd_ref.commands.terminal",
     "shd_ref.conformance.adapter",
     "shd_ref.errors",
     "shd_ref.layers",
     "shd_ref.plans",
     "shd_ref.teacher.run.options",
+    "shd_ref.teacher.sources",
     "shd_ref.tokens",
     "shd_ref.tolerances",
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -55,21 +57,39 @@ def test_errors_name_what_was_typed(tmp_path: Path) -> None:
     assert not (tmp_path / "student").exists()
 
 
+def header(shape: tuple[int, ...]) -> bytes:
+    """Of a .npy file whose values are missing."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
 def test_data_files(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))
-    assert read_inputs(tmp_path / "ids.npy")["input_ids"].dtype == np.int64
+    assert read_inputs(tmp_path / "ids.npy", 9)["input_ids"].dtype == np.int64
     np.save(tmp_path / "pixels.npy", np.ones((3, 2, 4, 4), dtype=np.float32))
-    assert list(read_inputs(tmp_path / "pixels.npy")) == ["pixel_values"]
+    assert list(read_inputs(tmp_path / "pixels.npy", 9)) == ["pixel_values"]
+    np.savez_compressed(tmp_path / "masked.npz", input_ids=np.ones((3, 5), int), attention_mask=np.ones((3, 5), bool))
+    masked = read_inputs(tmp_path / "masked.npz", 2)
+    assert {name: (part.shape, str(part.dtype)) for name, part in masked.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask"), ((2, 5), "int64")
+    )
     np.savez(tmp_path / "labels.npz", input_ids=np.ones((3, 5), dtype=int), label=np.ones(3))
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     (tmp_path / "text.npy").write_text("no array")
+    with zipfile.ZipFile(tmp_path / "false.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("input_ids.npy", header((10**9, 10**3)))
+    (tmp_path / "false.npy").write_bytes(header((10**9, 10**3)))
     for name, code in (
         ("labels.npz", "argument-shape"),
         ("pickled.npy", "read-failed"),
         ("text.npy", "read-failed"),
         ("none.npy", "read-failed"),
+        ("false.npy", "read-failed"),
+        ("false.npz", "inputs-invalid"),
+        ("none.npz", "inputs-invalid"),
     ):
         with pytest.raises(ShdError) as error:
-            read_inputs(tmp_path / name)
+            read_inputs(tmp_path / name, 9)
         assert error.value.code == code
-    assert (read_layers(None), read_layers("3"), read_layers("0,2")) == (None, 3, [0, 2])
+    assert (read_layers(None), read_layers("3"), read_layers("0,2")) == (None, 3, (0, 2))
