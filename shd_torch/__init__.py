@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shd_torch.kd import linear_kd_loss as linear_kd_loss
     from shd_torch.kl import attention_kl as attention_kl
     from shd_torch.kl import explain_backend as explain_backend
+    from shd_torch.shrink import load_student as load_student
     from shd_torch.teacher import OnlineTeacher as OnlineTeacher
     from shd_torch.teacher import layer_kls as layer_kls
     from shd_torch.training import BetaSchedule as BetaSchedule
@@ -39,6 +40,7 @@ _ROOMS = {
     "shd_torch.export": ("export_teacher",),
     "shd_torch.kd": ("hidden_loss", "kd_loss", "linear_kd_loss"),
     "shd_torch.kl": ("attention_kl", "explain_backend"),
+    "shd_torch.shrink": ("load_student",),
     "shd_torch.teacher": ("OnlineTeacher", "layer_kls"),
     "shd_torch.training": ("BetaSchedule", "LossBalancer", "batch_share"),
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers

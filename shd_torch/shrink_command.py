@@ -27,6 +27,10 @@ def shrink(
     neurons: Annotated[int | None, Shown("Neurons of each FFN, the most important ones.", least=1)] = None,
     kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None,
     head_dim: Annotated[int | None, Shown("Entries of a head, where a configuration may say so.", least=1)] = None,
+    drop_attention: Annotated[str | None, Shown("Teacher layers whose block loses its attention: 1,4.")] = None,
+    drop_activations: Annotated[
+        str | None, Shown("Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.")
+    ] = None,
     plan: Annotated[
         str, Shown("Which heads merge.", choices=("auto", "matched", "balanced", "progressive"))
     ] = "auto",
@@ -38,8 +42,9 @@ def shrink(
 
     shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
 
-    The student has the teacher's architecture and loads with the Auto classes; shrink.json beside it says what was
-    done, and how far each layer's stream is from the teacher's. See specs/shrink.md.
+    The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student where
+    attention or activations were dropped; shrink.json beside it says what was done, and how far each layer's stream
+    is from the teacher's. See specs/shrink.md.
     """
     from importlib.util import find_spec
 
@@ -63,6 +68,8 @@ def shrink(
         neurons=neurons,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        drop_attention=_read_numbers("--drop-attention", drop_attention),
+        drop_activations=_read_numbers("--drop-activations", drop_activations),
         plan=plan,
         align=not no_align,
         batch_size=batch_size,
@@ -72,9 +79,11 @@ def shrink(
     before, after = (made.report[name] for name in ("teacher", "student"))
     for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
-    if not all(layer["exact"] for layer in made.report["layers"]):
+    if not all(layer["exact"] or layer["case"] == "dropped" for layer in made.report["layers"]):
         console.say("heads were approximated: shrink.json says in which layers")
     console.say(f"{out}: the student, and shrink.json")
+    if drop_attention or drop_activations:
+        console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")
 
 
 def read_layers(text: str | None) -> int | tuple[int, ...] | None:
@@ -83,6 +92,10 @@ def read_layers(text: str | None) -> int | tuple[int, ...] | None:
         return None
     numbers = read_list("--layers", text, kind=int, least=0)
     return numbers if "," in text else numbers[0]
+
+
+def _read_numbers(option: str, text: str | None) -> tuple[int, ...]:
+    return () if text is None else read_list(option, text, kind=int, least=0)
 
 
 def read_inputs(path: Path, samples: int) -> dict[str, NDArray[Any]]:

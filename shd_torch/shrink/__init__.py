@@ -6,7 +6,7 @@
 Imports ``maps``.
 """
 
-from shd_torch.shrink.folders import load_teacher
+from shd_torch.shrink.folders import load_student, load_teacher
 from shd_torch.shrink.student import Shrunk, shrink
 
-__all__ = ["Shrunk", "load_teacher", "shrink"]
+__all__ = ["Shrunk", "load_student", "load_teacher", "shrink"]

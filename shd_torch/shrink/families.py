@@ -23,6 +23,7 @@ class Family:
         middle: the module whose input is the stream after the attention.
         end: the module whose input is the stream after the FFN; None: what the layer returns.
         ffn: what reads the stream, and the last matrix.
+        activation: between them; None where a gate makes it more than that.
         norms: of the attention and of the FFN; none where a norm lies on the stream.
         final_norm: after the last layer; None where there is none.
         norm: ``"rms"``, ``"rms-plus-one"`` (the scale is stored less one) or ``"layer"``.
@@ -42,6 +43,7 @@ class Family:
     ffn: tuple[tuple[str, ...], str]
     norms: tuple[str, str] | None
     final_norm: str | None
+    activation: str | None = None
     norm: str = "layer"
     embeddings: tuple[tuple[str, int], ...] = ()
     rotary: bool = False
@@ -50,6 +52,16 @@ class Family:
     query_norm: str | None = None
     layer_scales: tuple[str, str] | None = None
     embedding_scale: bool = False
+
+    @property
+    def attention(self) -> str:
+        """The module of queries, keys and values."""
+        return self.projections[0].rpartition(".")[0]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the FFN multiplies two functions of its input (FFN-3)."""
+        return self.activation is None
 
     def layers_of(self, model: nn.Module) -> nn.ModuleList:
         """The layers of a model."""
@@ -134,6 +146,7 @@ _VIT = Family(
     middle="layernorm_after",
     end=None,
     ffn=(("mlp.fc1",), "mlp.fc2"),
+    activation="mlp.activation_fn",
     norms=("layernorm_before", "layernorm_after"),
     final_norm="layernorm",
     embeddings=(
@@ -151,6 +164,7 @@ _BERT = Family(
     middle="attention.output.LayerNorm",
     end="output.LayerNorm",
     ffn=(("intermediate.dense",), "output.dense"),
+    activation="intermediate.intermediate_act_fn",
     norms=None,
     final_norm=None,
     free_head_dim=False,
@@ -173,6 +187,7 @@ FAMILIES: dict[str, Family] = {
         middle="ln_2",
         end=None,
         ffn=(("mlp.c_fc",), "mlp.c_proj"),
+        activation="mlp.act",
         norms=("ln_1", "ln_2"),
         final_norm="ln_f",
         embeddings=(("wte.weight", 1), ("wpe.weight", 1)),

@@ -11,7 +11,8 @@ from typing import Any
 
 from shd_ref.cache.storage.outputs import output_path
 from shd_ref.errors import ShdError
-from shd_torch.shrink.families import check_config
+from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
+from shd_torch.shrink.families import FAMILIES, check_config
 
 
 def load_teacher(source: str | os.PathLike[str]) -> Any:
@@ -24,13 +25,12 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
     Raises:
         ShdError: ``read-failed``, ``shrink-unsupported``.
     """
-    import transformers
+    from transformers import AutoConfig, AutoModel
 
     folder = Path(source)
     _check_files(folder)
-    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **local)
+        config = AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # transformers raises what it meets in a configuration
         raise ShdError(
             "read-failed", f"teacher must be a Hugging Face model; got {str(folder)!r}: {error}"
@@ -41,24 +41,82 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
             "shrink-unsupported",
             f"teacher must not be quantised; got {str(folder)!r}: give the model it was made from",
         )
-    name = (getattr(config, "architectures", None) or [None])[0]
+    return _load(folder, _find_class((getattr(config, "architectures", None) or [None])[0]) or AutoModel)
+
+
+def load_student(source: str | os.PathLike[str]) -> Any:
+    """A student that ``shrink`` made, in evaluation mode (DEPTH-6).
+
+    Args:
+        source: any folder that ``shrink`` wrote, also one that the Auto classes load; see ``load_teacher``.
+
+    Raises:
+        ShdError: ``read-failed`` for a folder that holds no such model, whose configuration contradicts itself, or
+            whose weights are not those of its configuration: nothing is filled at random. ``shrink-unsupported``.
+    """
+    from transformers import PreTrainedConfig
+
+    folder = Path(source)
+    _check_files(folder)
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    except Exception as error:
+        raise ShdError("read-failed", f"{str(folder)!r} must hold a student: {error}", "DEPTH-6") from error
+    name = read_kind(raw)
+    if name is None:
+        return load_teacher(folder)
+    stock = _find_class(stock_name((raw.get("architectures") or [None])[0]))
+    if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
+        raise ShdError(
+            "read-failed",
+            f"{str(folder)!r} must name a class of one of the families as its architecture; got a {name} and "
+            f"{raw.get('architectures')}",
+            "DEPTH-6",
+        )
+    kind = dropped_class(stock)
+    try:
+        config = kind.config_class.from_dict(dict(raw))
+        check_dropped(read_dropped(config), FAMILIES[name], config, range(config.num_hidden_layers))
+    except Exception as error:
+        raise ShdError(
+            "read-failed", f"{str(folder)!r} must hold a student's configuration: {error}", "DEPTH-6"
+        ) from error
+    return _load(folder, kind, config=config)
+
+
+_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+
+
+def _find_class(name: object) -> Any:
+    """The model class of this name in transformers, or None."""
+    import transformers
+
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        kind = transformers.AutoModel
+    return kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
+
+
+def _load(folder: Path, kind: Any, **options: Any) -> Any:
+    """A model with every weight from the folder, or an error."""
     try:
         # The implementation is named because a configuration may name one that is downloaded.
         loaded: Any = kind.from_pretrained(
-            folder, **local, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True
+            folder,
+            **_LOCAL,
+            **options,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
         )
     except Exception as error:  # and safetensors, for a file that is cut or of other shapes
         raise ShdError("read-failed", f"{str(folder)!r} must hold a model with safetensors: {error}") from error
     model, info = loaded
-    missing = sorted(info["missing_keys"])
+    missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
         raise ShdError(
             "read-failed",
-            f"{str(folder)!r} must hold every weight of a {type(model).__name__}; {len(missing)} are missing, first "
-            f"{missing[0]}: copy the model again",
+            f"{str(folder)!r} must hold every weight of a {type(model).__name__}; {len(missing)} are missing or of "
+            f"other sizes, first {missing[0]}: copy the model again",
         )
     return model.eval()
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shd_torch.shrink.align import OutputFit
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
+from shd_torch.shrink.dropped import Dropped
 from shd_torch.shrink.families import Family, base_of, find_part, read_linear, write_linear
-from shd_torch.shrink.heads import Squeezed
+from shd_torch.shrink.heads import AttentionStatistics, Squeezed
 from shd_torch.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.sizes import Sizes, sizes_of
 from shd_torch.shrink.weights import AttentionWeights
@@ -31,6 +32,7 @@ class Work:
         family: of both.
         batches: the calibration set before the first layer.
         kept: the teacher layer of each student layer.
+        dropped: what student layers lack.
         sizes: of the student.
         plan: see ``shrink``; so are ``align``, ``ridge`` and ``squeezer``.
         align: see ``plan``.
@@ -46,6 +48,7 @@ class Work:
     family: Family
     batches: list[Batch]
     kept: tuple[int, ...]
+    dropped: Dropped
     sizes: Sizes
     plan: str
     align: bool
@@ -78,33 +81,47 @@ def make_layer(
     given = sizes_of(work.teacher.config)
     weights = family.read_attention(layer, given.heads, given.kv_heads)
     statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights)
-    merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
-    squeezed = work.squeezer(
-        weights,
-        merge,
-        statistics,
-        work.sizes.kv_heads,
-        work.sizes.head_dim,
-        frequencies=work.frequencies,
-        query_norm=family.query_norm is not None,
-    )
-    ffn = _read_ffn(work, layer, trace.neuron_squares)
+    report: dict[str, Any] = {"case": "dropped", "exact": False}
+    squeezed = None
+    if number not in work.dropped.attention:
+        merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
+        squeezed = _squeeze(work, weights, merge, statistics)
+        report = _report_heads(merge, squeezed)
+    ffn = _read_ffn(work, layer, trace.neuron_squares, is_linear=number in work.dropped.activations)
+    if ffn.kept is not None:
+        report["neurons"] = ffn.kept
+    if ffn.is_linear:
+        report["ffn"] = "linear"
     _fill_layer(work, layer, target, squeezed, ffn, taught, trace.middles)
-    if work.align and work.turn is not None:
-        wanted = _input_matrix(squeezed.weights)
-        _fit_readers(work, target, source, own, family.projections[:-1], trace.inputs, *wanted)
     after, ends, last = _advance(work, source, following, trace)
-    if work.align and family.end is not None and last is not layer:
-        find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
     if work.align:
+        if family.end is not None and last is not layer:
+            find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
+        _align_layer(work, target, source, own, squeezed, ffn, trace, ends)
+    streams, errors = _measure(work, target, source, own, trace.middles, ends)
+    return after, streams, report | errors
+
+
+def _align_layer(
+    work: Work,
+    target: nn.Module,
+    source: int,
+    own: list[Tensor],
+    squeezed: Squeezed | None,
+    ffn: _Ffn,
+    trace: LayerTrace,
+    ends: list[Tensor],
+) -> None:
+    """Refit one matrix after the other, each on what those before it now give (ALIGN-1, ALIGN-6)."""
+    family = work.family
+    if squeezed is not None:
+        if work.turn is not None:
+            wanted = _input_matrix(squeezed.weights)
+            _fit_readers(work, target, source, own, family.projections[:-1], trace.inputs, *wanted)
         _fit(work, target, source, own, family.projections[-1], family.middle, trace.middles)
-    if work.align and work.turn is not None:
+    if work.turn is not None and not ffn.is_linear:
         _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *_side_by_side(ffn.readers))
-    if work.align:
-        _fit(work, target, source, own, family.ffn[1], family.end, ends)
-    streams, attention_error, layer_error = _measure(work, target, source, own, trace.middles, ends)
-    report = _report_layer(merge, squeezed, attention_error, layer_error)
-    return after, streams, report if ffn.kept is None else report | {"neurons": ffn.kept}
+    _fit(work, target, source, own, family.ffn[1], family.end, ends)
 
 
 def _advance(
@@ -122,57 +139,85 @@ def _advance(
 
 
 class _Ffn(NamedTuple):
-    """An FFN with the neurons that stay: what reads the stream, the last matrix, and which neurons; None for all."""
+    """An FFN as the student has it.
+
+    Attributes:
+        readers: what reads the stream.
+        last: the last matrix.
+        kept: the neurons that stay, None for all.
+        is_linear: whether readers and last matrix become one (FFN-1).
+    """
 
     readers: list[tuple[Tensor, Tensor | None]]
     last: tuple[Tensor, Tensor | None]
     kept: list[int] | None
+    is_linear: bool
 
 
-def _read_ffn(work: Work, layer: nn.Module, squares: Tensor) -> _Ffn:
-    """The most important neurons of a teacher's FFN, in their order (FFN-4, FFN-5)."""
+def _read_ffn(work: Work, layer: nn.Module, squares: Tensor, *, is_linear: bool) -> _Ffn:
+    """All neurons of a teacher's linear FFN; else the most important ones, in their order (FFN-4, FFN-5)."""
     readers = [read_linear(find_part(layer, name)) for name in work.family.ffn[0]]
     matrix, bias = work.family.read_last(layer)
-    if work.sizes.neurons == len(matrix):
-        return _Ffn(readers, (matrix, bias), None)
+    if is_linear or work.sizes.neurons == len(matrix):
+        return _Ffn(readers, (matrix, bias), None, is_linear)
     importance = squares.sqrt() * torch.linalg.vector_norm(matrix, dim=1)
     best = importance.argsort(descending=True, stable=True)[: work.sizes.neurons].sort().values
     cut = [(rows[:, best], None if offset is None else offset[best]) for rows, offset in readers]
-    return _Ffn(cut, (matrix[best], bias), best.tolist())
+    return _Ffn(cut, (matrix[best], bias), best.tolist(), is_linear)
 
 
 def _fill_layer(
     work: Work,
     layer: nn.Module,
     target: nn.Module,
-    squeezed: Squeezed,
+    squeezed: Squeezed | None,
     ffn: _Ffn,
     taught: list[Tensor],
     middles: list[Tensor],
 ) -> None:
     """The closed form in place: attention as squeezed, the rest as in the teacher, both on the kept axes."""
     family, turn = work.family, work.turn
-    matrix, bias = ffn.last
     if turn is None:
         changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
         rest = {name: part for name, part in layer.state_dict().items() if not name.startswith(changed)}
         target.load_state_dict(rest, strict=False)
-        family.write_attention(target, squeezed.weights)
-        for name, given in zip(family.ffn[0], ffn.readers, strict=True):
-            write_linear(find_part(target, name), *given)
-        family.write_last(target, matrix, bias)
+        if squeezed is not None:
+            family.write_attention(target, squeezed.weights)
+        _write_ffn(family, target, ffn)
         return
     assert family.norms is not None  # check_width
     norms = [find_part(layer, name) for name in family.norms]
-    family.write_attention(target, turn.turn_attention(norms[0], squeezed.weights))
-    if family.query_norm is not None:
-        for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
-            find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
-    for name, given in zip(family.ffn[0], ffn.readers, strict=True):
-        write_linear(find_part(target, name), *turn.read(norms[1], *given))
-    family.write_last(target, matrix @ turn.basis, None if bias is None else bias @ turn.basis)
+    if squeezed is not None:
+        family.write_attention(target, turn.turn_attention(norms[0], squeezed.weights))
+        if family.query_norm is not None:
+            for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
+                find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
+    readers = [turn.read(norms[1], *given) for given in ffn.readers]
+    matrix, bias = ffn.last
+    last = matrix @ turn.basis, None if bias is None else bias @ turn.basis
+    _write_ffn(family, target, ffn._replace(readers=readers, last=last))
     for name, streams in zip(family.norms, (taught, middles), strict=True):
-        turn.write_norm(find_part(target, name), counted_rows(work, [turn.normalise(stream) for stream in streams]))
+        if squeezed is not None or name != family.norms[0]:
+            rows = counted_rows(work, [turn.normalise(stream) for stream in streams])
+            turn.write_norm(find_part(target, name), rows)
+
+
+def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
+    if ffn.is_linear:
+        family.write_last(target, *_merge_linear(ffn.readers[0], ffn.last))
+        return
+    for name, given in zip(family.ffn[0], ffn.readers, strict=True):
+        write_linear(find_part(target, name), *given)
+    family.write_last(target, *ffn.last)
+
+
+def _merge_linear(
+    first: tuple[Tensor, Tensor | None], last: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Two matrices with nothing between them as one, of rows ``(in, out)`` (FFN-1, FFN-2)."""
+    moved = None if first[1] is None else first[1] @ last[0]
+    biases = [part for part in (moved, last[1]) if part is not None]
+    return first[0] @ last[0], torch.stack(biases).sum(0) if biases else None
 
 
 def _fit(
@@ -234,7 +279,7 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
 
 def _measure(
     work: Work, target: nn.Module, source: int, own: list[Tensor], middles: list[Tensor], wanted: list[Tensor]
-) -> tuple[list[Tensor], float, float]:
+) -> tuple[list[Tensor], dict[str, float]]:
     """The student's stream after a layer and the relative errors in it (STUDENT-3)."""
     names = [work.family.middle] + ([] if work.family.end is None else [work.family.end])
     sums = [0.0] * 4
@@ -248,7 +293,7 @@ def _measure(
             sums[2 * at] += float((found.double()[batch.counted] - there).square().sum())
             sums[2 * at + 1] += float(there.square().sum())
     errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
-    return streams, errors[0], errors[1]
+    return streams, {"attention_error": errors[0], "layer_error": errors[1]}
 
 
 def _side_by_side(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -264,15 +309,25 @@ def _input_matrix(weights: AttentionWeights) -> tuple[Tensor, Tensor | None]:
     return torch.cat(matrices, dim=1), torch.cat(biases) if biases else None
 
 
-def _report_layer(merge: HeadMerge, squeezed: Squeezed, attention_error: float, layer_error: float) -> dict[str, Any]:
+def _squeeze(work: Work, weights: AttentionWeights, merge: HeadMerge, statistics: AttentionStatistics) -> Squeezed:
+    return work.squeezer(
+        weights,
+        merge,
+        statistics,
+        work.sizes.kv_heads,
+        work.sizes.head_dim,
+        frequencies=work.frequencies,
+        query_norm=work.family.query_norm is not None,
+    )
+
+
+def _report_heads(merge: HeadMerge, squeezed: Squeezed) -> dict[str, Any]:
     return {
         "case": squeezed.case,
         "exact": squeezed.exact,
         "plan": [[list(pair) for pair in pairs] for pairs in merge.plan],
         "groups": [list(group) for group in merge.groups],
         "mixing": merge.mixing.tolist(),
-        "attention_error": attention_error,
-        "layer_error": layer_error,
     }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from shd_ref.errors import ShdError
 from shd_ref.plans import as_index, check_integer
+from shd_torch.shrink.dropped import NOTHING, Dropped, dropped_class, dropped_config
 from shd_torch.shrink.families import Family, layer_types_of
 
 
@@ -132,8 +133,13 @@ def choose_sizes(
     return Sizes(heads, kv_heads, chosen, layers, hidden, neurons or teacher.neurons)
 
 
-def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int]) -> Any:
-    """A model of the teacher's class with these sizes, its weights still random; or what its configuration lacks."""
+def make_student(
+    teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int], dropped: Dropped = NOTHING
+) -> Any:
+    """A model of the teacher's class with these sizes, its weights still random; or what its configuration lacks.
+
+    Where student layers lack something, ``dropped``, the class is one of ``dropped_class``.
+    """
     config: Any = copy.deepcopy(teacher.config)
     before = sizes_of(config)
     try:
@@ -155,7 +161,10 @@ def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequenc
             _write_neurons(config, sizes)
         if hasattr(config, "validate_architecture"):
             config.validate_architecture()
-        student = type(teacher)(config)
+        kind: Any = type(teacher)
+        if dropped:
+            config, kind = dropped_config(config, dropped), dropped_class(kind)
+        student = kind(config)
     except (TypeError, ValueError) as error:
         if isinstance(error, ShdError):
             raise

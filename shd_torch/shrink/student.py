@@ -16,12 +16,13 @@ from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.align import RIDGE
 from shd_torch.shrink.calibration import Batch, rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.dropped import Dropped, check_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_teacher, new_folder, save_student
 from shd_torch.shrink.heads import squeeze_attention
 from shd_torch.shrink.layer import Squeezer, Work, counted_rows, fit_final, make_layer
 from shd_torch.shrink.merges import PLANS
-from shd_torch.shrink.sizes import choose_layers, choose_sizes, count_parameters, make_student, sizes_of
+from shd_torch.shrink.sizes import Sizes, choose_layers, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.width import Turn, check_width, principal_axes, turn_ends
 
 FORMAT = 1
@@ -54,6 +55,8 @@ def shrink(
     neurons: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    drop_attention: Sequence[int] = (),
+    drop_activations: Sequence[int] = (),
     plan: str = "auto",
     align: bool = True,
     ridge: float = RIDGE,
@@ -75,6 +78,8 @@ def shrink(
         neurons: of each FFN, the most important ones; default the teacher's.
         kv_heads: key and value heads; see HEAD-17.
         head_dim: entries of a head, where the family's configuration may say so.
+        drop_attention: teacher layers whose block loses its attention; such a student loads with ``load_student``.
+        drop_activations: teacher layers whose FFN becomes one linear map; also.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
         align: refit last matrices on the student's own stream.
         ridge: of the alignment.
@@ -104,6 +109,8 @@ def shrink(
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config)
     kept = choose_layers(own.layers, layers)
+    dropped = Dropped(tuple(drop_attention), tuple(drop_activations))
+    check_dropped(dropped, family, model.config, kept)
     sizes = choose_sizes(
         own,
         family,
@@ -114,48 +121,55 @@ def shrink(
         hidden=hidden,
         neurons=neurons,
     )
-    narrower = sizes.hidden != own.hidden
-    if narrower:
+    if sizes.hidden != own.hidden:
         check_width(model, family)
-    student = make_student(model, family, sizes, kept)
+    dropped = dropped.among(kept)
+    student = make_student(model, family, sizes, kept, dropped)
     mode = model.training
     model.eval()
     try:
         batches = start_batches(model, family, data, batch_size)
-        turn = _find_turn(model, family, batches, sizes.hidden, axes) if narrower else None
         work = Work(
             teacher=model,
             student=student,
             family=family,
             batches=batches,
             kept=kept,
+            dropped=dropped,
             sizes=sizes,
             plan=plan,
             align=align,
             ridge=ridge,
             squeezer=squeezer,
-            turn=turn,
+            turn=None if sizes.hidden == own.hidden else _find_turn(model, family, batches, sizes.hidden, axes),
             frequencies=rotary_frequencies(model, family),
         )
         _copy_ends(work)
         _run_layers(work, progress)
     finally:
         model.train(mode)
-    report = {
-        "format": FORMAT,
-        "model_type": model.config.model_type,
-        "teacher": own.__dict__ | {"parameters": count_parameters(model)},
-        "student": sizes.__dict__ | {"parameters": count_parameters(student)},
-        "aligned": align,
-        "calibration_rows": int(sum(int(batch.counted.sum()) for batch in batches)),
-        "layer_map": [[number, source] for number, source in enumerate(kept)],
-        "holes": [layer for layer in range(own.layers) if layer not in kept],
-        "layers": work.reports,
-    }
+    report = _report(work, own)
     student.to(stored)
     if folder is not None:
         save_student(student, report, folder)
     return Shrunk(student, report)
+
+
+def _report(work: Work, own: Sizes) -> dict[str, Any]:
+    """What ``shrink.json`` holds (STUDENT-3); the layer map counts blocks with attention (DEPTH-8)."""
+    sources = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
+    return {
+        "format": FORMAT,
+        "model_type": work.teacher.config.model_type,
+        "teacher": own.__dict__ | {"parameters": count_parameters(work.teacher)},
+        "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
+        "aligned": work.align,
+        "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
+        "sources": list(work.kept),
+        "layer_map": [[number, source] for number, source in enumerate(sources)],
+        "holes": [layer for layer in range(own.layers) if layer not in sources],
+        "layers": work.reports,
+    }
 
 
 def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:

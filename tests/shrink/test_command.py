@@ -46,6 +46,22 @@ def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
     assert "write-failed" in run(*words, "--heads", 2, code=1)
 
 
+def test_dropped_layers(tmp_path: Path) -> None:
+    from shd_torch import load_student
+
+    make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
+    np.save(tmp_path / "ids.npy", make_data("bert")["input_ids"].numpy())
+    words = [tmp_path / "teacher", "--data", tmp_path / "ids.npy", "--out", tmp_path / "student"]
+    assert "--drop-attention must be numbers" in run(*words, "--drop-attention", "half", code=1)
+    assert "layers-invalid" in run(*words, "--drop-attention", 3, code=1)
+    output = run(*words, "--heads", 2, "--drop-attention", 1, "--drop-activations", "0,2")
+    assert "load_student" in output
+    report = json.loads((tmp_path / "student" / "shrink.json").read_text(encoding="utf-8"))
+    assert [layer["case"] == "dropped" for layer in report["layers"]] == [False, True, False]
+    assert [layer.get("ffn") for layer in report["layers"]] == ["linear", None, "linear"]
+    assert load_student(tmp_path / "student").num_parameters() == report["student"]["parameters"]
+
+
 def test_errors_name_what_was_typed(tmp_path: Path) -> None:
     make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
     np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))

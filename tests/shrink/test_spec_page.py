@@ -53,6 +53,7 @@ def test_codes_of_the_page_are_of_the_list() -> None:
         "argument-value",
         "layers-invalid",
         "mixing-invalid",
+        "read-failed",
         "shrink-unsupported",
     }
     assert cited <= set(ERROR_CODES)

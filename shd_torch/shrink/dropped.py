@@ -1,0 +1,217 @@
+"""Students that no stock configuration can say: blocks without attention, FFNs without activation (DEPTH-4..8).
+
+They are the stock class with some of its modules replaced, under a ``model_type`` that plain transformers does not
+know: its Auto classes refuse the folder, and a stock class finds weights of another shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_torch.shrink.families import FAMILIES, Family, find_part
+
+_PREFIX = "Dropped"
+_KIND = "{} with dropped layers (load it with shd_torch.load_student)"
+_LISTS = ("dropped_attention", "dropped_activations")
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What a model lacks, by number of layer.
+
+    Attributes:
+        attention: layers whose block has no attention.
+        activations: layers whose FFN is one linear map.
+    """
+
+    attention: tuple[int, ...] = ()
+    activations: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.attention or self.activations)
+
+    def among(self, kept: Sequence[int]) -> Dropped:
+        """The same layers by their place in ``kept``."""
+        found = ([kept.index(layer) for layer in layers] for layers in (self.attention, self.activations))
+        return Dropped(*(tuple(layers) for layers in found))
+
+
+NOTHING = Dropped()
+
+
+def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:
+    """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay (DEPTH-4, DEPTH-7).
+
+    Raises:
+        ShdError: ``layers-invalid``, ``shrink-unsupported``.
+    """
+    for name, layers in (("drop_attention", dropped.attention), ("drop_activations", dropped.activations)):
+        whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+        if not whole or list(layers) != sorted(set(layers)) or not set(layers) <= set(kept):
+            raise ShdError(
+                "layers-invalid",
+                f"{name} must be a rising list of teacher layers that the student keeps, {list(kept)}; got "
+                f"{list(layers)}",
+                "DEPTH-4",
+            )
+    if len(dropped.attention) == len(kept):
+        raise ShdError(
+            "layers-invalid",
+            f"drop_attention must leave a block with attention; got all of {list(kept)}",
+            "DEPTH-4",
+        )
+    if dropped.activations and family.is_gated:
+        raise ShdError(
+            "shrink-unsupported",
+            f"drop_activations must be empty for {config.model_type}: its gated FFNs multiply two functions of "
+            "their input, and without the activation no linear map equals them; drop attention or whole layers",
+            "FFN-3",
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if dropped.attention and len(kinds) > 1:
+        raise ShdError(
+            "shrink-unsupported",
+            f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))}): a cache of "
+            "keys would give a layer another one's window; drop whole layers",
+            "DEPTH-7",
+        )
+
+
+def drop_parts(model: nn.Module, family: Family, dropped: Dropped) -> None:
+    """Replace modules in place; a linear FFN gets random weights (DEPTH-4, FFN-1)."""
+    layers = family.layers_of(model)
+    for number in dropped.attention:
+        _drop_attention(layers[number], family)
+    for number in dropped.activations:
+        _drop_activation(layers[number], family)
+    if dropped.attention:  # a cache of keys counts the blocks that fill it, and asks the first how far it is
+        blocks = [layer for number, layer in enumerate(layers) if number not in dropped.attention]
+        for place, layer in enumerate(blocks):
+            attention = find_part(layer, family.attention)
+            if hasattr(attention, "layer_idx"):
+                attention.layer_idx = place
+
+
+class _Absent(nn.Module):
+    """Passes its input on, where a projection was.
+
+    A checkpoint holds one number under the projection's name. Its shape makes a stock class refuse the file, where
+    it would fill weights that are missing at random.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(1))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As it is."""
+        return hidden_states
+
+
+class _NoAttention(nn.Module):
+    """Adds nothing to the stream; ``name`` is the projection whose place is marked."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, _Absent())
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """A zero that broadcasts, and no map."""
+        return hidden_states.new_zeros(1, 1, 1), None
+
+
+def _drop_attention(layer: nn.Module, family: Family) -> None:
+    layer.set_submodule(family.attention, _NoAttention(family.projections[0].rpartition(".")[2]))
+    unread = [] if family.projections[-1].startswith(f"{family.attention}.") else [family.projections[-1]]
+    unread += [] if family.norms is None else [family.norms[0]]
+    unread += [] if family.layer_scales is None else [family.layer_scales[0].rpartition(".")[0]]
+    for name in unread:
+        layer.set_submodule(name, nn.Identity())
+
+
+def _drop_activation(layer: nn.Module, family: Family) -> None:
+    (first,), last = family.ffn
+    assert family.activation is not None  # check_dropped
+    old = find_part(layer, last)
+    if isinstance(old, nn.Linear):
+        linear: nn.Module = nn.Linear(old.out_features, old.out_features, bias=old.bias is not None)
+    else:
+        linear = type(old)(old.nf, old.nf)  # GPT-2's Conv1D
+    layer.set_submodule(first, _Absent())
+    place, _, name = family.activation.rpartition(".")
+    setattr(layer.get_submodule(place), name, nn.Identity())  # some are functions
+    layer.set_submodule(last, linear.to(dtype=old.weight.dtype, device=old.weight.device))
+
+
+@functools.cache
+def dropped_class(stock: Any) -> Any:
+    """The class of a stock class's models that lack parts, registered with transformers' Auto classes."""
+    from transformers.models.auto import modeling_auto
+
+    name = stock.config_class.model_type
+
+    def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        stock.__init__(self, config, *args, **kwargs)
+        drop_parts(self, FAMILIES[name], read_dropped(config))
+
+    config_class = _config_class(stock.config_class)
+    members = {"__init__": make, "config_class": config_class, "__module__": __name__, "__doc__": stock.__doc__}
+    made = type(_PREFIX + stock.__name__, (stock,), members)
+    for auto in vars(modeling_auto).values():
+        mapping: Any = getattr(auto, "_model_mapping", None) if isinstance(auto, type) else None
+        found = None if mapping is None else mapping.get(stock.config_class, None)
+        if found is stock or (auto is modeling_auto.AutoModel and isinstance(found, type)):
+            auto.register(config_class, made if found is stock else dropped_class(found), exist_ok=True)
+    return made
+
+
+@functools.cache
+def _config_class(stock: Any) -> Any:
+    import transformers
+
+    name = _KIND.format(stock.model_type)
+    made = type(_PREFIX + stock.__name__, (stock,), {"model_type": name, "__module__": __name__})
+    transformers.AutoConfig.register(name, made, exist_ok=True)
+    return made
+
+
+def dropped_config(config: Any, dropped: Dropped) -> Any:
+    """A stock configuration as one that says what is dropped."""
+    given = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    lists = {name: list(part) for name, part in zip(_LISTS, (dropped.attention, dropped.activations), strict=True)}
+    stock: Any = type(config)
+    made = _config_class(stock)(**given, **lists)
+    made._attn_implementation = config._attn_implementation
+    return made
+
+
+def read_kind(raw: Mapping[str, Any]) -> str | None:
+    """The ``model_type`` of the stock class, from a configuration of such a student; None from another's."""
+    found = re.fullmatch(re.escape(_KIND).replace(r"\{\}", "(.+)"), str(raw.get("model_type")))
+    return None if found is None else found[1]
+
+
+def stock_name(name: object) -> str | None:
+    """The stock class's name, from that of a class of ``dropped_class``."""
+    return name.removeprefix(_PREFIX) if isinstance(name, str) and name.startswith(_PREFIX) else None
+
+
+def read_dropped(config: Any) -> Dropped:
+    """What a configuration says, not yet checked."""
+    lists: list[Any] = [getattr(config, name, None) for name in _LISTS]
+    if not all(isinstance(part, list) for part in lists):
+        raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}", "DEPTH-5")
+    return Dropped(*(tuple(part) for part in lists))
+
+
+def count_attention_blocks(config: Any) -> int:
+    """How many attention calls a forward pass of a student makes: what SHD's layers are counted in (DEPTH-8)."""
+    return int(config.num_hidden_layers) - len(getattr(config, _LISTS[0], ()))
