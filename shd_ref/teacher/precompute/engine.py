@@ -76,7 +76,7 @@ def precompute(
     Raises:
         ShdError: as ``TeacherRun``; ``graph-mismatch`` (in-graph squeeze against the reference), ``cache-mismatch``
             (the folder holds another job), ``cache-exists``, ``write-failed``, ``not-finite``; ``argument-value`` for
-            students that differ in more than heads and plans.
+            students that differ in more than ``num_student_heads`` and ``plans``.
     """
     return engine(Path(teacher), inputs, students, run or RunOptions(), on_progress, on_read)
 

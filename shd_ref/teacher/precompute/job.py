@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from itertools import permutations
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +36,7 @@ OnProgress = Callable[[int, int, int], None]
 """Called with samples done, samples in all and bytes written, summed over students."""
 
 Students = Sequence[tuple[str | os.PathLike[str], PrecomputeOptions]]
-"""Each student's cache and what it holds; those of one pass differ in the number of heads and in plans alone."""
+"""Each student's cache and what it holds; those of one pass differ in ``num_student_heads`` and ``plans`` alone."""
 
 
 class PrecomputeJob:
@@ -280,14 +281,17 @@ class _StudentCache:
 def _check_students(students: Students) -> None:
     """Refuse students that cannot share a pass, before a manifest of any is written."""
     heads = [options.num_student_heads for _, options in students]
-    if not students or len(heads) != len(set(heads)):
+    if not students or any(heads.count(each) > 1 for each in heads):
         raise ShdError(
             "argument-value", f"students must be at least one, with distinct numbers of heads; got {heads}"
         )
     roots = [open_storage(folder).root for folder, _ in students]
-    places = [str(root.resolve() if isinstance(root, Path) else root) for root in roots]
-    if len(places) != len(set(places)):
-        raise ShdError("argument-value", f"students must each have their own cache; got {', '.join(places)}")
+    places = [os.path.realpath(root) if isinstance(root, Path) else root for root in roots]
+    if any(f"{inner}/".startswith(f"{outer}/") for inner, outer in permutations(places, 2)):
+        raise ShdError(
+            "argument-value",
+            f"students must each have their own cache, none inside another's; got {', '.join(places)}",
+        )
     first = students[0][1]
     for _, options in students[1:]:
         differing = [
@@ -300,7 +304,7 @@ def _check_students(students: Students) -> None:
         if differing:
             raise ShdError(
                 "argument-value",
-                "students of one pass must have the same options except heads and plans; got "
+                "students of one pass must have the same options except num_student_heads and plans; got "
                 f"{', '.join(differing)}: give each its own run",
             )
 

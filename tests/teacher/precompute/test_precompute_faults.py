@@ -299,17 +299,24 @@ def test_several_students_share_one_pass_of_the_teacher(
         ("two", {"num_student_heads": 3, "strategy": "constant"}, "strategy 'shd' and 'constant'"),
         ("two", {"num_student_heads": 3, "layer_pairs": ((0, 1),)}, "layer_pairs None and "),
         ("two", {"strategy": "constant"}, r"distinct numbers of heads; got \[2, 2\]"),
+        ("two", {"num_student_heads": 3, "plan": "balanced"}, r"except num_student_heads and plans; got plan "),
+        ("two", {"num_student_heads": [2]}, "num_student_heads must be an integer"),
         ("other/../one", {"num_student_heads": 3}, "their own cache"),
+        ("one/two", {"num_student_heads": 3}, "their own cache"),
+        (".", {"num_student_heads": 3}, "their own cache"),
+        ("loop", {"num_student_heads": 3}, "loop"),
     ],
 )
 def test_students_that_cannot_share_a_pass_are_refused_before_anything_is_written(
     teacher: Path, tmp_path: Path, folder: str, changes: dict[str, Any], said: str
 ) -> None:
+    (tmp_path / "loop").symlink_to("loop")
     students = [(tmp_path / "one", OPTIONS), (tmp_path / folder, replace(OPTIONS, **changes))]
-    with pytest.raises(ShdError, match=said) as caught:
-        engine.precompute(teacher, make_tokens(), students, RUN)
-    assert caught.value.code == "argument-value"
-    assert list(tmp_path.iterdir()) == []
+    for given in (students, students[::-1]):
+        with pytest.raises(ShdError, match=said if given is students else None) as caught:
+            engine.precompute(teacher, make_tokens(), given, RUN)
+        assert caught.value.code == ("read-failed" if folder == "loop" else "argument-value")
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
 class CountedSession:
