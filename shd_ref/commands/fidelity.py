@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +15,12 @@ from rich.table import Table
 from shd_ref.commands.derive import Without
 from shd_ref.commands.options import AsJson, InputOptions, TeacherPath
 from shd_ref.commands.terminal import console, messages, narrow_table, print_remarks, show_progress
-from shd_ref.teacher.run.options import RunOptions
+from shd_ref.commands.words import option_words
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.options import FidelityOptions
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.study.fidelity import Fidelity, FidelityReport
+    from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
 
 
 def fidelity(
@@ -32,76 +35,130 @@ def fidelity(
     shd fidelity teacher.onnx --inputs data.npz --student-heads 4,6
 
     The teacher runs with merged maps in place of its full maps, in all layers at once; no student and no training is
-    needed. Ends with the command that precomputes the best way.
+    needed. Ends with the command that precomputes the best way, or of several that the samples cannot tell apart the
+    simplest. The result is kept beside the teacher (teacher.fidelity.json), where shd plan and shd precompute look.
     """
     from shd_ref.teacher.study.fidelity import measure_fidelity
+    from shd_ref.teacher.study.kept import keep_report, kept_path
 
     source = inputs.open()
     with show_progress("batches") as (on_progress,):
         report = measure_fidelity(teacher, source, options, run, on_progress=on_progress)
     commands = {
-        heads: _precompute_command([str(teacher), *inputs.words], result, options, run)
-        for heads, result in report.best().items()
+        heads: _precompute_command(teacher, inputs, result, options, run)
+        for heads, result in report.recommended().items()
     }
-    print_remarks(source.remark)
+    lost = (
+        None if keep_report(teacher, report) else f"{kept_path(teacher)} could not be written: the result is not kept"
+    )
+    print_remarks(source.remark, lost)
     if as_json:
         print(json.dumps(_document(teacher, report, commands)))
         return
     for skipped in report.skipped:
         messages.say(f"left as it is: {skipped}")
-    console.print(_table(teacher, report))
-    if commands:
-        console.print("best that can be precomputed, for each number of student heads:")
-    for command in commands.values():
-        console.say(f"  {command}")
+    _print_report(teacher, report, commands)
 
 
-def _table(teacher: Path, report: FidelityReport) -> Table:
-    own = "" if report.loss is None else f", loss {report.loss:.4f} unsqueezed"
+def _print_report(teacher: Path, report: FidelityReport, commands: dict[int, str]) -> None:
+    from shd_ref.teacher.study.intervals import CONFIDENCE
+
     count = len(report.sites)
-    table = narrow_table(
-        f"{teacher.name}: {count} attention site{'s' * (count != 1)} squeezed, {report.samples} samples{own}",
-        f"errors relative to the teacher; 1 - cosine and output error of {report.output!r}",
+    title = f"{teacher.name}: {count} attention site{'s' * (count != 1)} squeezed; errors of {report.output!r}"
+    console.print(title, highlight=False)
+    own = "" if report.loss is None else f"; the teacher's own loss {report.loss:.4f}"
+    chosen_on = "" if report.held_out else ", among them those that plans are matched on"
+    console.print(f"{report.samples} samples{chosen_on}{own}", highlight=False)
+    for heads in sorted({result.setting.num_student_heads for result in report.results}):
+        console.print()
+        console.print(_table(report, heads))
+        if heads in commands:
+            console.print(f"take: {_reason(report, heads)}", highlight=False)
+            console.say(f"  {commands[heads]}")
+    console.print()
+    console.print(
+        f"±: {CONFIDENCE:.0%} intervals over samples (Student's t); differences sample by sample, all of a table at "
+        "once",
+        highlight=False,
     )
-    table.add_column("heads", justify="right")
-    for title in ("plan", "strategy", "alpha\nper"):
-        table.add_column(title)
-    measures = [*(["loss"] if report.loss is not None else []), "1 - cosine", "output\nerror", "attention\nerror"]
-    for title in measures:
-        table.add_column(title, justify="right")
-    best = {id(result) for result in report.best().values()}
-    for result in report.results:
-        shown = [] if result.loss is None else [f"{result.loss:.4f}"]
-        # The cosine distance of equal outputs is 0 up to rounding of either sign.
-        shown += [f"{max(result.cosine_distance, 0.0):.3g}"]
-        shown += [f"{error:.3f}" for error in (result.output_error, result.attention_error)]
-        setting = result.setting
-        plan = setting.plan if setting.matched_by in (None, "residual") else f"{setting.plan} ({setting.matched_by})"
-        names = str(setting.num_student_heads), plan, setting.strategy, setting.alpha_per
-        table.add_row(*names, *shown, style="bold" * (id(result) in best))
+
+
+def _table(report: FidelityReport, heads: int) -> Table:
+    """The settings of one number of student heads, best first."""
+    results = [result for result in report.results if result.setting.num_student_heads == heads]
+    # Few digits before and after the point, the same power of ten in all rows.
+    largest = max(abs(result.cost) for result in results)
+    power = 0 if largest == 0 or largest >= 0.1 else 3 * math.floor(math.log10(largest) / 3)
+    unit = f"\n(1e{power})" if power else ""
+    table = narrow_table(f"{heads} student heads")
+    for name in ("plan", "weights"):
+        table.add_column(name)
+    for name in (f"{report.measure}{unit}", f"above best{unit}", "attention\nerror"):
+        table.add_column(name, justify="right")
+    recommended, best = report.recommended().get(heads), report.best().get(heads)
+    for result in results:
+        cost = max(result.cost, 0.0) if report.loss is None else result.cost  # 0 up to rounding of either sign
+        above = _with_margin(result.excess / 10**power, result.excess_margin, power)
+        table.add_row(
+            result.setting.plan_title,
+            result.setting.weights_title + ("" if result.can_precompute else " *"),
+            _with_margin(cost / 10**power, result.margin, power),
+            "best" if result is best else "indistinguishable" if result.is_tied else above,
+            f"{result.attention_error:.3f}",
+            style="bold" * (result is recommended),
+        )
+    if not all(result.can_precompute for result in results):
+        table.caption = "* not offered by shd precompute for groups of more than two"
     return table
 
 
-def _precompute_command(subject: list[str], best: Fidelity, options: FidelityOptions, run: RunOptions) -> str:
-    """The command that squeezes as the best setting does."""
+def _with_margin(value: float, margin: float | None, power: int) -> str:
+    """A number and half of its interval, with two digits of the latter, but not of what is next to nothing."""
+    if not margin:
+        return f"{value:.4g}"
+    scaled = margin / 10**power
+    digits = min(max(1 - math.floor(math.log10(scaled)), 0), 4)
+    return f"{value:.{digits}f} ± {scaled:.{digits}f}"
+
+
+def _reason(report: FidelityReport, heads: int) -> str:
+    """Which setting, and why."""
+    taken, tied = report.recommended()[heads], report.tied(heads)
+    samples = f"{report.samples} sample{'s' * (report.samples != 1)}"
+    if len(tied) == 1:
+        return f"{taken.setting.title}: the lowest {report.measure}, beyond what {samples} leave open"
+    if taken is tied[0] and taken.excess_margin is not None:
+        return f"{taken.setting.title}: the lowest {report.measure}, and none that is as good takes fewer options"
+    return (
+        f"{taken.setting.title}: the fewest options of {len(tied)} ways that {samples} cannot tell apart "
+        "(more: --samples)"
+    )
+
+
+def _precompute_command(
+    teacher: Path, inputs: InputOptions, best: Fidelity, options: FidelityOptions, run: RunOptions
+) -> str:
+    """The command that squeezes as a setting does."""
     setting = best.setting
-    words = ["shd", "precompute", *subject, "--student-heads", str(setting.num_student_heads)]
-    words += ["--strategy", setting.strategy] if setting.strategy != "shd" else []
-    words += ["--alpha-per", setting.alpha_per] if setting.alpha_per != "map" else []
-    words += ["--plan", setting.plan] if setting.plan != "progressive" else []
+    chosen = partial(
+        PrecomputeOptions,
+        setting.num_student_heads,
+        sites=options.sites,
+        strategy=setting.strategy,
+        plan=setting.plan,
+        alpha_per=setting.alpha_per,
+    )
     if setting.matched_by is not None:
-        words += ["--matched-by", setting.matched_by] if setting.matched_by != "residual" else []
-        words += ["--calibration-samples", str(options.calibration_samples)]
-        words += ["--seed", str(run.seed)] if run.seed else []
-    words += ["--sites", options.sites] if options.sites is not None else []
-    words += ["--mask", run.mask] if run.mask is not None else []
-    words += ["--decoder-mask", run.decoder_mask] if run.decoder_mask is not None else []
-    return shlex.join([*words, "--out", f"cache-{setting.num_student_heads}"])
+        chosen = partial(chosen, matched_by=setting.matched_by, calibration_samples=options.calibration_samples)
+    words = option_words(inputs, chosen(), run)
+    return shlex.join(["shd", "precompute", str(teacher), *words, "--out", f"cache-{setting.num_student_heads}"])
 
 
 def _document(teacher: Path, report: FidelityReport, commands: dict[int, str]) -> dict[str, Any]:
     """What ``--json`` prints."""
-    results = [asdict(result.setting) | asdict(result) for result in report.results]
+    results = [
+        asdict(result.setting) | asdict(result) | {"indistinguishable": result.is_tied} for result in report.results
+    ]
     for result in results:
         del result["setting"]
     return {
@@ -110,6 +167,7 @@ def _document(teacher: Path, report: FidelityReport, commands: dict[int, str]) -
         "sites": report.sites,
         "skipped": report.skipped,
         "samples": report.samples,
+        "held_out": report.held_out,
         "loss": report.loss,
         "results": results,
         "recommended": {str(heads): command for heads, command in commands.items()},

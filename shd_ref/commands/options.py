@@ -70,14 +70,6 @@ class InputOptions:
             self.inputs, tokenizer=self.tokenizer, text_column=self.text_column, max_length=self.max_length
         )
 
-    @property
-    def words(self) -> list[str]:
-        """The part of a command line that names the same inputs."""
-        words = ["--inputs", str(self.inputs)]
-        words += [] if self.tokenizer is None else ["--tokenizer", str(self.tokenizer)]
-        words += [] if self.text_column is None else ["--text-column", self.text_column]
-        return words + ([] if self.max_length is None else ["--max-length", str(self.max_length)])
-
 
 def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
     """Refuse one of teacher and inputs without the other, where the teacher is run on request.

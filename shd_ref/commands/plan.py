@@ -37,6 +37,7 @@ def plan(
     """
     from shd_ref.commands.tables import print_forecast
     from shd_ref.teacher.study.forecast import forecast_cache
+    from shd_ref.teacher.study.kept import advise_plan
 
     if not read_bandwidth > 0:
         raise ShdError("argument-value", f"--read-bandwidth must be above 0 MB a second; got {read_bandwidth}")
@@ -50,7 +51,7 @@ def plan(
             num_samples=samples,
             bandwidth=1e6 * read_bandwidth,
         )
-        print_remarks(*forecast.remarks)
+        print_remarks(advise_plan(teacher, options(num_student_heads=heads)), *forecast.remarks)
         if as_json:
             print(json.dumps(asdict(forecast)))
         else:

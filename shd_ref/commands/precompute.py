@@ -13,6 +13,7 @@ import typer
 from shd_ref.commands.derive import Without
 from shd_ref.commands.options import InputOptions, StudentHeads, TeacherPath, refuse_nothing
 from shd_ref.commands.terminal import console, print_remarks, show_progress
+from shd_ref.commands.words import option_words
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import RUNNING, PrecomputeOptions, RunOptions, Shown
 
@@ -55,11 +56,13 @@ def precompute(
     if engine != "ray" and workers is not None:
         raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
     from shd_ref.teacher.precompute.engine import students_of
+    from shd_ref.teacher.study.kept import advise_plan
 
     source = inputs.open()
     if dry_run:
         _measure(teacher, source, [options(num_student_heads=heads) for heads in student_heads], run)
         return
+    print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in student_heads))
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
         summaries = _run(teacher, inputs, source, out, options, student_heads, run, engine, workers, told)
@@ -120,5 +123,5 @@ def _print_summaries(
         console.say("next: the other parts; the last one seals, or shd merge does where each has its folder")
         return
     for place in places:
-        words = ["shd", "verify", place, "--teacher", str(teacher), *inputs.words]
+        words = ["shd", "verify", place, "--teacher", str(teacher), *option_words(inputs)]
         console.say(f"next: {shlex.join(words)}")

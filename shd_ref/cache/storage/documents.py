@@ -27,7 +27,7 @@ MAX_INTEGER: Final = 2**53 - 1
 """Integers are 0 to this, exact in every JSON reader (CACHE-12)."""
 
 _Content = TypeVar("_Content")
-_PRIMITIVES: Final = (int, str, float)
+_PRIMITIVES: Final = (int, str, float, bool)
 _OPTIONAL: Final = "optional"
 _TAG: Final = "form"
 

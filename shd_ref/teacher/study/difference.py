@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.sources import IndexedSource, Source
+from shd_ref.teacher.study.intervals import Scores
 
 RowMask = NDArray[np.bool_]
 
@@ -40,7 +41,7 @@ class CosineDistance:
     """Mean over samples of 1 - cosine of their outputs; ``(B, L, D)`` is first averaged over counted rows."""
 
     def __init__(self) -> None:
-        self._sum, self._samples = 0.0, 0
+        self._distances: list[float] = []
 
     def add(self, got: NDArray[Any], wanted: NDArray[Any], row_mask: RowMask | None = None) -> None:
         """Count one batch."""
@@ -48,13 +49,12 @@ class CosineDistance:
         norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
         cosine = (a * b).sum(axis=1) / np.where(norms == 0.0, 1.0, norms)
         equal_zeros = ~a.any(axis=1) & ~b.any(axis=1)
-        self._sum += float(np.where(equal_zeros, 0.0, 1.0 - cosine).sum())
-        self._samples += len(a)
+        self._distances += np.where(equal_zeros, 0.0, 1.0 - cosine).tolist()
 
     @property
-    def value(self) -> float:
-        """At least 0 up to rounding."""
-        return self._sum / max(self._samples, 1)
+    def scores(self) -> Scores:
+        """Of every sample, in the order they were counted; at least 0 up to rounding."""
+        return Scores(np.array(self._distances), np.ones(len(self._distances)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class CrossEntropy:
     """Mean cross entropy of logits on targets, in nats."""
 
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._sums: list[float] = []
+        self._counts: list[int] = []
 
     def add(self, logits: NDArray[Any], targets: NDArray[np.int64]) -> None:
         """Count one batch; negative targets are left out."""
@@ -141,13 +142,13 @@ class CrossEntropy:
             wide, wanted = wide[wanted >= 0], wanted[wanted >= 0]
             top = wide.max(axis=1, keepdims=True, initial=-np.inf)
             log_sum = np.log(np.exp(wide - top).sum(axis=1)) + top[:, 0]
-            self._sum += float((log_sum - wide[np.arange(len(wanted)), wanted]).sum())
-            self._count += len(wanted)
+            self._sums.append(float((log_sum - wide[np.arange(len(wanted)), wanted]).sum()))
+            self._counts.append(len(wanted))
 
     @property
-    def value(self) -> float:
-        """NaN where no target counted."""
-        return self._sum / self._count if self._count else float("nan")
+    def scores(self) -> Scores:
+        """Of every sample, in the order they were counted, a count for each target; NaN where no target counted."""
+        return Scores(np.array(self._sums), np.array(self._counts, dtype=np.float64))
 
 
 def counted_rows(array: NDArray[Any], row_mask: RowMask | None) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,86 +43,18 @@ from shd_ref.teacher.study.difference import (
     Targets,
     read_targets,
 )
+from shd_ref.teacher.study.intervals import Scores
 from shd_ref.teacher.study.options import FidelityOptions
+from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting
 
-_WEIGHED: Final = ("shd", "hard")
-"""Strategies that compute weights, so that ``alpha_per`` makes a difference."""
+LEAST_SAMPLES: Final = 8
+"""Fewer tell hardly anything apart: then samples that plans were matched on are judged too."""
 
 _HELD_BYTES: Final = 2**29
 """What the teacher's own results may take in memory; beyond it they are computed again for every setting."""
 
 OnProgress = Callable[[int, int], None]
 """Called with batches done and batches in all."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to squeeze, in the words of ``PrecomputeOptions``; ``matched_by`` is None for other plans."""
-
-    num_student_heads: int
-    plan: str
-    matched_by: str | None
-    strategy: str
-    alpha_per: str
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """What the teacher loses with one setting.
-
-    Attributes:
-        output_error: relative error of the output over counted rows.
-        cosine_distance: mean over samples of 1 - cosine of the output (of its mean over counted rows).
-        attention_error: mean over sites of the relative error of the attention output, drift from earlier layers
-            included.
-        merge_error: the same without drift: against the unmerged maps of the squeezed teacher itself (MIX-8).
-        loss: mean cross entropy on the targets; None without targets.
-        can_precompute: whether ``precompute`` offers this merge; not ``simplex`` for groups of more than two.
-        plans: the rounds of every site.
-    """
-
-    setting: Setting
-    output_error: float
-    cosine_distance: float
-    attention_error: float
-    merge_error: float
-    loss: float | None
-    can_precompute: bool
-    plans: tuple[MergePlan, ...] = field(repr=False)
-
-    @property
-    def cost(self) -> float:
-        """What settings are ranked by: the loss where there is one, else the cosine distance of the output."""
-        return self.cosine_distance if self.loss is None else self.loss
-
-
-@dataclass(frozen=True)
-class FidelityReport:
-    """All settings, best first.
-
-    Attributes:
-        output: what was compared.
-        sites: names of the attention sites that were squeezed.
-        skipped: ``name: reason`` of those that were not.
-        samples: how many were run.
-        loss: the teacher's own, unsqueezed; None without targets.
-        results: by ``Fidelity.cost``.
-    """
-
-    output: str
-    sites: tuple[str, ...]
-    skipped: tuple[str, ...]
-    samples: int
-    loss: float | None
-    results: tuple[Fidelity, ...]
-
-    def best(self) -> dict[int, Fidelity]:
-        """The best setting that can be precomputed, by number of student heads, ascending."""
-        first: dict[int, Fidelity] = {}
-        for result in self.results:
-            if result.can_precompute:
-                first.setdefault(result.setting.num_student_heads, result)
-        return dict(sorted(first.items()))
 
 
 def measure_fidelity(
@@ -163,15 +95,15 @@ def measure_fidelity(
             if on_progress:
                 on_progress(done, total)
         found[merged] = losses
-    results = [found[merged].summarise(setting, merged) for setting, merged in zip(settings, rules, strict=True)]
+    results = _summarise([(setting, merged, found[merged]) for setting, merged in zip(settings, rules, strict=True)])
     return FidelityReport(
         output=test.output,
         sites=tuple(site.name for site in test.sites),
         skipped=test.skipped,
         samples=sum(len(batch.indices) for batch in test.batches),
+        held_out=test.held_out,
         loss=next(iter(found.values())).teacher_loss,
-        # Equal costs keep the order of the settings: the source's own way comes first.
-        results=tuple(sorted(results, key=lambda result: result.cost)),
+        results=results,
     )
 
 
@@ -193,10 +125,37 @@ def _settings(options: FidelityOptions) -> list[Setting]:
     weights = [
         (strategy, alpha_per)
         for strategy in options.strategy
-        for alpha_per in (options.alpha_per if strategy in _WEIGHED else ("map",))
+        for alpha_per in (options.alpha_per if strategy in WEIGHED else ("map",))
     ]
     combined = itertools.product(options.student_heads, plans, weights)
     return list(dict.fromkeys(Setting(heads, *plan, *weight) for heads, plan, weight in combined))
+
+
+def _summarise(
+    measured: Sequence[tuple[Setting, tuple[MergeRule, ...], _Losses]],
+) -> tuple[Fidelity, ...]:
+    """Each setting beside the best of its student heads, by cost."""
+    # Equal costs keep the order of the settings: the source's own way comes first.
+    ordered = sorted(measured, key=lambda one: one[2].scores.value)
+    results = []
+    for setting, rules, losses in ordered:
+        rivals = [one for one in ordered if one[0].num_student_heads == setting.num_student_heads]
+        best = next((one for one in rivals if _can_precompute(one[1])), rivals[0])
+        excess, excess_margin = losses.scores.above(best[2].scores, len(rivals) - 1)
+        results.append(
+            losses.summarise(
+                setting=setting,
+                excess=excess,
+                excess_margin=excess_margin,
+                can_precompute=_can_precompute(rules),
+                plans=tuple(rule.rounds for rule in rules),
+            )
+        )
+    return tuple(results)
+
+
+def _can_precompute(rules: Sequence[MergeRule]) -> bool:
+    return all(rule.strategy != "simplex" for rule in rules)
 
 
 Results = dict[str, NDArray[Any]]
@@ -228,7 +187,11 @@ class _FidelityTest:
         )
         self._kinds = kinds
         self._masks = [self._mask_of_rows(site) for site in self.sites]
-        chosen = [int(index) for index in sample_order(len(self.inputs), run.seed)[: options.samples]]
+        order = [int(index) for index in sample_order(len(self.inputs), run.seed)]
+        # Plans are matched on the first of them, as precompute will match them.
+        others = order[options.calibration_samples :] if MATCHED in options.plan else order
+        self.held_out = len(others) >= LEAST_SAMPLES or len(others) == len(order)
+        chosen = (others if self.held_out else order)[: options.samples]
         self.targets: Targets | None = None
         if options.targets is not None:
             self.targets = read_targets(
@@ -353,20 +316,29 @@ class _Losses:
     @property
     def teacher_loss(self) -> float | None:
         """None without targets."""
-        return None if np.isnan(self._teacher_loss.value) else self._teacher_loss.value
+        return _number(self._teacher_loss.scores)
 
-    def summarise(self, setting: Setting, rules: tuple[MergeRule, ...]) -> Fidelity:
-        """The means."""
+    @property
+    def scores(self) -> Scores:
+        """What settings are ranked by, of every sample."""
+        return self._cosine.scores if _number(self._loss.scores) is None else self._loss.scores
+
+    def summarise(self, **beside: Any) -> Fidelity:
+        """The means, and what is said of a setting beside others."""
         return Fidelity(
-            setting=setting,
             output_error=self._output.value,
-            cosine_distance=self._cosine.value,
+            cosine_distance=self._cosine.scores.value,
             attention_error=float(np.mean([error.value for error in self._attention])),
             merge_error=float(np.mean([error.value for error in self._merge])),
-            loss=None if np.isnan(self._loss.value) else self._loss.value,
-            can_precompute=all(rule.strategy != "simplex" for rule in rules),
-            plans=tuple(rule.rounds for rule in rules),
+            loss=_number(self._loss.scores),
+            margin=self.scores.margin(),
+            **beside,
         )
+
+
+def _number(scores: Scores) -> float | None:
+    """The value; None where nothing counted."""
+    return None if np.isnan(scores.value) else scores.value
 
 
 def _run(opened: tuple[ReplacedGraph, Any], batch: Batch) -> Results:

@@ -262,7 +262,7 @@ def test_measures_follow_their_definitions() -> None:
     cosine = CosineDistance()
     cosine.add(a, b, mask)
     pairs = [(a[0, :2].mean(0), b[0, :2].mean(0)), (a[1, 0], b[1, 0])]
-    assert cosine.value == pytest.approx(
+    assert cosine.scores.value == pytest.approx(
         np.mean([1 - x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs])
     )
     same = RelativeError()
@@ -284,7 +284,7 @@ def test_targets_are_next_tokens_given_tokens_or_classes() -> None:
         entropy = CrossEntropy()
         by_sample = Targets("targets", dict(enumerate(targets)), next_token)
         entropy.add(given, by_sample.of_batch(batch, mask, given))
-        return entropy.value
+        return entropy.scores.value
 
     following = [-log_probs[0, i, ids[3, i + 1]] for i in range(3)] + [
         -log_probs[1, i, ids[1, i + 1]] for i in (0, 1)

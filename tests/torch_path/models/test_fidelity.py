@@ -24,8 +24,9 @@ from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.options import RunOptions
 from shd_ref.teacher.session import open_session, run_session
-from shd_ref.teacher.study.fidelity import FidelityReport, Setting, measure_fidelity
+from shd_ref.teacher.study.fidelity import measure_fidelity
 from shd_ref.teacher.study.options import FidelityOptions
+from shd_ref.teacher.study.ranking import FidelityReport, Setting
 from shd_torch import export_teacher
 
 # The exporter and its own dependencies deprecate one another's interfaces.

@@ -1,0 +1,86 @@
+"""How far a mean over some samples may be from that over all: intervals, and differences of two runs on one sample.
+
+By Student's t on the samples, without a draw: the same run gives the same numbers. A ratio of sums, such as the loss
+of a token, is linearised (the delta method), so that long samples count as what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+CONFIDENCE: Final = 0.95
+_ANGLES: Final = 2**16  # steps of the integral below; the quantile is right to six digits
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What every sample says of one number: ``value`` is the ratio of both sums.
+
+    Attributes:
+        sums: ``(n,)``, of each sample.
+        counts: ``(n,)``, how much of it was counted: 1 for a mean over samples.
+    """
+
+    sums: Array
+    counts: Array
+
+    @property
+    def value(self) -> float:
+        """NaN where nothing counted."""
+        total = float(self.counts.sum())
+        return float(self.sums.sum()) / total if total else float("nan")
+
+    @property
+    def influences(self) -> Array:
+        """``(n,)``, what each sample adds to the value, times n: they sum to 0, and their spread is the value's."""
+        centred: Array = (self.sums - self.value * self.counts) / self.counts.mean()
+        return centred
+
+    def margin(self) -> float | None:
+        """Half of the interval of the value; None of fewer than two samples."""
+        return half_width(self.influences)
+
+    def above(self, other: Scores, comparisons: int = 1) -> tuple[float, float | None]:
+        """By how much this value is above another on the same samples, and half of that difference's interval.
+
+        Args:
+            other: of the same samples, in the same order.
+            comparisons: how many are made; all their intervals hold at once (Bonferroni).
+        """
+        return self.value - other.value, half_width(self.influences - other.influences, comparisons)
+
+
+def half_width(influences: Array, comparisons: int = 1) -> float | None:
+    """Half of the ``CONFIDENCE`` interval of a mean; None of fewer than two samples.
+
+    Args:
+        influences: ``(n,)``.
+        comparisons: see ``Scores.above``.
+    """
+    count = len(influences)
+    if count < 2:
+        return None
+    tail = (1 - CONFIDENCE) / (2 * max(comparisons, 1))
+    return float(t_quantile(1 - tail, count - 1) * influences.std(ddof=1) / np.sqrt(count))
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """The quantile of Student's t.
+
+    With ``t = sqrt(freedom) tan(angle)`` the density is ``cos(angle)^(freedom - 1)`` up to a factor.
+
+    Args:
+        probability: in [0.5, 1).
+        freedom: degrees of freedom, at least 1.
+    """
+    step = np.pi / 2 / _ANGLES
+    density = np.cos((np.arange(_ANGLES) + 0.5) * step) ** (freedom - 1)
+    below = np.concatenate([np.zeros(1), np.cumsum(density)])
+    angle = np.interp(2 * probability - 1, below / below[-1], np.arange(_ANGLES + 1) * step)
+    return float(np.sqrt(freedom) * np.tan(angle))

@@ -1,0 +1,128 @@
+"""The last fidelity test of a teacher, kept beside it, so that later commands know which merge was found best."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shd_ref.cache.storage.documents import build, encode_document, parse_members, read_document
+from shd_ref.cache.storage.local import LocalStorage
+from shd_ref.errors import ShdError
+from shd_ref.teacher.opening.external import check_external_data, hash_teacher
+from shd_ref.teacher.packages import DecodeError, onnx
+from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions
+from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting
+
+SUFFIX: Final = ".fidelity.json"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The document: SHA-256 of the teacher (``hash_teacher``), and what was found."""
+
+    teacher: str
+    report: FidelityReport
+
+
+def kept_path(teacher: Path) -> Path:
+    """``teacher.onnx`` -> ``teacher.fidelity.json``, in the same folder."""
+    return teacher.with_suffix(SUFFIX)
+
+
+def keep_report(teacher: Path, report: FidelityReport) -> Path | None:
+    """Keep a report beside its teacher, in place of an earlier one.
+
+    Args:
+        teacher: the file that was measured, which ``load_teacher`` has passed.
+        report: what was found.
+
+    Returns:
+        Where it is; None where nothing can be written there, or an error is infinite.
+    """
+    path = kept_path(teacher)
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        data = encode_document(_Kept(hash_teacher(teacher), report))
+        with new.open("xb") as file:
+            file.write(data)
+        new.replace(path)  # a link in its place is replaced, never followed
+    except (OSError, ValueError):
+        new.unlink(missing_ok=True)
+        return None
+    return path
+
+
+def advise_plan(teacher: Path, options: PrecomputeOptions) -> str | None:
+    """What to say before a teacher is squeezed in another way than the best that a fidelity test found for it.
+
+    Args:
+        teacher: the ``.onnx`` file; the test is looked for beside it.
+        options: how it will be squeezed.
+
+    Returns:
+        None where no test is known for this file and number of heads, and where the samples of the test could not
+        tell this way from the recommended one.
+    """
+    kept = _read(kept_path(teacher))
+    if kept is None:
+        return None
+    said = _compare(kept.report, options)
+    # The teacher is read last, and only where there is something to say.
+    return None if said is None or kept.teacher != _identify(teacher) else f"{said} ({kept_path(teacher).name})"
+
+
+def _read(path: Path) -> _Kept | None:
+    """None for a file that is not there, or not what ``keep_report`` writes."""
+    try:
+        return build(_Kept, parse_members(read_document(LocalStorage(path.parent), path.name), path), path)
+    except (OSError, ShdError):
+        return None
+
+
+def _identify(teacher: Path) -> str | None:
+    """Its hash; None for what the run itself will refuse."""
+    try:
+        check_external_data(onnx.load(teacher, load_external_data=False), teacher)
+        return hash_teacher(teacher)
+    except (OSError, ValueError, DecodeError):  # the second also for a ShdError
+        return None
+
+
+def _compare(report: FidelityReport, options: PrecomputeOptions) -> str | None:
+    heads = options.num_student_heads
+    offered = [one for one in report.results if one.setting.num_student_heads == heads and one.can_precompute]
+    if options.is_factored:  # which hold one weight per map
+        offered = [one for one in offered if one.setting.alpha_per == "map"]
+    if not offered:
+        return None
+    best = report.recommended()[heads]
+    best = best if best in offered else offered[0]
+    used = next((one for one in offered if one.setting == _setting_of(options)), None)
+    found = f"{best.setting.title}: {report.measure} {best.cost:.4g}"
+    if used is None:
+        return (
+            f"{heads} heads are merged in a way that shd fidelity has not measured; the best that it found on "
+            f"{report.samples} samples is {found}"
+        )
+    excess, margin = used.excess - best.excess, _margin(used) + _margin(best)
+    if used is best or excess <= margin:
+        return None
+    return (
+        f"{heads} heads are merged by {used.setting.title}: {report.measure} {used.cost:.4g} in shd fidelity; better "
+        f"is {found}, lower by {excess:.2g} ± {margin:.1g} on {report.samples} samples"
+    )
+
+
+def _margin(one: Fidelity) -> float:
+    return float("inf") if one.excess_margin is None else one.excess_margin
+
+
+def _setting_of(options: PrecomputeOptions) -> Setting | None:
+    """None for rounds that were given one by one, which no test measures."""
+    if options.plans is not None or not isinstance(options.plan, str):
+        return None
+    matched_by = options.matched_by if options.plan == MATCHED else None
+    alpha_per = options.alpha_per if options.strategy in WEIGHED else "map"
+    return Setting(options.num_student_heads, options.plan, matched_by, options.strategy, alpha_per)

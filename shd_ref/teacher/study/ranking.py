@@ -1,0 +1,138 @@
+"""Ways to squeeze, what each costs the teacher, and which to take: never one for a difference that may be noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from shd_ref.plans import MergePlan
+from shd_ref.teacher.run.options import PrecomputeOptions
+
+WEIGHED: Final = ("shd", "hard")
+"""Strategies that compute weights, so that ``alpha_per`` makes a difference."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to squeeze, in the words of ``PrecomputeOptions``; ``matched_by`` is None for other plans."""
+
+    num_student_heads: int
+    plan: str
+    matched_by: str | None
+    strategy: str
+    alpha_per: str
+
+    @property
+    def title(self) -> str:
+        """For people: the plan, and the weights."""
+        return f"{self.plan_title} plan, {self.weights_title} weights"
+
+    @property
+    def plan_title(self) -> str:
+        """The plan, with what it is matched by where that is not the usual."""
+        return (
+            self.plan
+            if self.matched_by in (None, PrecomputeOptions.matched_by)
+            else f"{self.plan} ({self.matched_by})"
+        )
+
+    @property
+    def weights_title(self) -> str:
+        """The strategy, and what a weight is for where there are several."""
+        return f"{self.strategy} per {self.alpha_per}" if self.strategy in WEIGHED else self.strategy
+
+    @property
+    def departures(self) -> int:
+        """How many options differ from what ``precompute`` does unasked."""
+        usual = (("plan", self.plan), ("matched_by", self.matched_by), ("strategy", self.strategy))
+        named = (*usual, ("alpha_per", self.alpha_per))
+        return sum(value not in (None, getattr(PrecomputeOptions, name)) for name, value in named)
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What the teacher loses with one setting.
+
+    Attributes:
+        output_error: relative error of the output over counted rows.
+        cosine_distance: mean over samples of 1 - cosine of the output (of its mean over counted rows).
+        attention_error: mean over sites of the relative error of the attention output, drift from earlier layers
+            included.
+        merge_error: the same without drift: against the unmerged maps of the squeezed teacher itself (MIX-8).
+        loss: mean cross entropy on the targets; None without targets.
+        margin: half of the interval of ``cost`` over samples; None of a single sample.
+        excess: by how much ``cost`` is above that of the best of these student heads that can be precomputed.
+        excess_margin: half of the interval of ``excess``, on the same samples; all of a number of heads hold at once.
+        can_precompute: whether ``precompute`` offers this merge; not ``simplex`` for groups of more than two.
+        plans: the rounds of every site.
+    """
+
+    setting: Setting
+    output_error: float
+    cosine_distance: float
+    attention_error: float
+    merge_error: float
+    loss: float | None
+    margin: float | None
+    excess: float
+    excess_margin: float | None
+    can_precompute: bool
+    plans: tuple[MergePlan, ...] = field(repr=False)
+
+    @property
+    def cost(self) -> float:
+        """What settings are ranked by: the loss where there is one, else the cosine distance of the output."""
+        return self.cosine_distance if self.loss is None else self.loss
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether these samples cannot tell it from the best: the interval of their difference reaches 0."""
+        return self.excess_margin is None or abs(self.excess) <= self.excess_margin
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """All settings, best first.
+
+    Intervals are of ``intervals.CONFIDENCE``, by Student's t over samples.
+
+    Attributes:
+        output: what was compared.
+        sites: names of the attention sites that were squeezed.
+        skipped: ``name: reason`` of those that were not.
+        samples: how many were run.
+        held_out: whether none of them is one that plans were matched on.
+        loss: the teacher's own, unsqueezed; None without targets.
+        results: by ``Fidelity.cost``.
+    """
+
+    output: str
+    sites: tuple[str, ...]
+    skipped: tuple[str, ...]
+    samples: int
+    held_out: bool
+    loss: float | None
+    results: tuple[Fidelity, ...]
+
+    @property
+    def measure(self) -> str:
+        """What ``Fidelity.cost`` is."""
+        return "1 - cosine" if self.loss is None else "loss"
+
+    def best(self) -> dict[int, Fidelity]:
+        """The lowest cost that can be precomputed, by number of student heads, ascending."""
+        first: dict[int, Fidelity] = {}
+        for result in self.results:
+            if result.can_precompute:
+                first.setdefault(result.setting.num_student_heads, result)
+        return dict(sorted(first.items()))
+
+    def tied(self, heads: int) -> tuple[Fidelity, ...]:
+        """What can be precomputed and cannot be told from the best for a number of student heads, which is first."""
+        of_heads = (result for result in self.results if result.setting.num_student_heads == heads)
+        return tuple(result for result in of_heads if result.can_precompute and result.is_tied)
+
+    def recommended(self) -> dict[int, Fidelity]:
+        """What to precompute, by number of student heads: of ``tied`` the one with fewest options, so that no option
+        is set because of noise; of equally many the lowest cost."""
+        return {heads: min(self.tied(heads), key=lambda one: one.setting.departures) for heads in self.best()}
