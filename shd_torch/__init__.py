@@ -1,8 +1,8 @@
 """Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
 The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
-``supervision``, ``kl``, ``kd``, ``teacher``, ``data``, ``training`` and ``export``. The mathematics on maps is
-``shd_torch.maps``, under the names, arguments and errors of ``shd_ref`` and written independently of it.
+``supervision``, ``kl``, ``kd``, ``recipes``, ``teacher``, ``data``, ``training`` and ``export``. The mathematics on
+maps is ``shd_torch.maps``, under the names, arguments and errors of ``shd_ref`` and written independently of it.
 """
 
 from importlib import import_module
@@ -46,7 +46,19 @@ _ROOMS = {
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-_MODULES = {"capture", "data", "export", "kd", "kl", "maps", "shrink", "supervision", "teacher", "training"}
+_MODULES = {
+    "capture",
+    "data",
+    "export",
+    "kd",
+    "kl",
+    "maps",
+    "recipes",
+    "shrink",
+    "supervision",
+    "teacher",
+    "training",
+}
 # A star import, and all that walks the names of a module, must work without transformers.
 __all__ = sorted(_ROOM_OF.keys() - {"SHDTrainer"})
 

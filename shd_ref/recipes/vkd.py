@@ -1,0 +1,87 @@
+"""VkD: pooled features through an orthogonal projection, and KD on the distillation token (REC-19, REC-20)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shd_ref.attention import Array, as_float
+from shd_ref.errors import ShdError
+from shd_ref.kd.loss import Targets, kd_loss
+from shd_ref.kd.targets import as_logits
+from shd_ref.recipes.cross_entropy import label_loss
+from shd_ref.recipes.labels import as_labels, check_all_count
+from shd_ref.recipes.terms import Term, Terms, check_weight
+
+LAYER_NORM_EPSILON = 1e-5
+
+
+def vkd(
+    student_logits: ArrayLike,
+    labels: ArrayLike,
+    distillation_logits: ArrayLike,
+    targets: Targets,
+    student_features: ArrayLike,
+    teacher_features: ArrayLike,
+    projection: ArrayLike,
+    *,
+    kd_weight: float = 1.0,
+    feature_weight: float = 1.0,
+    temperature: float = 1.0,
+) -> Terms:
+    """``CE + g T^2 mean KL(P || Q_dist) + a SmoothL1(W pool(S), LN(pool(T)))`` (REC-19, REC-20).
+
+    Args:
+        student_logits: of the class token ``(B, C)``.
+        labels: ``(B,)`` or ``(B, C)``.
+        distillation_logits: of the distillation token ``(B, C)``.
+        targets: of the teacher, as in ``kd_loss``.
+        student_features: patch tokens after the final norm ``(B, N, D_s)``.
+        teacher_features: a convolutional teacher's last features ``(B, D_t, h, w)``, or tokens ``(B, M, D_t)``.
+        projection: W ``(D_t, D_s)``, with orthonormal rows or columns.
+        kd_weight: g.
+        feature_weight: a.
+        temperature: T.
+
+    Returns:
+        The terms ``cross_entropy`` (weight 1), ``kd`` and ``features``.
+
+    Raises:
+        ShdError: as ``cross_entropy`` and ``kd_loss``.
+    """
+    weights = check_weight("kd_weight", kd_weight), check_weight("feature_weight", feature_weight)
+    logits = as_logits(student_logits, "student_logits")
+    checked = as_labels(labels, logits.shape)
+    check_all_count(checked, "vkd")
+    soft = kd_loss(targets, distillation_logits, temperature=temperature)
+    student = as_float(student_features, "student_features", ndim=3).mean(axis=1)
+    teacher = _pool(as_float(teacher_features, "teacher_features"))
+    matrix = as_float(projection, "projection", ndim=2)
+    if matrix.shape != (teacher.shape[-1], student.shape[-1]) or len(student) != len(teacher):
+        raise ShdError(
+            "argument-shape",
+            f"projection must be (D_t, D_s) = {(teacher.shape[-1], student.shape[-1])}, and both features of one "
+            f"batch; got {matrix.shape}, {len(student)} and {len(teacher)} samples",
+            "REC-19",
+        )
+    centred = teacher - teacher.mean(axis=-1, keepdims=True)
+    target = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + LAYER_NORM_EPSILON)
+    distance = np.abs(student @ matrix.T - target)
+    smooth = np.where(distance < 1, 0.5 * distance**2, distance - 0.5)
+    return {
+        "cross_entropy": Term(label_loss(logits, checked), 1.0),
+        "kd": Term(soft, weights[0]),
+        "features": Term(float(smooth.mean()), weights[1]),
+    }
+
+
+def _pool(features: Array) -> Array:
+    """One vector a sample ``(B, D_t)``: the mean over positions."""
+    if features.ndim not in (3, 4):
+        raise ShdError(
+            "argument-shape",
+            f"teacher_features must be (B, D_t, h, w), or tokens (B, M, D_t); got {features.shape}",
+            "REC-19",
+        )
+    pooled: Array = features.mean(axis=1) if features.ndim == 3 else features.mean(axis=(2, 3))
+    return pooled

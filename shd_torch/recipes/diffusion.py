@@ -1,0 +1,282 @@
+"""Denoising diffusion, and a teacher that sees the same noise (REC-27 to REC-33)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.plans import check_integer
+from shd_torch.checks import check_real, compute_dtype
+from shd_torch.precision import without_autocast
+from shd_torch.recipes.terms import SHD, Term, Terms, check_above_zero, check_weight, join
+
+LEAST_MASS = 1e-12
+"""What the mass of a bin is raised to before its logarithm (REC-32)."""
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+class DiffusionDraw(NamedTuple):
+    """What both models must share in one step (REC-33); hand it to the student and to the teacher."""
+
+    t: Tensor  # (B,), int64
+    noise: Tensor  # (B, C, ...), float32
+    kept: Tensor | None  # (B, n), int64 ascending: tokens that a masked pass keeps
+
+
+def draw_diffusion(
+    seeds: Sequence[int],
+    shape: Sequence[int],
+    *,
+    steps: int = 1000,
+    num_tokens: int | None = None,
+    kept_tokens: int | None = None,
+) -> DiffusionDraw:
+    """Steps, noise and kept tokens, each sample's from its own seed: the same in any batch, today and tomorrow.
+
+    A teacher that was run for a cache saw what a student sees with the same seeds (REC-33).
+
+    Args:
+        seeds: one integer a sample; the sample's number and the epoch in one, say.
+        shape: of one sample ``(C, ...)``.
+        steps: t is drawn from 0 to steps - 1.
+        num_tokens: N, of the models' patches, where tokens are masked.
+        kept_tokens: n, how many of them are kept.
+
+    Returns:
+        The draw, on the CPU.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    steps = check_integer("steps", steps, 1, None, "REC-33")
+    if (num_tokens is None) != (kept_tokens is None):
+        raise ShdError(
+            "argument-value",
+            f"num_tokens and kept_tokens must be given together; got {num_tokens} and {kept_tokens}",
+            "REC-33",
+        )
+    ts, noises, keeps = [], [], []
+    for seed in seeds:
+        source = torch.Generator().manual_seed(check_integer("seeds", seed, 0, 2**63 - 1, "REC-33"))
+        ts.append(torch.randint(steps, (), generator=source))
+        noises.append(torch.randn(tuple(shape), generator=source))
+        if num_tokens is not None:
+            kept = check_integer("kept_tokens", kept_tokens, 1, num_tokens, "REC-33")
+            keeps.append(torch.randperm(num_tokens, generator=source)[:kept].sort().values)
+    if not ts:
+        raise ShdError("argument-value", "seeds must be one integer a sample; got none", "REC-33")
+    return DiffusionDraw(torch.stack(ts), torch.stack(noises), torch.stack(keeps) if keeps else None)
+
+
+def linear_betas(steps: int = 1000) -> Tensor:
+    """Variances that rise linearly from ``.1 / steps`` to ``20 / steps``, both included, float64 (REC-27).
+
+    Args:
+        steps: at least 21, so that every variance is below 1.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    steps = check_integer("steps", steps, 21, None, "REC-27")
+    return torch.linspace(0.1 / steps, 20.0 / steps, steps, dtype=torch.float64)
+
+
+@without_autocast
+def noised(x0: Tensor, noise: Tensor, t: Tensor, *, betas: Tensor | None = None, check: bool = True) -> Tensor:
+    """``sqrt(abar_t) x0 + sqrt(1 - abar_t) noise``, the input of both models (REC-28).
+
+    Args:
+        x0: pictures or latents ``(B, C, ...)``.
+        noise: same shape.
+        t: steps ``(B,)``, integers from 0.
+        betas: as in ``diffusion``.
+        check: look at the values, which makes the host wait for the device.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    _check_same_shape(x0, noise, check)
+    start = x0.to(compute_dtype(x0))
+    tables = _schedule(betas, t, start, check)
+    made = tables.of_x0 * start + tables.of_noise * noise.to(start)
+    return made.to(x0.dtype) if x0.is_floating_point() else made
+
+
+@without_autocast
+def diffusion(
+    student_output: Tensor,
+    x0: Tensor,
+    noise: Tensor,
+    t: Tensor,
+    *,
+    teacher_output: Tensor | None = None,
+    betas: Tensor | None = None,
+    snr_clip: float | None = 5.0,
+    kd_weight: float = 1.0,
+    bound_weight: float = 1.0,
+    shd: SHD | None = None,
+    check: bool = True,
+) -> Terms:
+    """``mean_b w_b |eps_S - noise|^2 + bound + g mean_b w_b |eps_S - eps_T|^2`` (REC-29 to REC-33).
+
+    ``w = min(SNR, k) / SNR`` with ``SNR = abar / (1 - abar)``; squares are means over the numbers of a sample, terms
+    are means over the batch. The bound teaches the range alone: epsilon is taken as it is there. Defaults are
+    MDTv2's base loss (k = 5, 1,000 steps with linear betas, learned range); MDT defines no distillation, so that
+    g = 1 is this project's choice. A model that makes a full and a masked pass in a step has this loss once for each,
+    and adds ``terms.scaled(1.0, prefix="masked_")``.
+
+    Nothing is drawn here: t, noise and the tokens of a masked pass are arguments, and both models must be given the
+    same (``draw_diffusion``). Attention maps of different noise, or of different tokens, do not correspond.
+
+    Args:
+        student_output: epsilon ``(B, C, ...)``, or epsilon and range ``(B, 2 C, ...)``, of ``noised(x0, noise, t)``.
+        x0: ``(B, C, ...)``, in [-1, 1].
+        noise: same shape.
+        t: steps ``(B,)``, integers from 0.
+        teacher_output: of the same input, with or without a range, which is not read.
+        betas: ``(steps,)``, each in (0, 1); default ``linear_betas()``.
+        snr_clip: k of min-SNR-k; None weighs every step with 1.
+        kd_weight: g.
+        bound_weight: of the bound; a training that divides it by steps / 1000 says so here.
+        shd: the attention term beside it; its teachers saw the same draw.
+        check: look at the values, which makes the host wait for the device.
+
+    Returns:
+        The terms ``mse`` (1), ``bound`` where the student has a range, and ``kd`` where there is a teacher.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    weights = check_weight("kd_weight", kd_weight), check_weight("bound_weight", bound_weight)
+    if snr_clip is not None:
+        check_above_zero("snr_clip", snr_clip, "REC-30")
+    _check_same_shape(x0, noise, check)
+    dtype, device = compute_dtype(student_output), student_output.device
+    start, drawn = (each.detach().to(device, dtype) for each in (x0, noise))
+    tables = _schedule(betas, t, start, check)
+    # min(SNR, k) / SNR of each sample (REC-30).
+    importance = (tables.inverse_snr * (math.inf if snr_clip is None else snr_clip)).clamp(max=1.0)
+    epsilon, span = _split(student_output, "student_output", start, check)
+    terms = {"mse": Term(_weighed(importance, epsilon - drawn), 1.0)}
+    if span is not None:
+        terms["bound"] = Term(_bound(tables, start, drawn, epsilon.detach(), span), weights[1])
+    if teacher_output is not None:
+        teacher, _ = _split(teacher_output.detach().to(device), "teacher_output", start, check)
+        terms["kd"] = Term(_weighed(importance, epsilon - teacher), weights[0])
+    return join(shd, **terms)
+
+
+class _Tables(NamedTuple):
+    """The schedule at each sample's step, ``(B, 1, ...)``."""
+
+    is_first: Tensor  # boolean: the step is 0
+    of_x0: Tensor  # in the noised sample
+    of_noise: Tensor
+    inverse_snr: Tensor
+    log_beta: Tensor
+    log_variance: Tensor  # of the true posterior; at the first step that of the second
+    posterior_of_x0: Tensor  # in the mean of the posterior
+    posterior_of_noised: Tensor
+
+
+def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Tables:
+    """Tables in float64, read at the steps of the batch and then brought to the dtype of ``like``."""
+    if betas is None:
+        table = linear_betas()
+    else:
+        check_real(betas, "betas", check=check, ndim=1)
+        table = betas.detach().double().cpu()
+        if len(table) < 2 or bool(((table <= 0) | (table >= 1)).any()):
+            raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1", "REC-27")
+    if not isinstance(t, Tensor) or t.dtype not in _INTEGERS:
+        kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise ShdError("argument-dtype", f"t must be a tensor of integers; got {kind}", "REC-28")
+    if tuple(t.shape) != (len(like),):
+        raise ShdError(
+            "argument-shape", f"t must be one step a sample ({len(like)},); got {tuple(t.shape)}", "REC-28"
+        )
+    at = t.to(like.device, torch.int64)
+    if check and bool(((at < 0) | (at >= len(table))).any()):
+        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}", "REC-28")
+    kept = (1 - table).cumprod(0)  # abar
+    before = torch.cat((kept.new_ones(1), kept[:-1]))
+    variance = table * (1 - before) / (1 - kept)
+    variance[0] = variance[1]
+    tables = (
+        kept.sqrt(),
+        (1 - kept).sqrt(),
+        (1 - kept) / kept,
+        table.log(),
+        variance.log(),
+        table * before.sqrt() / (1 - kept),
+        (1 - before) * (1 - table).sqrt() / (1 - kept),
+    )
+    shape = (-1, *[1] * (like.ndim - 1))
+    read = torch.stack(tables).to(like.device)[:, at].to(like.dtype)
+    return _Tables((at == 0).reshape(shape), *(each.reshape(shape) for each in read))
+
+
+def _check_same_shape(x0: Tensor, noise: Tensor, check: bool) -> None:
+    for name, value in (("x0", x0), ("noise", noise)):
+        check_real(value, name, check=check)
+    if x0.shape != noise.shape or x0.ndim < 2:
+        raise ShdError(
+            "argument-shape",
+            f"x0 and noise must share one shape (B, C, ...); got {tuple(x0.shape)} and {tuple(noise.shape)}",
+            "REC-28",
+        )
+
+
+def _split(output: Tensor, name: str, x0: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+    """Epsilon and, where there are twice the channels, the range; in the dtype of ``x0``."""
+    check_real(output, name, check=check)
+    channels, shape = x0.shape[1], tuple(x0.shape)
+    fits = output.ndim == x0.ndim and (output.shape[0], *output.shape[2:]) == (shape[0], *shape[2:])
+    if not fits or output.shape[1] not in (channels, 2 * channels):
+        raise ShdError(
+            "argument-shape",
+            f"{name} must be {shape}, or have twice the channels where it holds a range; got {tuple(output.shape)}",
+            "REC-29",
+        )
+    wide = output.to(x0.dtype)
+    return wide[:, :channels], wide[:, channels:] if output.shape[1] > channels else None
+
+
+def _weighed(importance: Tensor, difference: Tensor) -> Tensor:
+    # Every sample has as many numbers, so that the mean of all is the mean over samples of their means.
+    return (importance * difference.square()).mean()
+
+
+def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Tensor) -> Tensor:
+    """The term of the variational bound, in bits a number, the mean over samples (REC-31, REC-32)."""
+    log_true = tables.log_variance
+    log_made = log_true + (span + 1) / 2 * (tables.log_beta - log_true)
+    # The mean of the posterior is linear in x0, so that two of them differ by that factor of the starts; the
+    # distance of the starts is that of the noises over the root of the SNR.
+    offset = tables.posterior_of_x0 * tables.inverse_snr.sqrt() * (noise - epsilon)
+    divergence = 0.5 * (log_made - log_true - 1 + (log_true - log_made).exp() + offset.square() * (-log_made).exp())
+    noisy = tables.of_x0 * x0 + tables.of_noise * noise
+    made = tables.posterior_of_x0 * x0 + tables.posterior_of_noised * noisy + offset
+    nats = torch.where(tables.is_first, -_log_mass(x0, made, log_made), divergence)
+    return nats.mean() / math.log(2)
+
+
+def _log_mass(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """The logarithm of the mass of the bin of width 2/255 around x; the outermost bins are open (REC-32)."""
+    precision = (-0.5 * log_variance).exp()
+    above, below = (_logit_of_cdf((x - mean + edge) * precision) for edge in (1 / 255, -1 / 255))
+    # A difference of sigmoids as a product, which keeps the digits that two numbers near one another would lose.
+    between = above.sigmoid() * (-below).sigmoid() * -torch.expm1(below - above)
+    mass = torch.where(x < -0.999, above.sigmoid(), torch.where(x > 0.999, (-below).sigmoid(), between))
+    return mass.clamp(min=LEAST_MASS).log()
+
+
+def _logit_of_cdf(x: Tensor) -> Tensor:
+    """2 a, whose sigmoid is the published normal distribution function ``(1 + tanh a) / 2`` (REC-32)."""
+    return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3))

@@ -1,0 +1,237 @@
+"""MiniLLM: policy gradient of the reverse KL on text sampled from student and teacher together (REC-21 to REC-26).
+
+The order of a step: sample with ``TeacherMixture``; ``minillm_rollout`` on the sampled text, once; then, for each
+pass over it, ``minillm_policy`` on the student's new logits, plus ``language_kd`` on a batch of pre-training text
+(weight 1, ``scaled`` for another). SHD joins either batch: on the sampled text its teachers are live, on the
+pre-training text a cache will do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_mask, check_option, check_real, compute_dtype
+from shd_torch.kd import kd_loss
+from shd_torch.kd.targets import check_logits
+from shd_torch.precision import without_autocast
+from shd_torch.recipes.terms import SHD, Term, Terms, check_above_zero, check_share, check_weight, join
+
+WHITENINGS: tuple[str, ...] = ("biased", "unbiased", "none")
+WHITENING_EPSILON = 1e-8
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+class Rollout(NamedTuple):
+    """Sampled tokens and what is known of them when they are sampled (REC-22)."""
+
+    tokens: Tensor  # (B, R)
+    mask: Tensor  # (B, R), True = the row counts
+    log_probs: Tensor  # (B, R), of the student that sampled; 0 where the row does not count
+    rewards: Tensor  # (B, R), likewise
+    weights: Tensor  # (B, R), student over mixture; 1 where the row does not count
+
+
+@without_autocast
+@torch.no_grad()
+def minillm_rollout(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    *,
+    mix: float = 0.2,
+    reward_scale: float = 0.5,
+    reward_clip: float = 100.0,
+    check: bool = True,
+) -> Rollout:
+    """Rewards and importance weights of text that was drawn from ``(1 - mix) p_S + mix p_T`` (REC-21 to REC-23).
+
+    ``r = clip((log p_T(y) - log p_S(y)) / scale)`` and ``w = p_S(y) / ((1 - mix) p_S(y) + mix p_T(y))``, token by
+    token. Defaults are MiniLLM's (mix = ``teacher_mixed_alpha`` .2, ``reward_scaling`` .5, clip 100).
+
+    Args:
+        student_logits: rows that predict the tokens ``(B, R, V)``, of the student that sampled them: of the whole
+            text's logits, ``logits[:, prompt_length - 1 : -1]``.
+        teacher_logits: the teacher's, on the same text.
+        tokens: ``(B, R)``.
+        mask: boolean ``(B, R)``, True = the row counts. Where the end of text is the padding token, the first of them
+            counts: the published mask is that of the row's own input, ``(ids != pad)[:, prompt_length - 1 : -1]``.
+        mix: the teacher's share of the mixture, 0 to 1.
+        reward_scale: divides the rewards; above 0.
+        reward_clip: the largest magnitude of a reward after that.
+        check: look at the values, which makes the host wait for the device.
+
+    Returns:
+        The record, without a graph.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    mix = check_share("mix", mix)
+    check_above_zero("reward_scale", reward_scale, "REC-22")
+    check_above_zero("reward_clip", reward_clip, "REC-22")
+    ids, counted = _check_text(student_logits, teacher_logits, tokens, mask, check)
+    student, teacher = (_at(logits, ids, counted) for logits in (student_logits, teacher_logits))
+    teacher = teacher.to(student)
+    rewards = ((teacher - student) / reward_scale).clamp(-reward_clip, reward_clip)
+    shares = torch.tensor([1 - mix, mix], dtype=student.dtype, device=student.device).log()
+    mixture = torch.logaddexp(shares[0] + student, shares[1] + teacher)
+    weights = (student - mixture).exp().masked_fill(~counted, 1.0)
+    return Rollout(ids, counted, student, rewards, weights)
+
+
+@torch.no_grad()
+def minillm_advantages(
+    rewards: Tensor, mask: Tensor, *, discount: float = 0.95, whitening: str = "biased", check: bool = True
+) -> Tensor:
+    """Discounted returns over the number of rows left, whitened over the whole batch (REC-24, REC-25).
+
+    ``A_t = sum_{k >= t} gamma^(k - t) r_k / n_t``, n_t the number of rows from t on that count; then less the mean,
+    over ``sqrt(variance + 1e-8)``. Mean and variance are of all B R numbers, padding included, and of every rank
+    where a process group runs. The published training ran on several ranks, where its variance divides by n:
+    ``"biased"``.
+
+    Args:
+        rewards: ``(B, R)``, 0 where the row does not count.
+        mask: boolean ``(B, R)``.
+        discount: gamma, 0 to 1.
+        whitening: ``"biased"`` (variance over n, as published), ``"unbiased"`` (over n - 1) or ``"none"``.
+        check: look at the values, which makes the host wait for the device.
+
+    Returns:
+        Advantages ``(B, R)``.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    discount = check_share("discount", discount)
+    check_option("whitening", whitening, WHITENINGS, "REC-25")
+    check_real(rewards, "rewards", check=check, ndim=2)
+    check_mask(mask, "mask", rewards.shape)
+    given = rewards.to(compute_dtype(rewards))
+    returns, after = torch.empty_like(given), torch.zeros_like(given[:, 0])
+    for position in reversed(range(given.shape[1])):
+        after = given[:, position] + discount * after
+        returns[:, position] = after
+    left = mask.to(given.device).flip(1).cumsum(1).flip(1)
+    normalised = returns / left.clamp(min=1)
+    return normalised if whitening == "none" else _whiten(normalised, whitening)
+
+
+@without_autocast
+def minillm_policy(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    rollout: Rollout,
+    *,
+    clip: float = 0.2,
+    discount: float = 0.95,
+    whitening: str = "biased",
+    reverse_kl_weight: float = 1.0,
+    shd: SHD | None = None,
+    check: bool = True,
+) -> Terms:
+    """``mean max(-A rho w, -A clip(rho w, 1 - c, 1 + c)) + b mean KL(p_S || p_T)`` over counted rows (REC-26).
+
+    ``rho = p_S(y) / p_S(y) when it was sampled``; A are the advantages of the batch that is given. Denominator of
+    both terms: the number of rows that count. Defaults are MiniLLM's (c = .2, gamma = .95, ``--single-step-reg``,
+    b = 1); its student runs without dropout.
+
+    Args:
+        student_logits: of the student that learns, on the rows of the rollout ``(B, R, V)``.
+        teacher_logits: u ``(B, R, V)``.
+        rollout: as ``minillm_rollout`` gives it, or rows of it.
+        clip: c, at least 0.
+        discount: as in ``minillm_advantages``.
+        whitening: as in ``minillm_advantages``.
+        reverse_kl_weight: b, of the single-step term over the whole vocabulary.
+        shd: the attention term beside it, of live teachers: no cache holds text that was sampled now.
+        check: look at the values, which makes the host wait for the device.
+
+    Returns:
+        The terms ``policy`` (1) and ``reverse_kl`` (b).
+
+    Raises:
+        ShdError: ``argument-value`` (also for ``shd`` from a cache), ``argument-shape``, ``argument-dtype``,
+            ``not-finite``.
+    """
+    clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
+    if shd is not None and not shd.is_live:
+        raise ShdError(
+            "argument-value",
+            "shd must be of live teachers on sampled text, which no cache has seen; got supervision from a cache: "
+            "give it to language_kd, on the pre-training batch",
+            "REC-3",
+        )
+    ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
+    advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
+    log_probs = _at(student_logits, ids, counted)
+    before, weights, advantages = (each.to(log_probs) for each in (rollout.log_probs, rollout.weights, advantages))
+    ratio = (log_probs - before).exp() * weights
+    surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
+    policy = surrogate.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
+    reverse = kd_loss(teacher_logits, student_logits, divergence="reverse_kl", loss_mask=counted, check=check)
+    return join(shd, policy=Term(policy, 1.0), reverse_kl=Term(reverse, weight))
+
+
+def _whiten(numbers: Tensor, whitening: str) -> Tensor:
+    count = numbers.new_tensor(float(numbers.numel()))
+    sums = torch.stack([numbers.sum(), count])
+    ranks = dist.is_available() and dist.is_initialized()
+    if ranks:
+        dist.all_reduce(sums)
+    mean, count = sums[0] / sums[1], sums[1]
+    squares = (numbers - mean).square().sum()
+    if ranks:
+        dist.all_reduce(squares)
+    if whitening == "unbiased":
+        if not ranks and numbers.numel() < 2:
+            raise ShdError(
+                "argument-value", "whitening must be biased or none for a single number; got unbiased", "REC-25"
+            )
+        count = count - 1
+    return (numbers - mean) * torch.rsqrt(squares / count + WHITENING_EPSILON)
+
+
+def _check_text(
+    student_logits: Tensor, teacher_logits: Tensor, tokens: Tensor, mask: Tensor, check: bool
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask ``(B, R)`` on the student's device; ids of rows that do not count are 0."""
+    for name, logits in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
+        check_logits(logits, name, check=check)
+    if student_logits.ndim != 3 or student_logits.shape != teacher_logits.shape:
+        raise ShdError(
+            "argument-shape",
+            "student_logits and teacher_logits must share one shape (B, R, V); "
+            f"got {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}",
+            "REC-21",
+        )
+    if not isinstance(tokens, Tensor) or tokens.dtype not in _INTEGERS:
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ShdError("argument-dtype", f"tokens must be a tensor of integers; got {kind}", "REC-21")
+    rows, size = tuple(student_logits.shape[:2]), student_logits.shape[2]
+    if tuple(tokens.shape) != rows:
+        raise ShdError("argument-shape", f"tokens must be {rows}; got {tuple(tokens.shape)}", "REC-21")
+    check_mask(mask, "mask", rows)
+    counted = mask.to(student_logits.device)
+    ids = tokens.to(counted.device, torch.int64).masked_fill(~counted, 0)
+    if check and bool(((ids < 0) | (ids >= size)).any()):
+        first = int(ids[(ids < 0) | (ids >= size)][0])
+        raise ShdError(
+            "argument-value", f"tokens must be 0 to {size - 1} where the row counts; got {first}", "REC-21"
+        )
+    return ids, counted
+
+
+def _at(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
+    """Log-probabilities of tokens ``(B, R)``, 0 where the row does not count, with no gradient there."""
+    here = counted.to(logits.device)
+    wide = logits.to(compute_dtype(logits)).masked_fill(~here[..., None], 0.0)
+    own = wide.gather(-1, ids.to(logits.device)[..., None])[..., 0] - wide.logsumexp(-1)
+    return own.masked_fill(~here, 0.0)

@@ -1,0 +1,135 @@
+"""What each term of a loss is worth, in its value and in its gradient: so that beta is chosen, not guessed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch.recipes.terms import Term, check_weight
+
+
+@dataclass(frozen=True)
+class TermScale:
+    """One term of a loss on one batch.
+
+    Attributes:
+        value: before its weight.
+        weight: as in the loss.
+        loss_share: ``|weight * value|`` over the sum of that over all terms.
+        gradient_norm: of ``weight * value`` with respect to the parameters.
+        gradient_share: that over the sum of it over all terms.
+        cosine: of this gradient and that of all other terms together; NaN where one of them is zero.
+    """
+
+    value: float
+    weight: float
+    loss_share: float
+    gradient_norm: float
+    gradient_share: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class ScaleReport:
+    """The terms of a loss side by side; ``print`` it.
+
+    Attributes:
+        terms: by name.
+        products: inner products of the gradients of unweighted terms, by pair of names.
+    """
+
+    terms: Mapping[str, TermScale]
+    products: Mapping[tuple[str, str], float]
+
+    def weight_for(self, share: float, term: str = "shd") -> float:
+        """The weight at which the gradient of ``term`` has ``share`` times the norm of all others' together.
+
+        Raises:
+            ShdError: ``argument-value`` for a term that is not there, or whose gradient is zero.
+        """
+        share = check_weight("share", share)
+        if term not in self.terms:
+            raise ShdError("argument-value", f"term must be one of {', '.join(self.terms)}; got {term!r}")
+        own = math.sqrt(max(self.products[term, term], 0.0))
+        if own == 0:
+            raise ShdError("argument-value", f"term must have a gradient to be weighed by it; that of {term} is 0")
+        return share * math.sqrt(self._between(self._weights(without=term), self._weights(without=term))) / own
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in ("term", *self.terms))
+        head = f"{'term':<{width}}       value     weight  of loss    gradient  of grad.  cosine"
+        rows = [
+            f"{name:<{width}}  {each.value:>10.4g}  {each.weight:>9.4g}  {each.loss_share:>7.1%}  "
+            f"{each.gradient_norm:>10.4g}  {each.gradient_share:>8.1%}  {each.cosine:>6.2f}"
+            for name, each in self.terms.items()
+        ]
+        return "\n".join([head, *rows])
+
+    def _weights(self, *, without: str) -> dict[str, float]:
+        return {name: each.weight for name, each in self.terms.items() if name != without}
+
+    def _between(self, left: Mapping[str, float], right: Mapping[str, float]) -> float:
+        products = (a * b * self.products[i, j] for i, a in left.items() for j, b in right.items())
+        return max(math.fsum(products), 0.0)
+
+
+def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> ScaleReport:
+    """Each term's share of the loss and of the gradient, on the batch that the terms are of.
+
+    Call it before ``backward``: the graph is walked once a term and kept. Gradients of all terms are held at once.
+    Nothing is added to ``.grad``. A term whose weight is 0 is listed, and ``weight_for`` finds one for it: so that a
+    first look needs no guess. Under several ranks the report is of this rank's batch.
+
+    Args:
+        terms: of a recipe.
+        parameters: of the student; those that need no gradient are left out.
+
+    Returns:
+        The report; ``print(report)`` shows it as a table.
+
+    Raises:
+        ShdError: ``argument-value`` without a parameter that needs a gradient.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        raise ShdError("argument-value", "parameters must hold some that need a gradient; got none")
+    gradients = {name: _gradient(term.value, trained) for name, term in terms.items()}
+    products = {(a, b): _product(gradients[a], gradients[b]) for a in terms for b in terms}
+    return _report({name: (float(term.value.detach()), term.weight) for name, term in terms.items()}, products)
+
+
+def _report(terms: Mapping[str, tuple[float, float]], products: Mapping[tuple[str, str], float]) -> ScaleReport:
+    weights = {name: weight for name, (_, weight) in terms.items()}
+    norms = {name: weight * math.sqrt(max(products[name, name], 0.0)) for name, weight in weights.items()}
+    whole = math.fsum(abs(value * weight) for value, weight in terms.values())
+    scales = {}
+    for name, (value, weight) in terms.items():
+        others = [other for other in terms if other != name]
+        inner = math.fsum(weight * weights[other] * products[name, other] for other in others)
+        squared = math.fsum(weights[a] * weights[b] * products[a, b] for a in others for b in others)
+        length = norms[name] * math.sqrt(max(squared, 0.0))
+        scales[name] = TermScale(
+            value=value,
+            weight=weight,
+            loss_share=abs(value * weight) / whole if whole else 0.0,
+            gradient_norm=norms[name],
+            gradient_share=norms[name] / sum(norms.values()) if any(norms.values()) else 0.0,
+            cosine=inner / length if length else math.nan,
+        )
+    return ScaleReport(scales, products)
+
+
+def _gradient(value: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+    if not value.requires_grad:
+        return [None] * len(parameters)
+    return list(torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True))
+
+
+def _product(left: list[Tensor | None], right: list[Tensor | None]) -> float:
+    pairs = ((a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None)
+    return math.fsum(float((a.double() * b.double()).sum()) for a, b in pairs)

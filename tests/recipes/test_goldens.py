@@ -1,0 +1,207 @@
+"""What the public code of each recipe gives on fixed inputs, of both implementations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import shd_ref.recipes
+from shd_ref.tolerances import load_tolerances
+
+Array = NDArray[Any]
+TOLERANCES = load_tolerances()["recipes"]
+NAMES = {"align2": "mimic", "align": "project", "generation": "generate", "mask_token": "mask_token"}
+
+
+@pytest.fixture(scope="module")
+def inputs(shared_data: Path) -> dict[str, Array]:
+    with np.load(folder(shared_data) / "inputs.npz") as found:
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def values(shared_data: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads((folder(shared_data) / "values.json").read_text(encoding="utf-8"))
+    return found
+
+
+def folder(shared_data: Path) -> Path:
+    if not (shared_data / "loss_goldens").is_dir():
+        pytest.skip("values of the public codes not found: no folder loss_goldens in the shared data")
+    return shared_data / "loss_goldens"
+
+
+class Recipes:
+    """Either implementation on NumPy arrays; terms come as ``{name: (value, weight)}`` of numbers."""
+
+    def __init__(self, name: str) -> None:
+        if name == "torch":
+            pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+            import shd_torch.recipes
+
+        self.module: ModuleType = shd_ref.recipes if name == "reference" else shd_torch.recipes
+        self.is_torch = name == "torch"
+
+    def __call__(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        found = getattr(self.module, operation)(
+            *map(self.give, arguments), **{name: self.give(value) for name, value in keywords.items()}
+        )
+        return {name: (float(t.value), t.weight) for name, t in found.items()} if isinstance(found, dict) else found
+
+    def give(self, value: Any) -> Any:
+        if self.is_torch and isinstance(value, list):
+            return [self.give(item) for item in value]
+        if self.is_torch and isinstance(value, np.ndarray):
+            return pytest.importorskip("torch").from_numpy(value)
+        return value
+
+    def vitkd(self, parameters: dict[str, Array], *arguments: Any) -> Any:
+        """The projector with these parameters, in the reference's order of arguments."""
+        if not self.is_torch:
+            return self("vitkd", *arguments[:4], parameters, arguments[4])
+        dims = (parameters["project.weight"].shape[1], parameters["project.weight"].shape[0])
+        module = self.module.ViTKD(*dims).double()
+        module.load_state_dict(
+            {
+                name: self.give(value).flatten() if name == "mask_token" else self.give(value)
+                for name, value in parameters.items()
+            }
+        )
+        found = module(*map(self.give, arguments))
+        return {name: (term.value.item(), term.weight) for name, term in found.items()}
+
+
+@pytest.fixture(params=["reference", "torch"])
+def recipes(request: pytest.FixtureRequest) -> Recipes:
+    return Recipes(request.param)
+
+
+@pytest.fixture
+def is_golden(values: dict[str, float]) -> Callable[..., None]:
+    """Compare with the value whose name begins so."""
+
+    def compare(found: Any, name: str, *, rounded: bool = False) -> None:
+        (wanted,) = (value for key, value in values.items() if key.startswith(name))
+        assert float(found) == pytest.approx(wanted, abs=TOLERANCES["rounded" if rounded else "float64"]), name
+
+    return compare
+
+
+def loss(terms: dict[str, tuple[float, float]], *, without: str = "") -> float:
+    return sum(value * weight for name, (value, weight) in terms.items() if name != without)
+
+
+@pytest.mark.parametrize(("temperature", "gamma"), [(1.0, 1.0), (1.0, 1.5), (2.0, 1.5)])
+def test_nkd(recipes: Recipes, inputs: Any, is_golden: Any, temperature: float, gamma: float) -> None:
+    terms = recipes(
+        "nkd",
+        *(inputs[f"image/{name}"] for name in ("student_logits", "labels", "teacher_logits")),
+        nontarget_weight=gamma,
+        temperature=temperature,
+    )
+    is_golden(loss(terms, without="cross_entropy"), f"nkd hard label temp={temperature} gamma={gamma}")
+    assert terms["cross_entropy"][1] == 1
+
+
+def test_nkd_of_soft_labels(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
+    terms = recipes("nkd", *(inputs[f"image/{name}"] for name in ("student_logits", "soft_labels", "teacher_logits")))
+    is_golden(loss(terms, without="cross_entropy"), "nkd soft label temp=1 gamma=1")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_image_kd(recipes: Recipes, inputs: Any, is_golden: Any, temperature: float) -> None:
+    names = ("student_logits", "labels", "teacher_logits")
+    terms = recipes("image_kd", *(inputs[f"image/{name}"] for name in names), temperature=temperature)
+    is_golden(loss(terms, without="cross_entropy"), f"cls_KD kd temp={temperature} alpha=.5")
+    assert terms["cross_entropy"][1] == 0.5
+
+
+def test_deit(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
+    names = ("student_logits", "labels", "distillation_token_logits", "teacher_logits")
+    arguments = [inputs[f"image/{name}"] for name in names]
+    for tau in (1.0, 3.0):
+        is_golden(loss(recipes("deit_soft", *arguments, temperature=tau)), f"deit soft alpha=.5 tau={tau}")
+    is_golden(loss(recipes("deit_hard", *arguments)), "deit hard alpha=.5")
+
+
+def test_vitkd(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
+    parameters = {}
+    for key, value in inputs.items():
+        if "/parameter/" in key:
+            first, dot, rest = key.rpartition("/")[2].partition(".")
+            parameters[NAMES[first] + dot + rest] = value
+    layers = [[*inputs[f"vitkd/{side}_first_two_layers"].swapaxes(0, 1)] for side in ("student", "teacher")]
+    lasts = [inputs[f"vitkd/{side}_last_layer"] for side in ("student", "teacher")]
+    terms = recipes.vitkd(parameters, layers[0], lasts[0], layers[1], lasts[1], inputs["vitkd/noise"])
+    is_golden(loss(terms), "vitkd total")
+    is_golden(loss(terms, without="generate"), "vitkd mimicking part")
+
+
+def test_babyllama(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
+    given = {name: inputs[f"babyllama/{name}"] for name in ("student_logits", "labels")}
+    terms = recipes("babyllama", *given.values(), [inputs[f"babyllama/teacher_logits_{i}"] for i in (1, 2)])
+    is_golden(terms["cross_entropy"][0], "babyllama student CE")
+    is_golden(terms["kd"][0], "babyllama kd term")
+    is_golden(loss(terms), "babyllama loss alpha=.5")
+
+
+def test_language_kd(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
+    names = ("student_logits", "labels", "teacher_logits")
+    terms = recipes("language_kd", *(inputs[f"minillm/pt_{name}"] for name in names))
+    is_golden(terms["cross_entropy"][0], "minillm lm_loss", rounded=True)
+    is_golden(terms["kd"][0], "minillm ds_loss", rounded=True)
+    is_golden(loss(terms), "minillm pt_loss", rounded=True)
+
+
+def test_minillm(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
+    query, response = inputs["minillm/query"], inputs["minillm/response"]
+    start = query.shape[1] - 1
+    # The mask of each row is that of its own input (REC-D-6).
+    mask = (np.concatenate((query, response), axis=1) != 0)[:, start:-1]
+    old, new, teacher = (
+        inputs[f"minillm/{name}_logits"][:, start:-1] for name in ("rollout_student", "student", "teacher")
+    )
+    rollout = recipes("minillm_rollout", old, teacher, response, mask)
+    rewards = np.asarray(rollout.rewards)
+    # What the original logs as the reward of a text: its discounted sum over its length.
+    is_golden(np.mean(rewards @ 0.95 ** np.arange(4) / mask.sum(1)), "minillm reward", rounded=True)
+    for whitening, name in (
+        ("unbiased", "minillm whitened advantage [0,0]"),
+        ("biased", "the same under torch.dist"),
+    ):
+        advantages = recipes("minillm_advantages", rewards, mask, whitening=whitening)
+        is_golden(advantages[0, 0], name, rounded=True)
+    # The values of the losses are those of one process, where the original's variance is unbiased.
+    terms = recipes("minillm_policy", new, teacher, rollout, whitening="unbiased")
+    is_golden(terms["policy"][0], "minillm pg_loss", rounded=True)
+    is_golden(terms["reverse_kl"][0], "minillm reg_loss", rounded=True)
+    is_golden(loss(terms), "minillm rl_loss", rounded=True)
+
+
+@pytest.mark.parametrize(("sample", "t"), [(0, 0), (1, 300), (2, 950)])
+def test_diffusion(recipes: Recipes, inputs: Any, is_golden: Any, sample: int, t: int) -> None:
+    output, x0, noise, steps = (
+        inputs[f"diffusion/{name}"][sample : sample + 1] for name in ("model_output", "x0", "noise", "t")
+    )
+    assert steps.tolist() == [t]
+    terms = recipes("diffusion", output, x0, noise, steps)
+    is_golden(terms["mse"][0], f"mdt mse t={t}", rounded=t == 0)  # the weight comes from a rounded table
+    is_golden(terms["bound"][0], f"mdt vb t={t}", rounded=True)
+    is_golden(loss(terms), f"mdt loss t={t}", rounded=True)
+    plain = recipes("diffusion", output, x0, noise, steps, snr_clip=None)
+    is_golden(terms["mse"][0] / plain["mse"][0], f"mdt min-SNR-5 weight (eps) t={t}")
+    if t == 300:
+        is_golden(recipes("noised", x0, noise, steps).mean(), "mdt q_sample mean t=300", rounded=True)
+
+
+def test_betas(recipes: Recipes, is_golden: Any) -> None:
+    betas = recipes("linear_betas")
+    for step in (0, 999):
+        is_golden(betas[step], f"diffusion betas[{step}]")

@@ -1,0 +1,364 @@
+"""The binding's recipes: parity with the reference where options meet, gradients, masks, dtypes, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+
+from torch import Tensor  # noqa: E402
+
+import shd_ref.kd  # noqa: E402
+import shd_ref.recipes  # noqa: E402
+import shd_torch.kd  # noqa: E402
+import shd_torch.recipes  # noqa: E402
+from shd_ref import ShdError  # noqa: E402
+from shd_ref.tolerances import load_tolerances  # noqa: E402
+
+LOSS, GRADIENT = (load_tolerances()["agreement"]["float64"][name] for name in ("loss", "gradient"))
+RNG = np.random.default_rng(7)
+B, L, V, N, D = 3, 4, 6, 6, 5
+
+
+def normal(*shape: int) -> NDArray[np.float64]:
+    return 2 * RNG.standard_normal(shape)
+
+
+IMAGES = {name: normal(B, V) for name in ("student", "token", "teacher")}
+HARD = np.array([0, 5, 2])
+SOFT = RNG.dirichlet(np.ones(V), B)
+TEXT = {name: normal(B, L, V) for name in ("student", "teacher", "other", "before")}
+WORDS = np.array([[1, 2, -100, 4], [-100, 0, 5, 3], [2, 2, 2, -100]])
+MASK = np.array([[True, True, False, True], [True, True, True, True], [True, False, False, False]])
+TOKENS = RNG.integers(0, V, (B, L))
+PICTURES = {"x0": np.clip(normal(B, 2, 3, 3), -1, 1), "noise": normal(B, 2, 3, 3), "t": np.array([0, 40, 999])}
+FEATURES = {"student": normal(B, N, D), "teacher": normal(B, 4, 2, 2), "matrix": normal(4, D)}
+
+Case = tuple[str, list[Any], dict[str, Any]]
+TOPK = "top-k of the teacher"
+CASES: dict[str, Case] = {
+    "cross_entropy": ("cross_entropy", [TEXT["student"], WORDS], {}),
+    "cross_entropy shifted": ("cross_entropy", [TEXT["student"], WORDS], {"shift": True}),
+    "cross_entropy soft": ("cross_entropy", [IMAGES["student"], SOFT], {}),
+    "language_kd": ("language_kd", [TEXT["student"], WORDS, TEXT["teacher"]], {"kd_weight": 0.3, "temperature": 1.5}),
+    "language_kd shifted": ("language_kd", [TEXT["student"], WORDS, TEXT["teacher"]], {"shift": True}),
+    "language_kd of a record": ("language_kd", [TEXT["student"], WORDS, TOPK], {"shift": True}),
+    "image_kd": ("image_kd", [IMAGES["student"], HARD, IMAGES["teacher"]], {"kd_weight": 0.2}),
+    "image_kd soft": ("image_kd", [IMAGES["student"], SOFT, IMAGES["teacher"]], {"temperature": 2.0}),
+    "nkd": ("nkd", [IMAGES["student"], HARD, IMAGES["teacher"]], {"nontarget_weight": 1.5, "temperature": 2.0}),
+    "nkd soft": ("nkd", [IMAGES["student"], SOFT, IMAGES["teacher"]], {}),
+    "deit_soft": ("deit_soft", [IMAGES["student"], HARD, IMAGES["token"], IMAGES["teacher"]], {"temperature": 3.0}),
+    "deit_hard": ("deit_hard", [IMAGES["student"], SOFT, IMAGES["token"], IMAGES["teacher"]], {"kd_weight": 0.1}),
+    "vkd": (
+        "vkd",
+        [IMAGES["student"], SOFT, IMAGES["token"], IMAGES["teacher"], *FEATURES.values()],
+        {"temperature": 2.0, "kd_weight": 0.5, "feature_weight": 2.0},
+    ),
+    "vkd tokens": (
+        "vkd",
+        [
+            IMAGES["student"],
+            HARD,
+            IMAGES["token"],
+            IMAGES["teacher"],
+            FEATURES["student"],
+            normal(B, 7, 4),
+            normal(4, D),
+        ],
+        {},
+    ),
+    "gkd": ("gkd", [TEXT["student"], WORDS, TEXT["teacher"]], {"mixing": 0.3, "shift": True}),
+    "gkd forward": ("gkd", [TEXT["student"], WORDS, TEXT["teacher"]], {"mixing": 0.0}),
+    "gkd of a record": ("gkd", [TEXT["student"], WORDS, TOPK], {}),
+    "babyllama": ("babyllama", [TEXT["student"], WORDS, [TEXT["teacher"], TEXT["other"]]], {"kd_weight": 0.7}),
+    "diffusion": ("diffusion", [normal(B, 2, 3, 3), *PICTURES.values()], {"teacher_output": normal(B, 4, 3, 3)}),
+    "diffusion range": (
+        "diffusion",
+        [normal(B, 4, 3, 3) / 2, *PICTURES.values()],
+        {"teacher_output": normal(B, 2, 3, 3), "kd_weight": 0.4, "bound_weight": 0.6, "snr_clip": 2.0},
+    ),
+    "diffusion plain": ("diffusion", [normal(B, 4, 3, 3) / 2, *PICTURES.values()], {"snr_clip": None}),
+}
+for whitening in ("biased", "unbiased", "none"):
+    CASES[f"minillm_policy {whitening}"] = (
+        "minillm_policy",
+        [TEXT["student"], TEXT["teacher"], "rollout"],
+        {"clip": 0.4, "discount": 0.8, "whitening": whitening, "reverse_kl_weight": 0.7},
+    )
+
+
+def give(value: Any) -> Any:
+    if isinstance(value, list):
+        return [give(item) for item in value]
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def make(case: str, kd: Any, recipes: Any, convert: Callable[[Any], Any]) -> Case:
+    """A case with its arguments for one implementation."""
+    operation, arguments, keywords = CASES[case]
+    made = []
+    for argument in arguments:
+        if isinstance(argument, str) and argument == TOPK:
+            made.append(kd.kd_targets_topk(convert(TEXT["teacher"]), 3))
+        elif isinstance(argument, str):
+            texts = [convert(TEXT[name]) for name in ("before", "teacher")]
+            made.append(recipes.minillm_rollout(*texts, convert(TOKENS), convert(MASK), mix=0.3))
+        else:
+            made.append(convert(argument))
+    return operation, made, {name: convert(value) for name, value in keywords.items()}
+
+
+def ours(case: str, student: Tensor, **more: Any) -> Any:
+    operation, arguments, keywords = make(case, shd_torch.kd, shd_torch.recipes, give)
+    arguments[0] = student
+    return getattr(shd_torch.recipes, operation)(*arguments, **keywords, **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("check", [True, False])
+def test_every_term_agrees_with_the_reference(case: str, check: bool) -> None:
+    operation, arguments, keywords = make(case, shd_ref.kd, shd_ref.recipes, lambda value: value)
+    wanted = getattr(shd_ref.recipes, operation)(*arguments, **keywords)
+    found = ours(case, give(arguments[0]), check=check)
+    assert list(found) == list(wanted)
+    for name, term in found.items():
+        assert term.value.item() == pytest.approx(wanted[name].value, rel=LOSS["rtol"], abs=LOSS["atol"]), name
+        assert term.weight == pytest.approx(wanted[name].weight)
+    assert found.total.item() == pytest.approx(shd_ref.recipes.total(wanted), rel=LOSS["rtol"], abs=LOSS["atol"])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "range" not in case and "plain" not in case])
+def test_gradients_are_finite_differences(case: str) -> None:
+    student = give(CASES[case][1][0]).clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: ours(case, z).total, (student,))
+
+
+def test_gradients_of_the_other_student_arguments() -> None:
+    arguments = [give(argument) for argument in CASES["vkd"][1]]
+    for place in (0, 2, 4, 6):
+        arguments[place] = arguments[place].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *given: shd_torch.recipes.vkd(*given).total, tuple(arguments))
+    for name in ("deit_soft", "deit_hard"):
+        operation, given, keywords = make(name, shd_torch.kd, shd_torch.recipes, give)
+        token = given[2].clone().requires_grad_()
+        function = getattr(shd_torch.recipes, operation)
+        assert torch.autograd.gradcheck(
+            lambda z, f=function, g=given, k=keywords: f(g[0], g[1], z, g[3], **k).total, (token,)
+        )
+
+
+@pytest.mark.parametrize("case", ["diffusion range", "diffusion plain"])
+def test_the_bound_teaches_the_range_alone(case: str) -> None:
+    """Of the bound finite differences say what the range gets; epsilon gets nothing of it, and all of the others."""
+    output = give(CASES[case][1][0])
+
+    def with_range(span: Tensor) -> Tensor:
+        return ours(case, torch.cat((output[:, :2], span), 1)).total
+
+    assert torch.autograd.gradcheck(with_range, (output[:, 2:].clone().requires_grad_(),))
+    student = output.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(ours(case, student)["bound"].value, student)
+    assert (gradient[:, :2] == 0).all()
+    assert (gradient[:, 2:] != 0).any()
+
+    def without_bound(epsilon: Tensor) -> Tensor:
+        terms = ours(case, torch.cat((epsilon, output[:, 2:]), 1))
+        del terms["bound"]
+        return terms.total
+
+    assert torch.autograd.gradcheck(without_bound, (output[:, :2].clone().requires_grad_(),))
+
+
+def test_the_same_noise_gives_the_teacher_back() -> None:
+    output, x0, noise, t = (give(each) for each in CASES["diffusion plain"][1])
+    terms = shd_torch.recipes.diffusion(output, x0, noise, t, teacher_output=output)
+    assert terms["kd"].value == 0
+    epsilon = torch.cat((noise, output[:, 2:]), 1)
+    assert shd_torch.recipes.diffusion(epsilon, x0, noise, t)["mse"].value == 0
+
+
+def test_vitkd_agrees_and_has_the_gradients_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    module = shd_torch.recipes.ViTKD(D, 4, removed=0.4).double()
+    torch.nn.init.normal_(module.mask_token)
+    given = [normal(B, N, size) for size in (D, D, D, 4, 4, 4)]
+    noise = np.array([[3, 1, 2, 1, 9, 1], [0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0]]) / 10
+    found = module([*give(given[:2])], give(given[2]), [*give(given[3:5])], give(given[5]), give(noise), grid=(2, 3))
+    parameters = {name: value.detach().numpy() for name, value in module.named_parameters()}
+    wanted = shd_ref.recipes.vitkd(
+        given[:2], given[2], given[3:5], given[5], parameters, noise, removed=0.4, grid=(2, 3)
+    )
+    for name, term in found.items():
+        assert term.value.item() == pytest.approx(wanted[name].value, rel=LOSS["rtol"])
+        assert term.weight == wanted[name].weight
+
+    def loss(*tensors: Tensor) -> Tensor:
+        teachers = give(given[3:5]), give(given[5])
+        terms = module([*tensors[:2]], tensors[2], *teachers, give(noise), grid=(2, 3))
+        return 1e5 * terms.total  # the weights are small
+
+    assert torch.autograd.gradcheck(loss, tuple(tensor.requires_grad_() for tensor in give(given[:3])))
+    found.total.backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    drawn = module(give(given[:2]), give(given[2]), give(given[3:5]), give(given[5]), grid=(2, 3))
+    assert drawn["mimic"].value == found["mimic"].value
+    assert drawn["generate"].value != found["generate"].value
+
+
+def test_an_orthogonal_projection_stays_orthogonal() -> None:
+    torch.manual_seed(0)
+    for sizes in ((3, 5), (5, 3)):
+        projection = shd_torch.recipes.OrthogonalProjection(*sizes)
+        optimizer = torch.optim.SGD(projection.parameters(), 0.1)
+        start = projection.matrix.detach().clone()
+        projection(torch.randn(4, sizes[0])).square().sin().sum().backward()
+        optimizer.step()
+        matrix = projection.matrix.detach()
+        assert not torch.allclose(matrix, start)
+        gram = matrix.mT @ matrix if sizes[0] < sizes[1] else matrix @ matrix.mT
+        torch.testing.assert_close(gram, torch.eye(3))
+
+
+@pytest.mark.parametrize("case", ["language_kd shifted", "gkd", "cross_entropy", "minillm_policy biased"])
+def test_rows_that_do_not_count_reach_nothing(case: str) -> None:
+    """With ``check=False`` even NaN in them: values and gradients are those of any other number there."""
+    counted = MASK if "minillm" in case else WORDS != -100
+    if CASES[case][2].get("shift"):
+        counted = np.concatenate((counted[:, 1:], np.zeros((B, 1), dtype=bool)), axis=1)
+    good = give(CASES[case][1][0]).clone().requires_grad_()
+    bad = good.detach().masked_fill(~give(counted)[..., None], torch.nan).requires_grad_()
+    terms = [ours(case, z, check=False).total for z in (good, bad)]
+    gradients = [torch.autograd.grad(each, z)[0] for each, z in zip(terms, (good, bad), strict=True)]
+    assert terms[0] == terms[1]
+    torch.testing.assert_close(gradients[0], gradients[1], atol=0.0, rtol=0.0)
+    assert (gradients[1][~give(counted)] == 0).all()
+    assert (gradients[1][give(counted)] != 0).any()
+
+
+def test_no_row_that_counts_is_zero_and_attached() -> None:
+    student = give(TEXT["student"]).clone().requires_grad_()
+    labels = torch.full((B, L), -100)
+    teacher, none = give(TEXT["teacher"]), torch.zeros((B, L), dtype=torch.bool)
+    rollout = shd_torch.recipes.minillm_rollout(give(TEXT["before"]), teacher, give(TOKENS), none)
+    for terms in (
+        shd_torch.recipes.cross_entropy(student, labels),
+        shd_torch.recipes.language_kd(student, labels, teacher),
+        shd_torch.recipes.gkd(student, labels, teacher),
+        shd_torch.recipes.minillm_policy(student, teacher, rollout),
+    ):
+        (gradient,) = torch.autograd.grad(terms.total, student)
+        assert terms.total == 0
+        assert (gradient == 0).all()
+
+
+def test_no_gradient_reaches_a_teacher() -> None:
+    for case in CASES:
+        operation, arguments, keywords = make(case, shd_torch.kd, shd_torch.recipes, give)
+        arguments[0] = arguments[0].clone().requires_grad_()
+        places = {"nkd": 2, "deit_hard": 3, "vkd": 5, "minillm_policy": 1}
+        if operation in places:
+            arguments[places[operation]].requires_grad_()
+        if "teacher_output" in keywords:
+            keywords["teacher_output"].requires_grad_()
+        getattr(shd_torch.recipes, operation)(*arguments, **keywords).total.backward()
+        for each in [*arguments[1:], *keywords.values()]:
+            assert not isinstance(each, Tensor) or each.grad is None, case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_is_for_storage(case: str) -> None:
+    """bfloat16 arguments give the loss of those numbers, under autocast as well; gradients have their dtype."""
+    half = give(CASES[case][1][0]).bfloat16()
+    bound = load_tolerances()["agreement"]["float32"]["loss"]
+    student = half.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(case, student).total
+    found.backward()
+    assert student.grad.dtype == torch.bfloat16
+    exact = ours(case, half.double()).total
+    scale = sum(abs(term.weight * term.value.item()) for term in ours(case, half.double()).values())
+    assert found.item() == pytest.approx(exact.item(), abs=bound["rtol"] * scale + bound["atol"])
+
+
+def test_padded_vocabularies_are_cut_for_every_term() -> None:
+    pad = np.full((B, L, 2), -60.0)
+    student, teacher = (torch.from_numpy(np.concatenate((TEXT[n], pad), -1)) for n in ("student", "teacher"))
+    student[..., V:] = 3.0  # untrained classes, which the student's own softmax would count
+    labels = give(WORDS)
+    for name in ("language_kd", "gkd"):
+        function = getattr(shd_torch.recipes, name)
+        cut = function(student, labels, teacher, vocab_size=V).total
+        assert cut.item() == pytest.approx(
+            function(give(TEXT["student"]), labels, give(TEXT["teacher"])).total.item()
+        )
+
+
+REFUSALS: list[tuple[str, str, str, list[Any], dict[str, Any]]] = [
+    ("argument-value", "REC-4", "cross_entropy", [TEXT["student"], WORDS + 4], {}),
+    ("argument-value", "REC-4", "image_kd", [IMAGES["student"], np.array([0, -100, 1]), IMAGES["teacher"]], {}),
+    ("argument-dtype", "REC-4", "cross_entropy", [TEXT["student"], WORDS * 1.0], {}),
+    ("argument-shape", "REC-4", "cross_entropy", [TEXT["student"], WORDS[:, 1:]], {}),
+    ("not-a-distribution", "REC-5", "cross_entropy", [IMAGES["student"], 2 * SOFT], {}),
+    ("not-finite", "MAP-5", "cross_entropy", [IMAGES["student"], SOFT * np.nan], {}),
+    ("argument-shape", "REC-6", "cross_entropy", [IMAGES["student"], SOFT], {"shift": True}),
+    ("argument-value", "REC-2", "language_kd", [TEXT["student"], WORDS, TEXT["teacher"]], {"kd_weight": 1.5}),
+    ("argument-value", "REC-2", "nkd", [IMAGES["student"], HARD, IMAGES["teacher"]], {"nontarget_weight": -1.0}),
+    ("argument-shape", "REC-10", "nkd", [IMAGES["student"], HARD, IMAGES["teacher"][:, :5]], {}),
+    ("argument-shape", "REC-12", "deit_soft", [IMAGES["student"], HARD, IMAGES["token"][:2], IMAGES["teacher"]], {}),
+    ("argument-shape", "REC-13", "deit_hard", [*[IMAGES["student"], HARD, IMAGES["token"]], SOFT[:, :5]], {}),
+    ("argument-shape", "REC-19", "vkd", [*CASES["vkd"][1][:6], normal(D, 4)], {}),
+    ("argument-shape", "REC-19", "vkd", [*CASES["vkd"][1][:5], normal(B, 4), normal(4, D)], {}),
+    ("argument-value", "KD-18", "gkd", [TEXT["student"], WORDS, TEXT["teacher"]], {"mixing": 1.5}),
+    ("argument-value", "KD-15", "babyllama", [TEXT["student"], WORDS, []], {}),
+    ("argument-shape", "REC-21", "minillm_rollout", [TEXT["before"], TEXT["teacher"], TOKENS[:, 1:], MASK], {}),
+    ("argument-value", "REC-21", "minillm_rollout", [TEXT["before"], TEXT["teacher"], TOKENS + V, MASK], {}),
+    ("argument-dtype", "REC-21", "minillm_rollout", [TEXT["before"], TEXT["teacher"], TOKENS * 1.0, MASK], {}),
+    (
+        "argument-value",
+        "REC-22",
+        "minillm_rollout",
+        [TEXT["before"], TEXT["teacher"], TOKENS, MASK],
+        {"reward_scale": 0.0},
+    ),
+    ("argument-value", "REC-25", "minillm_advantages", [np.zeros((1, 1)), MASK[:1, :1]], {"whitening": "unbiased"}),
+    ("argument-value", "REC-25", "minillm_advantages", [np.zeros((B, L)), MASK], {"whitening": "masked"}),
+    ("argument-value", "REC-27", "linear_betas", [], {"steps": 20}),
+    ("argument-value", "REC-27", "noised", [*PICTURES.values()], {"betas": np.array([0.1, 1.0])}),
+    ("argument-value", "REC-28", "noised", [PICTURES["x0"], PICTURES["noise"], PICTURES["t"] + 1], {}),
+    ("argument-dtype", "REC-28", "noised", [PICTURES["x0"], PICTURES["noise"], PICTURES["t"] * 1.0], {}),
+    ("argument-shape", "REC-28", "noised", [PICTURES["x0"], PICTURES["noise"][:2], PICTURES["t"]], {}),
+    ("argument-shape", "REC-29", "diffusion", [normal(B, 3, 3, 3), *PICTURES.values()], {}),
+    ("argument-value", "REC-30", "diffusion", [normal(B, 2, 3, 3), *PICTURES.values()], {"snr_clip": 0.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "spec_id", "operation", "arguments", "keywords"), REFUSALS, ids=lambda value: str(value)[:20]
+)
+def test_both_refuse_alike(code: str, spec_id: str, operation: str, arguments: Any, keywords: Any) -> None:
+    for recipes, convert in ((shd_ref.recipes, lambda value: value), (shd_torch.recipes, give)):
+        with pytest.raises(ShdError) as caught:
+            getattr(recipes, operation)(*map(convert, arguments), **{n: convert(v) for n, v in keywords.items()})
+        assert (caught.value.code, caught.value.spec_id) == (code, spec_id), recipes.__name__
+
+
+def test_vitkd_refuses_what_does_not_fit() -> None:
+    module = shd_torch.recipes.ViTKD(D, 4).double()
+    layers, last = [torch.randn(B, N, D).double()] * 2, torch.randn(B, N, D).double()
+    teachers, teacher_last = [torch.randn(B, N, 4).double()] * 2, torch.randn(B, N, 4).double()
+    for arguments, spec_id in (
+        ((layers[:1], last, teachers, teacher_last), "REC-16"),
+        ((layers, last, [teachers[0], teachers[1][:, 1:]], teacher_last), "REC-16"),
+        ((layers, last, teachers, teacher_last, torch.rand(B, N + 1)), "REC-17"),
+        ((layers, last, teachers, teacher_last), "REC-18"),
+    ):
+        with pytest.raises(ShdError) as caught:
+            module(*arguments)
+        assert (caught.value.code, caught.value.spec_id) == ("argument-shape", spec_id)
+    with pytest.raises(ShdError, match="removed must lie between 0 and 1; got 1"):
+        shd_torch.recipes.ViTKD(D, 4, removed=1)
