@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from shd_torch.kl import attention_kl as attention_kl
     from shd_torch.kl import explain_backend as explain_backend
     from shd_torch.shrink import load_student as load_student
+    from shd_torch.teacher import LiveTargets as LiveTargets
     from shd_torch.teacher import OnlineTeacher as OnlineTeacher
     from shd_torch.teacher import layer_kls as layer_kls
     from shd_torch.training import BetaSchedule as BetaSchedule
+    from shd_torch.training import HiddenTerm as HiddenTerm
+    from shd_torch.training import KdTerm as KdTerm
     from shd_torch.training import LossBalancer as LossBalancer
     from shd_torch.training import batch_share as batch_share
     from shd_torch.training.trainer import SHDTrainer as SHDTrainer
@@ -41,8 +44,8 @@ _ROOMS = {
     "shd_torch.kd": ("hidden_loss", "kd_loss", "linear_kd_loss"),
     "shd_torch.kl": ("attention_kl", "explain_backend"),
     "shd_torch.shrink": ("load_student",),
-    "shd_torch.teacher": ("OnlineTeacher", "layer_kls"),
-    "shd_torch.training": ("BetaSchedule", "LossBalancer", "batch_share"),
+    "shd_torch.teacher": ("LiveTargets", "OnlineTeacher", "layer_kls"),
+    "shd_torch.training": ("BetaSchedule", "HiddenTerm", "KdTerm", "LossBalancer", "batch_share"),
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

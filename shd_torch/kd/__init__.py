@@ -3,18 +3,13 @@
 Names, arguments and errors are those of ``shd_ref.kd``; the computation is written apart from it and goes over
 rows in chunks. Liger has fused losses of this kind for a live teacher's hidden states and, for given targets, of
 whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that takes a tail or draws, so
-that none of it is used here. Imports ``maps`` and ``kl.gradient``; start with ``loss.py``.
+that none of it is used here. Imports ``maps``, ``supervision.targets`` and ``kl.gradient``; start with ``loss.py``.
 """
 
 from shd_torch.kd.hidden import hidden_loss
 from shd_torch.kd.loss import kd_loss, linear_kd_loss
-from shd_torch.kd.targets import (
-    SampledTargets,
-    TopkTargets,
-    kd_targets_sampled,
-    kd_targets_topk,
-    mean_logits,
-)
+from shd_torch.kd.targets import kd_targets_sampled, kd_targets_topk, mean_logits
+from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 __all__ = [
     "SampledTargets",

@@ -15,12 +15,8 @@ from shd_ref.plans import check_integer
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_mask, check_option, check_real, check_temperature
 from shd_torch.kd.chunks import check_chunk_rows
-from shd_torch.kd.targets import (
-    SampledTargets,
-    TopkTargets,
-    check_logits,
-    cut_teacher,
-)
+from shd_torch.kd.targets import check_logits, cut_teacher
+from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | Mapping[str, Any]
 Record: TypeAlias = TopkTargets | SampledTargets

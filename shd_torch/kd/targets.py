@@ -1,10 +1,9 @@
-"""What a student learns from: a teacher's logits, its top k with a tail, or classes drawn from it (KD-5 to KD-15)."""
+"""Making targets: the mean of teachers' logits, the top k with a tail, classes drawn from a row (KD-5 to KD-15)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,28 +14,9 @@ from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
 from shd_torch.kd.chunks import check_rows, row_chunks
 from shd_torch.precision import without_autocast
+from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 MEANS: tuple[str, ...] = ("logits", "probs")
-
-
-class TopkTargets(NamedTuple):
-    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
-
-    ids: Tensor  # (..., k), integers, ascending
-    log_probs: Tensor  # (..., k), log P at the temperature
-    log_tail: Tensor  # (...), log of the mass of all others; -inf where there are none
-    temperature: float
-    vocab_size: int
-
-
-class SampledTargets(NamedTuple):
-    """Classes kept and drawn, with weights that make any sum over the vocabulary unbiased (KD-12, KD-13)."""
-
-    ids: Tensor  # (..., keep + n), integers, kept classes first; may repeat
-    weights: Tensor  # (..., keep + n)
-    entropy: Tensor  # (...), that of the whole row
-    temperature: float
-    vocab_size: int
 
 
 @without_autocast

@@ -1,14 +1,16 @@
-"""A live teacher, squeezed at every step without its maps: ``online.py``.
+"""A live teacher, squeezed at every step without its maps: ``online.py``; what else it gives: ``outputs.py``.
 
-Imports ``capture``, ``supervision``, ``maps`` and ``kl``.
+Imports ``capture``, ``supervision``, ``maps``, ``kl`` and ``kd``.
 """
 
 from shd_torch.teacher.gram import gram_tensor_from_qk
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
+from shd_torch.teacher.outputs import LiveTargets
 from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
 
 __all__ = [
     "FactoredSqueeze",
+    "LiveTargets",
     "OnlineSupervision",
     "OnlineTeacher",
     "gram_tensor_from_qk",

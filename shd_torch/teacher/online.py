@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
@@ -20,9 +20,11 @@ from shd_ref.plans import check_count
 from shd_torch.capture.call import AttentionCall
 from shd_torch.capture.capture import Captured, check_calls, check_same_count
 from shd_torch.capture.compiling import never_compiled, run_eagerly
+from shd_torch.capture.outputs import read_hidden_states, read_logits, without
 from shd_torch.capture.projections import Projection, ProjectionWatch
 from shd_torch.capture.taps import RawCall, record
 from shd_torch.checks import check_option
+from shd_torch.kd.rows import Record
 from shd_torch.kl.loss import attention_kl
 from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES
 from shd_torch.maps.loss import REDUCTIONS
@@ -31,6 +33,7 @@ from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Supervision
 from shd_torch.supervision.taught_layers import TaughtLayers
 from shd_torch.teacher.arguments import read_layer_map, read_plan, read_projections
+from shd_torch.teacher.outputs import LiveTargets, TargetReader, read_hidden_layers
 from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
 
 
@@ -51,12 +54,17 @@ class OnlineSupervision:
     Attributes:
         layers: student layers, zero-based, in ascending order.
         squeezes: one a layer, with the supervision and its report (alphas, residual, clip counts).
-        output: what the teacher's forward pass returned, for base losses such as KD.
+        output: what the teacher's forward pass returned, without hidden states if some were chosen, and without
+            logits where only some of their classes are kept: their memory is free again.
+        logits: see ``targets``.
+        hidden: see ``hidden_states``.
     """
 
     layers: tuple[int, ...]
     squeezes: tuple[FactoredSqueeze, ...]
     output: Any
+    logits: Tensor | Record | None = None
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def supervisions(self) -> list[Factored]:
@@ -66,6 +74,14 @@ class OnlineSupervision:
     def supervise(self, length: int | None = None) -> list[Factored]:
         """``supervisions``; the teacher saw the student's positions, so nothing is padded to ``length``."""
         return self.supervisions
+
+    def targets(self, length: int | None = None) -> Tensor | Record | None:
+        """For ``kd_loss``: the teacher's logits ``(..., V)``, or what ``LiveTargets`` keeps of them; None without."""
+        return self.logits
+
+    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
+        """For ``hidden_loss``: the chosen hidden states ``(B, L, D)``, by number as Hugging Face counts them."""
+        return dict(self.hidden)
 
 
 class Teaching(Protocol):
@@ -100,6 +116,9 @@ class OnlineTeacher:
         alpha_rule: as in ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose own cannot be found.
+        targets: what becomes of its logits; by default all are targets, in its own dtype and memory.
+        hidden_layers: hidden states to keep, as Hugging Face counts them: 0 for the embeddings, k for block k. The
+            model is then called with ``output_hidden_states=True``.
 
     Raises:
         ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
@@ -119,6 +138,8 @@ class OnlineTeacher:
         alpha_rule: str = "least_squares",
         alpha_per: str = "map",
         output_projections: Mapping[int, Tensor] | None = None,
+        targets: LiveTargets | None = None,
+        hidden_layers: Iterable[int] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -136,6 +157,8 @@ class OnlineTeacher:
             "alpha_per": alpha_per,
         }
         self._given = read_projections(output_projections)
+        self.hidden_layers = read_hidden_layers(hidden_layers)
+        self._targets = TargetReader(targets or LiveTargets())
         self._num_calls = 0
         self._projections: dict[int, Projection] = {}
         self._pairs: tuple[tuple[int, int], ...] = ()
@@ -169,6 +192,9 @@ class OnlineTeacher:
                 changes; ``layers-invalid``, ``heads-exceed``, ``not-finite`` and what else ``squeeze_heads`` raises.
         """
         first = not self._pairs
+        check = first if check is None else check
+        if self.hidden_layers:
+            kwargs = {**kwargs, "output_hidden_states": True}
         with _eval_mode(self.model):
             calls, output = self._look(args, kwargs) if first else self._run(args, kwargs)
         padding = _read_padding(kwargs.get("attention_mask"))
@@ -176,12 +202,20 @@ class OnlineTeacher:
         for layer, call in calls.items():
             rows = (call.query.shape[0], call.query.shape[2])
             fits = query_mask is None and padding is not None and tuple(padding.shape) == rows
-            squeezes[layer] = self._squeeze_layer(
-                layer, call, padding if fits else query_mask, first if check is None else check
-            )
-        return OnlineSupervision(
-            layers=self.student_layers, squeezes=tuple(squeezes[teacher] for _, teacher in self._pairs), output=output
-        )
+            squeezes[layer] = self._squeeze_layer(layer, call, padding if fits else query_mask, check)
+        return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, check=check)
+
+    def _gather(self, squeezes: tuple[FactoredSqueeze, ...], output: Any, *, check: bool) -> OnlineSupervision:
+        """What a batch is taught with; of the output what is held in another form is left out."""
+        hidden: dict[int, Tensor] = {}
+        if self.hidden_layers:
+            hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
+            output = without(output, "hidden_states")
+        logits = read_logits(output)
+        targets = None if logits is None else self._targets.read(logits, check=check)
+        if logits is not None and not self._targets.options.keeps_all:
+            output = None if logits is output else without(output, "logits")
+        return OnlineSupervision(self.student_layers, squeezes, output, targets, hidden)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
         """The first batch: pair the layers and find the output projections."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -13,29 +12,28 @@ class StepRecord:
     """Sums over the steps since the last log, of this process; kept on the device until they are logged.
 
     Attributes:
-        rows_in_step: query rows that count in the micro-batches of the step that is running.
+        rows_in_step: rows that count in the micro-batches of the step that is running, by rule.
         wait_seconds: for data.
     """
 
     def __init__(self) -> None:
-        self.rows_in_step = 0
+        self.rows_in_step: dict[str, int] = {}
         self.wait_seconds = 0.0
         self._last_step: int | None = None
         self._sums: dict[str, Tensor] = {}
-        self._beta = torch.zeros(())
+        self._weights: dict[str, Tensor] = {}
         self._alphas: list[tuple[Tensor, Tensor | int]] = []  # clipped and all, of each batch
 
     def begin(self, step: int) -> None:
         """Note the step that the first sum belongs to: not 0 where a training is resumed."""
         self._last_step = step if self._last_step is None else self._last_step
 
-    def add(self, base: Tensor, terms: dict[int, Tensor], beta: Tensor) -> None:
-        """A micro-batch's part of its step: base loss, terms by student layer, and what they are weighed with."""
-        sums = {"base_loss": base.detach(), "shd_loss": torch.stack(list(terms.values())).sum()}
-        sums |= {f"shd_loss_layer_{layer}": term for layer, term in terms.items()}
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._beta = beta
+    def add(self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """A micro-batch's parts of its step's losses, by the names they are logged under, and what weighs them."""
+        for name, value in parts.items():
+            part = value.detach()
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        self._weights = dict(weights)
 
     def count_alphas(self, counts: Tensor | None, online: Sequence[Any], num_rows: int) -> None:
         """Merge weights of a micro-batch: ``(clipped, all)`` of a cache, and what live teachers report."""
@@ -53,7 +51,7 @@ class StepRecord:
         """Means over the steps since the last call, which this one ends; ``clipped`` and ``alphas`` are numbers."""
         steps = max(step - (self._last_step or 0), 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
-        means["beta"] = float(self._beta)
+        means |= {name: float(weight) for name, weight in self._weights.items()}
         for place, name in enumerate(("clipped", "alphas")):
             means[name] = float(sum(int(pair[place]) for pair in self._alphas))
         means["wait_seconds"] = self.wait_seconds / steps

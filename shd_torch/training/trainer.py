@@ -1,28 +1,33 @@
-"""``SHDTrainer``: Hugging Face's trainer with the SHD term, from a cache or from live teachers."""
+"""``SHDTrainer``: Hugging Face's trainer with terms of distillation, from a cache or from live teachers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from shd_ref.cache import CacheReader, Manifest, StoredRecord
+from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
-from shd_torch.data.batches import pack_records
-from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
+from shd_torch.capture.outputs import read_hidden_states, read_logits
+from shd_torch.data.dataset import CacheJoin, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
+from shd_torch.training.collator import SupervisedCollator, leave_samples
+from shd_torch.training.projectors import Projectors, make_projectors
 from shd_torch.training.record import StepRecord
-from shd_torch.training.schedules import BetaSchedule, LossBalancer
+from shd_torch.training.rows import count_rows, counted_rows, mask_of_rows
+from shd_torch.training.schedules import LossBalancer
 from shd_torch.training.shares import batch_share
+from shd_torch.training.terms import HiddenTerm, KdTerm, Weight, read_weight
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -33,40 +38,55 @@ except ImportError as error:
     ) from error
 
 
+DECODER_KINDS: Final = ("decoder", "cross")
+"""Kinds of attention whose rows are of an encoder-decoder's decoder."""
+
+
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
-    """``transformers.Trainer`` that adds ``beta * KL(merged map || student map)`` to the student's own loss.
+    """``transformers.Trainer`` with terms on attention, logits and hidden states beside the student's own loss.
 
-    The student keeps its fused attention; its queries and keys are captured while it trains. Evaluation, checkpoints
-    and everything else are the base class's: a checkpoint holds the student alone. Ranks and accumulated batches
-    with different numbers of rows add up to the whole batch (``batch_share``). A ``SupervisedStream`` gives each rank
-    its share; what makes no whole step for every rank is left out at its end.
+    That of attention is ``beta * KL(merged map || student map)``. The student keeps its fused attention; its queries
+    and keys are captured while it trains. Evaluation, checkpoints and everything else are the base class's: a
+    checkpoint's model is the student alone. Ranks and accumulated batches with different numbers of rows add up to
+    the whole batch (``batch_share``), for each term by the rows that it counts. A ``SupervisedStream`` gives each
+    rank its share; what makes no whole step for every rank is left out at its end.
 
-    Logged beside ``loss``, of all ranks, as means over the steps since the last log: ``base_loss``, ``shd_loss``
-    (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's scale),
-    ``clipped_alphas`` (part of all merge weights that were outside [0, 1]) and ``wait_seconds`` (for data, a step).
+    Logged beside ``loss``, of all ranks, as means over the steps since the last log: ``base_loss``; ``shd_loss``
+    (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's scale) and
+    ``clipped_alphas`` (part of all merge weights that were outside [0, 1]); ``kd_loss`` (before its weight) and
+    ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; and ``wait_seconds`` (for data, a
+    step).
 
     Args:
         *args: as for ``transformers.Trainer``.
-        beta: weight of the term, a number or a function of progress in [0, 1] such as ``BetaSchedule``.
+        beta: weight of the term on attention, a number or a function of progress in [0, 1] such as ``BetaSchedule``;
+            None leaves it out.
+        kd: the term on logits, or None. The student's logits are its own loss's too, so that they are made in any
+            case; a loop that needs no such loss saves them with ``linear_kd_loss``.
+        hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
         teacher: live teachers (anything that is called and returns as ``OnlineTeacher`` does), which see every batch
             without its labels; or None where ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream``,
-            whose cache then supervises. Several terms are averaged.
+            whose cache then supervises. Several are averaged, each term over those that have what it needs.
         temperature: T_a of both maps.
-        balancer: scales the term to a part of the base loss before beta, each micro-batch of all ranks by itself.
+        balancer: scales the term on attention to a part of the base loss before beta, each micro-batch of all ranks
+            by itself.
         kl: more keywords of ``attention_kl``: ``backend``, ``value``, ``support``, ``product_dtype``, ``check``.
-            ``check`` is on at the first step only, unless it is given.
+            ``check`` is on at the first step only, unless it is given; it is that of all terms.
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ShdError: ``cache-mismatch`` for a cache that is not for this student; ``argument-value`` without a teacher or
-            supervised data, with ``DataParallel``, or where one rank is to read for all; during training what
-            ``layer_kls`` raises, and ``inputs-invalid`` for batches that are not padded on the right.
+        ShdError: ``cache-mismatch`` for a cache that is not for this student; ``argument-value`` without a term, a
+            teacher or supervised data, for a term that these cannot teach, with ``DataParallel``, or where one rank
+            is to read for all; during training what ``layer_kls``, ``kd_loss`` and ``hidden_loss`` raise, and
+            ``inputs-invalid`` for batches that are not padded on the right.
     """
 
     def __init__(
         self,
         *args: Any,
-        beta: float | Callable[[float], float],
+        beta: Weight | None = None,
+        kd: KdTerm | None = None,
+        hidden: HiddenTerm | None = None,
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
         temperature: float = 1.0,
         balancer: LossBalancer | None = None,
@@ -74,7 +94,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.beta = BetaSchedule(beta) if isinstance(beta, int | float) else beta
+        if beta is None and kd is None and hidden is None:
+            raise ShdError("argument-value", "SHDTrainer must have a term: beta, kd or hidden; got none")
+        self.beta = None if beta is None else read_weight(beta)
+        self.kd, self.hidden = kd, hidden
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         self.temperature, self.balancer, self.kl = temperature, balancer, LayerKeywords(**(kl or {}))
         if self.args.n_gpu > 1:
@@ -103,6 +126,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "neither",
             )
         self._record = StepRecord()
+        self._shares: dict[str, Tensor] = {}  # of the micro-batch that is running, by rule
+        self.projectors = self._make_projectors()
 
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
@@ -147,22 +172,24 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]  # a mapping by name
-        return super().get_eval_dataloader(_leave_samples(chosen, "eval_dataset"))
+        return super().get_eval_dataloader(leave_samples(chosen, "eval_dataset"))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As the base class does it; of supervised data the samples alone."""
-        return super().get_test_dataloader(_leave_samples(test_dataset, "test_dataset"))
+        return super().get_test_dataloader(leave_samples(test_dataset, "test_dataset"))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of a step; counts their rows and how long they were waited for."""
         self._record.begin(self.state.global_step)
+        self.projectors.zero_grad()  # the base class does so for the student alone
         started = time.perf_counter()
         taken = list(islice(epoch_iterator, num_batches))
         self._record.wait_seconds += time.perf_counter() - started
         if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
             # A rank that stepped alone would wait for the others for ever.
             taken, self.control.should_epoch_stop = [], True
-        self._record.rows_in_step = sum(_count_rows(batch) for batch in taken)
+        rules = {"positions", "samples", *([] if self.kd is None else [self.kd.rows])}
+        self._record.rows_in_step = {rule: sum(count_rows(batch, rule) for batch in taken) for rule in rules}
         return super().get_batch_samples(iter(taken), len(taken), device)
 
     def compute_loss(
@@ -172,7 +199,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The student's own loss, and in training the SHD term beside it."""
+        """The student's own loss, and in training the terms beside it."""
         given = dict(inputs)
         stored, counts = given.pop("supervision", None), given.pop("alpha_counts", None)
         if not model.training:
@@ -182,30 +209,150 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         online = [teacher(**seen) for teacher in self.teachers]
         taught += online
         layers = unite_layers([each.layers for each in taught])
-        with capture_attention(model, layers) as captured:
-            base, outputs = super().compute_loss(model, given, True, num_items_in_batch)
-        keywords = LayerKeywords(**({"check": self.state.global_step == 0} | self.kl))
-        terms = layer_kls(
-            captured,
-            taught,
-            loss_mask={layer: _mask_of_rows(given, layers.kind(layer)) for layer in layers},
-            temperature=self.temperature,
-            **keywords,
-        )
+        asked = {} if self.hidden is None else {"output_hidden_states": True}
+        with nullcontext() if self.beta is None else capture_attention(model, layers) as captured:
+            # The base class takes the labels out of what it is given.
+            base, outputs = super().compute_loss(model, given | asked, True, num_items_in_batch)
         # The base class divides by the number of micro-batches what is not a part of the whole step yet.
         parts = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
-        num_rows = _count_rows(inputs)
-        share = batch_share(torch.tensor(num_rows, device=base.device), num_rows_in_all=self._record.rows_in_step)
-        term = torch.stack(list(terms.values())).sum()
-        beta = self.beta(self.state.global_step / max(self.state.max_steps, 1))
-        scale = torch.tensor(beta, device=base.device)
+        terms: list[_Term] = []
+        self._shares.clear()
+        if captured is not None:
+            masks = {layer: mask_of_rows(given, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
+            keywords = LayerKeywords(**({"check": self._checks} | self.kl))
+            kls = layer_kls(captured, taught, loss_mask=masks, temperature=self.temperature, **keywords)
+            terms.append(self._attention_term(kls, base / parts, inputs))
+            self._record.count_alphas(counts, online, count_rows(inputs))
+        if self.kd is not None:
+            terms.append(self._kd_term(taught, outputs, inputs))
+        if self.hidden is not None:
+            terms.append(self._hidden_term(taught, outputs, inputs))
+        logged, weights, loss = {"base_loss": base / parts}, {}, base
+        for term in terms:
+            logged |= term.logged
+            weights[term.weight_name] = term.weight
+            loss = loss + parts * term.weight * term.value
+        self._record.add(logged, weights)
+        return (loss, outputs) if return_outputs else loss
+
+    def _attention_term(self, kls: Mapping[int, Tensor], base: Tensor, inputs: Mapping[str, Any]) -> _Term:
+        assert self.beta is not None
+        share = self._share(inputs, "positions")
+        value = share * torch.stack(list(kls.values())).sum()
+        weight = self._weigh(self.beta)
         if self.balancer is not None:
             # Both as parts of the whole step, or the scale would depend on how it is divided.
-            scale = scale * self.balancer.scale(base / parts, share * term)
-        self._record.add(base / parts, {layer: share * each.detach() for layer, each in terms.items()}, scale)
-        self._record.count_alphas(counts, online, num_rows)
-        loss = base + parts * scale * share * term
-        return (loss, outputs) if return_outputs else loss
+            weight = weight * self.balancer.scale(base, value)
+        layers = {f"shd_loss_layer_{layer}": share * each for layer, each in kls.items()}
+        return _Term(value, weight, "beta", {"shd_loss": value} | layers)
+
+    def _kd_term(self, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
+        assert self.kd is not None
+        logits = read_logits(outputs)
+        if logits is None or logits.ndim > 3:
+            got = "none" if logits is None else str(tuple(logits.shape))
+            raise ShdError(
+                "argument-value",
+                f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}: one that fuses its head "
+                "with its loss is trained by linear_kd_loss in a loop of your own",
+            )
+        rule = self.kd.rows if logits.ndim == 3 else "samples"
+        mask = None if rule == "samples" else self._mask(rule, taught, inputs, logits.shape[1])
+        targets = [found for each in taught if (found := each.targets(logits.shape[1])) is not None]
+        if not targets:
+            raise ShdError("argument-value", "kd must have a teacher that returns logits (..., V); got none")
+        loss = self.kd.loss(targets, logits, loss_mask=mask, check=self._checks)
+        value = self._share(inputs, rule) * loss
+        return _Term(value, self._weigh(read_weight(self.kd.weight)), "kd_weight", {"kd_loss": value})
+
+    def _hidden_term(self, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
+        assert self.hidden is not None
+        numbers = [student for student, _ in self.hidden.pairs]
+        states = self.projectors(read_hidden_states(outputs, numbers, type(self.model).__name__))
+        length = states[numbers[0]].shape[1]
+        teachers = [found for each in taught if (found := each.hidden_states(length))]
+        if not teachers:
+            raise ShdError(
+                "argument-value",
+                "hidden must have a teacher that keeps hidden states; got none: give OnlineTeacher hidden_layers="
+                f"{self.hidden.teacher_layers}",
+            )
+        mask = self._mask("positions", taught, inputs, length)
+        losses = self.hidden.losses(teachers, states, loss_mask=mask, check=self._checks)
+        share = self._share(inputs, "positions")
+        layers = {f"hidden_loss_layer_{number}": share * loss for number, loss in losses.items()}
+        value = torch.stack(list(layers.values())).sum()
+        weight = self._weigh(read_weight(self.hidden.weight))
+        return _Term(value, weight, "hidden_weight", {"hidden_loss": value} | layers)
+
+    @property
+    def _checks(self) -> bool:
+        """Whether values are looked at in this step."""
+        return bool(self.kl.get("check", self.state.global_step == 0))
+
+    def _weigh(self, schedule: Callable[[float], float]) -> Tensor:
+        return torch.tensor(schedule(self.state.global_step / max(self.state.max_steps, 1)), device=self.args.device)
+
+    def _share(self, inputs: Mapping[str, Any], rule: str) -> Tensor:
+        """What part of the whole step's rows this micro-batch has, of those that count by a rule; asked once each."""
+        if rule not in self._shares:
+            rows = torch.tensor(count_rows(inputs, rule), device=self.args.device)
+            self._shares[rule] = batch_share(rows, num_rows_in_all=self._record.rows_in_step[rule])
+        return self._shares[rule]
+
+    def _mask(self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int) -> Tensor | None:
+        """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all."""
+        mask = counted_rows(rule, inputs, of_decoder=self._has_decoder)
+        for each in taught:
+            if hasattr(each, "query_mask"):
+                held = each.query_mask(length)
+                mask = held if mask is None else mask & held
+        return mask
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As the base class does it, with the projectors as a group of parameters, which clipping leaves out."""
+        is_given = self.optimizer is not None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        mine = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
+        absent = [parameter for parameter in mine if parameter not in held]
+        if absent and is_given:
+            raise ShdError(
+                "argument-value",
+                "optimizers must hold the parameters of HiddenTerm's projectors too; got an optimizer without "
+                f"{len(absent)} of them: make the modules, and give them to both",
+            )
+        if absent:
+            optimizer.add_param_group({"params": absent, "weight_decay": self.args.weight_decay})
+        return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.projectors.save(output_dir or self.args.output_dir or "")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.projectors.load(resume_from_checkpoint)
+
+    def _make_projectors(self) -> Projectors:
+        """The projectors on this process's device, the same on every rank."""
+        if self.hidden is None:
+            return Projectors({})
+        widths: dict[int, int] = {}
+        for teacher in self.teachers:
+            width = _find_width(getattr(teacher, "model", None))
+            widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)
+        student = self.accelerator.unwrap_model(self.model)
+        projectors = make_projectors(self.hidden, _find_width(student), widths, seed=self.args.seed)
+        projectors.to(self.args.device).join_ranks()
+        return projectors
+
+    @property
+    def _has_decoder(self) -> bool:
+        """Whether the student's logits are a decoder's, beside an encoder."""
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        return bool(getattr(config, "is_encoder_decoder", False))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the terms of the steps since the last log to the training's own."""
@@ -215,7 +362,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             reduced = self.accelerator.reduce(torch.tensor(list(here.values()), device=self.args.device), "mean")
             means = dict(zip(here, reduced.tolist(), strict=True))
             clipped, alphas = means.pop("clipped"), means.pop("alphas")
-            logs |= means | {"clipped_alphas": clipped / alphas if alphas else 0.0}
+            if self.beta is not None:
+                means["clipped_alphas"] = clipped / alphas if alphas else 0.0
+            logs |= means
         super().log(logs, start_time)
 
     def _is_whole_everywhere(self, taken: Sequence[Any], num_batches: int) -> bool:
@@ -235,95 +384,16 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
 
 @dataclass(frozen=True)
-class SupervisedCollator:
-    """Any collator for samples, with the records of a cache beside them in one buffer.
+class _Term:
+    """A term of a micro-batch, as its part of the whole step."""
 
-    Attributes:
-        collate: of samples, to a mapping.
-        manifest: of the cache.
-        layers: student layers that are read.
-    """
-
-    collate: Callable[[list[Any]], Mapping[str, Any]]
-    manifest: Manifest
-    layers: tuple[int, ...]
-
-    def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
-        """Samples with records become a mapping with ``supervision``; samples alone what they always became.
-
-        Raises:
-            ShdError: ``inputs-invalid`` where the attention mask is not that of the samples, padded on the right.
-        """
-        if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], StoredRecord):
-            return dict(self.collate(list(batch)))
-        samples, records = zip(*batch, strict=True)
-        joined = dict(self.collate(list(samples)))
-        mask = joined.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            _check_padding(mask, [self._seen(*pair) for pair in zip(samples, records, strict=True)])
-        joined["supervision"] = pack_records(batch, self.manifest, self.layers)
-        alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
-        joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
-        return joined
-
-    def _seen(self, sample: Any, record: StoredRecord) -> Tensor:
-        """``(n,)``, the mask of the positions that the teacher saw; ones where the sample does not hold it."""
-        name = self.manifest.inputs.mask
-        if name is None or not isinstance(sample, Mapping) or name not in sample:
-            return torch.ones(record.length, dtype=torch.bool)
-        return torch.as_tensor(sample[name])[: record.length].bool()
+    value: Tensor  # before the weight
+    weight: Tensor
+    weight_name: str
+    logged: dict[str, Tensor]
 
 
-def _mask_of_rows(given: Mapping[str, Any], kind: str | None) -> Tensor | None:
-    """``(B, L)``, True = the row of an attention of this kind counts; None: those that the cache has mass for."""
-    mask = given.get("decoder_attention_mask" if kind in ("decoder", "cross") else "attention_mask")
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-class _Samples(Dataset[Any]):
-    """Supervised data without its supervision."""
-
-    def __init__(self, supervised: SupervisedDataset) -> None:
-        self._supervised = supervised
-
-    def __len__(self) -> int:
-        return len(self._supervised)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._supervised.sample(index)
-
-
-def _leave_samples(dataset: Any, argument: str) -> Any:
-    """Supervised data without its supervision; any other data as they are."""
-    if isinstance(dataset, SupervisedStream):
-        raise ShdError(
-            "argument-value",
-            f"{argument} must hold samples alone; got a SupervisedStream: give the data it was made of",
-        )
-    return _Samples(dataset) if isinstance(dataset, SupervisedDataset) else dataset
-
-
-def _count_rows(inputs: Mapping[str, Any]) -> int:
-    """Query rows of a batch that count."""
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return int(mask.sum())
-    if "supervision" in inputs:
-        return sum(inputs["supervision"].lengths)
-    first = next(value for value in inputs.values() if isinstance(value, Tensor))
-    return first.shape[0] * (first.shape[1] if first.ndim == 2 else 1)
-
-
-def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
-    """Refuse a batch whose collation moved the positions of a sample, or cut them."""
-    for number, (given, expected) in enumerate(zip(mask.bool().cpu(), seen, strict=True)):
-        n = len(expected)
-        if len(given) < n or given[n:].any() or not torch.equal(given[:n], expected):
-            what = "ones" if expected.all() else f"{expected.int().tolist()}, as in the sample,"
-            raise ShdError(
-                "inputs-invalid",
-                f"attention_mask must be {what} for the {n} positions that the teacher saw, then zeros; "
-                f"sample {number} of a batch has {mask[number].tolist()}: set the tokenizer's padding_side to "
-                "'right', and truncate as for precompute; or pad the samples before precompute, and join those",
-                "CACHE-82",
-            )
+def _find_width(model: Any) -> int | None:
+    """The width of a model's hidden states, as its configuration says; None without one."""
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    return width if isinstance(width, int) else None

@@ -16,11 +16,11 @@ from support.students import precompute
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
 
 
-def make_model(heads: int, seed: int, layers: int = 2) -> Any:
+def make_model(heads: int, seed: int, layers: int = 2, width: int = 16) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=30,
-        hidden_size=16,
+        hidden_size=width,
         intermediate_size=24,
         num_hidden_layers=layers,
         num_attention_heads=heads,

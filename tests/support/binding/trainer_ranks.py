@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shd_torch import LossBalancer, OnlineTeacher, SupervisedDataset, SupervisedStream
+from shd_torch import HiddenTerm, KdTerm, LossBalancer, OnlineTeacher, SupervisedDataset, SupervisedStream
 from shd_torch.training.trainer import SHDTrainer
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, weights
 
 RANKS = 2
 BATCH = 4  # samples of a step, however many processes make it
 WAYS = ("whole", "accumulated", "uneven", "balanced", "live", "stream", "stream-accumulated", "stream-leftover")
+WAYS += ("terms", "terms-accumulated")  # on logits and, through projectors, on hidden states
 
 
 def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
@@ -33,6 +34,13 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
         train = SupervisedStream(samples, cache, remainder="keep")
     if way == "live":
         train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2, alpha_per="row")
+    if way.startswith("terms"):
+        for number, sample in enumerate(samples):
+            sample["labels"] = sample["labels"].clone()
+            sample["labels"][: number % 3] = -100  # rows of logits that count are others than those of attention
+        wide = make_model(4, seed=1, width=24)
+        train, given["teacher"] = samples, OnlineTeacher(wide, 2, 2, hidden_layers=[1])
+        given |= {"kd": KdTerm(rows="next_labels"), "hidden": HiddenTerm([(1, 1)])}
     if way == "balanced":
         given["balancer"] = LossBalancer(0.5)
     arguments = {
@@ -59,6 +67,7 @@ def run_rank(rank: int, folder: str, cache: str) -> None:
             trainer.train()
             if rank == 0:
                 torch.save(weights(trainer), Path(folder) / f"{way}.pt")
+                torch.save(trainer.projectors.state_dict(), Path(folder) / f"{way}-projectors.pt")
                 logged = json.dumps(trainer.state.log_history[0])
                 (Path(folder) / f"{way}.json").write_text(logged, encoding="utf-8")
         dist.barrier()

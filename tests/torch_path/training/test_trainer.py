@@ -31,7 +31,7 @@ from shd_torch import (
     attention_kl,
     capture_attention,
 )
-from shd_torch.training.trainer import SupervisedCollator
+from shd_torch.training.collator import SupervisedCollator
 
 
 def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path, tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Logits and hidden states in what a model's forward pass returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+
+
+def read_logits(output: Any) -> Tensor | None:
+    """The ``logits`` ``(..., V)`` of an output or a mapping, or the output itself where it is a tensor; else None."""
+    found = output if isinstance(output, Tensor) else _read(output, "logits")
+    return found if isinstance(found, Tensor) and found.ndim >= 2 and found.is_floating_point() else None
+
+
+def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[int, Tensor]:
+    """Chosen hidden states ``(B, L, D)`` as Hugging Face counts them: 0 are the embeddings, k what block k returns.
+
+    The last ones are what the model's head reads, after a final norm where there is one.
+
+    Args:
+        output: of a forward pass with ``output_hidden_states=True``.
+        layers: numbers from 0 to the number of blocks.
+        name: of the model, for errors.
+
+    Raises:
+        ShdError: ``capture-failed`` for an output without hidden states; ``layers-invalid``.
+    """
+    states = _read(output, "hidden_states")
+    if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
+        raise ShdError(
+            "capture-failed",
+            f"{name} must return hidden_states, a tensor a layer, where it is called with output_hidden_states=True; "
+            f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
+        )
+    for layer in layers:
+        if not 0 <= layer < len(states):
+            raise ShdError(
+                "layers-invalid",
+                f"hidden layers of {name} must be from 0, its embeddings, to {len(states) - 1}; got {layer}",
+            )
+    return {layer: states[layer] for layer in layers}
+
+
+def without(output: Any, *names: str) -> Any:
+    """A copy of an output of Hugging Face without some of its fields, so that their memory can go; or itself."""
+    if not is_dataclass(output) or isinstance(output, type):
+        return output
+    return replace(output, **dict.fromkeys({field.name for field in fields(output)} & set(names)))
+
+
+def _read(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)

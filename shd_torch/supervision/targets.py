@@ -1,0 +1,27 @@
+"""What a student learns of a teacher's logits without having them all: the records of KD-8 and KD-13."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TopkTargets(NamedTuple):
+    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
+
+    ids: Tensor  # (..., k), integers, ascending
+    log_probs: Tensor  # (..., k), log P at the temperature
+    log_tail: Tensor  # (...), log of the mass of all others; -inf where there are none
+    temperature: float
+    vocab_size: int
+
+
+class SampledTargets(NamedTuple):
+    """Classes kept and drawn, with weights that make any sum over the vocabulary unbiased (KD-12, KD-13)."""
+
+    ids: Tensor  # (..., keep + n), integers, kept classes first; may repeat
+    weights: Tensor  # (..., keep + n)
+    entropy: Tensor  # (...), that of the whole row
+    temperature: float
+    vocab_size: int

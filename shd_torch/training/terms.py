@@ -1,0 +1,214 @@
+"""Terms beside the student's own loss and that of attention: on logits, and on hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_torch.checks import check_option, check_temperature
+from shd_torch.kd import hidden_loss, kd_loss, mean_logits
+from shd_torch.kd.hidden import DISTANCES
+from shd_torch.kd.hidden import REDUCTIONS as OVER_LAYERS
+from shd_torch.kd.rows import DIVERGENCES
+from shd_torch.training.rows import ROWS
+from shd_torch.training.schedules import BetaSchedule
+
+Weight: TypeAlias = float | Callable[[float], float]
+
+TEACHERS: Final[tuple[str, ...]] = ("losses", "logits", "probs")
+"""What is averaged where several teachers have logits."""
+
+
+@dataclass(frozen=True)
+class KdTerm:
+    """The loss on logits beside the student's own: ``weight * kd_loss(targets, student's logits)``.
+
+    Attributes:
+        weight: a number of at least 0, or a function of progress in [0, 1] such as ``BetaSchedule``.
+        temperature: T of both sides; None is that of the targets where they are bound to one, else 1 (KD-6).
+        divergence: ``"kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"`` (KD-17).
+        mixing: the m of ``jsd``.
+        t_squared: multiply by T^2, so that the balance with the student's own loss does not depend on T (KD-5).
+        rows: which rows count: ``"positions"`` of the attention mask, those whose own label counts (``"labels"``), or
+            those whose next one does (``"next_labels"``, what a causal model is trained on). Of a classifier, whose
+            logits have no axis of positions, every sample counts.
+        vocab_size: read the first so many classes of both sides; the others are padding (KD-7).
+        teachers: of several, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss (KD-15),
+            which needs all logits of every teacher.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    weight: Weight = 1.0
+    temperature: float | None = None
+    divergence: str = "kl"
+    mixing: float = 0.5
+    t_squared: bool = True
+    rows: str = "positions"
+    vocab_size: int | None = None
+    teachers: str = "losses"
+
+    def __post_init__(self) -> None:
+        read_weight(self.weight)
+        if self.temperature is not None:
+            check_temperature(self.temperature)
+        check_option("divergence", self.divergence, DIVERGENCES, "KD-17")
+        check_option("rows", self.rows, ROWS, "")
+        check_option("teachers", self.teachers, TEACHERS, "")
+
+    def check_targets(self, *, temperature: float | None, sampled: bool, origin: str) -> None:
+        """Refuse targets that this term cannot use, before the first step.
+
+        Args:
+            temperature: that they are bound to, or None.
+            sampled: whether they were drawn.
+            origin: of them, for errors.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+        if temperature is not None and self.temperature not in (None, temperature):
+            raise ShdError(
+                "argument-value",
+                f"kd must have the temperature {temperature:g} of {origin}, or None; got {self.temperature:g}: what "
+                "lies outside of the kept classes cannot be moved to another, so make the targets at this one",
+                "KD-6",
+            )
+        if sampled and self.divergence in ("reverse_kl", "jsd"):
+            raise ShdError(
+                "argument-value",
+                f"kd must have the divergence kl or cross_entropy with the drawn classes of {origin}; got "
+                f"{self.divergence}, of which they give a biased estimate: keep the top k instead",
+                "KD-19",
+            )
+
+    def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
+        """The mean over counted rows, before the weight.
+
+        Args:
+            targets: one a teacher, each as ``kd_loss`` takes them.
+            logits: of the student ``(B, L, V)``, or ``(B, V)``.
+            loss_mask: boolean, the shape of the rows; True = counts.
+            check: look at the values.
+
+        Raises:
+            ShdError: what ``kd_loss`` raises; ``argument-value`` for records where teachers' logits are averaged.
+        """
+        given = list(targets)
+        if len(given) > 1 and self.teachers != "losses":
+            if not all(isinstance(each, Tensor) for each in given):
+                raise ShdError(
+                    "argument-value",
+                    f"kd must have teachers='losses' where a teacher gives some of its classes alone; got "
+                    f"{self.teachers!r}: the mean of truncated rows is not the truncated mean",
+                    "KD-15",
+                )
+            temperature = 1.0 if self.temperature is None else self.temperature
+            given = [mean_logits(given, of=self.teachers, temperature=temperature, check=check)]
+        terms = [
+            kd_loss(
+                each,
+                logits,
+                divergence=self.divergence,
+                mixing=self.mixing,
+                temperature=self.temperature,
+                t_squared=self.t_squared,
+                loss_mask=loss_mask,
+                vocab_size=self.vocab_size,
+                check=check,
+            )
+            for each in given
+        ]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total / len(terms)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenTerm:
+    """The loss on hidden states beside the student's own.
+
+    Attributes:
+        pairs: (student, teacher) numbers of hidden states as Hugging Face counts them: 0 are the embeddings, k is
+            what block k returns; each of the student at most once.
+        weight: as of ``KdTerm``.
+        distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"`` (HID-3).
+        reduction: ``"sum"`` over pairs or ``"mean"``.
+        projectors: from the student's width to the teacher's: a module for all pairs, or one by student number; None
+            makes a linear layer a pair where the widths differ. They are trained with the student, and saved in
+            checkpoints in a file beside its own.
+
+    Raises:
+        ShdError: ``argument-value``, ``layers-invalid``.
+    """
+
+    pairs: Sequence[tuple[int, int]]
+    weight: Weight = 1.0
+    distance: str = "mse"
+    reduction: str = "sum"
+    projectors: nn.Module | Mapping[int, nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        read_weight(self.weight)
+        check_option("distance", self.distance, DISTANCES, "HID-3")
+        check_option("reduction", self.reduction, OVER_LAYERS, "HID-4")
+        pairs = tuple(self.pairs)
+        good = bool(pairs) and all(
+            isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+            for pair in pairs
+        )
+        if not good or len({student for student, _ in pairs}) < len(pairs):
+            raise ShdError(
+                "layers-invalid",
+                "pairs must be (student, teacher) numbers of hidden states of at least 0, each student's once; "
+                f"got {self.pairs!r}",
+            )
+        object.__setattr__(self, "pairs", tuple((student, teacher) for student, teacher in pairs))
+
+    @property
+    def teacher_layers(self) -> tuple[int, ...]:
+        """The teacher's hidden states that are compared, each once, ascending."""
+        return tuple(sorted({teacher for _, teacher in self.pairs}))
+
+    def losses(
+        self,
+        teachers: Sequence[Mapping[int, Tensor]],
+        students: Mapping[int, Tensor],
+        *,
+        loss_mask: Tensor | None,
+        check: bool,
+    ) -> dict[int, Tensor]:
+        """By student number the mean over counted rows, averaged over teachers; their sum is the term.
+
+        Args:
+            teachers: hidden states by teacher's number, one mapping a teacher.
+            students: those of the student by its own, projected.
+            loss_mask: boolean ``(B, L)``, True = counts.
+            check: look at the values.
+
+        Raises:
+            ShdError: what ``hidden_loss`` raises.
+        """
+        count = len(teachers) * (len(self.pairs) if self.reduction == "mean" else 1)
+        terms: dict[int, Tensor] = {}
+        for student, number in self.pairs:
+            for states in teachers:
+                own, taught = students[student], states[number]
+                term = hidden_loss(own, taught, distance=self.distance, loss_mask=loss_mask, check=check) / count
+                terms[student] = terms[student] + term if student in terms else term
+        return dict(sorted(terms.items()))
+
+
+def read_weight(weight: Weight) -> Callable[[float], float]:
+    """A schedule, from a number or a function of progress.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    return weight if callable(weight) else BetaSchedule(weight)

@@ -1,0 +1,294 @@
+"""SHDTrainer with terms on logits and hidden states: what each adds, and where options meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from safetensors.torch import load_file
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights
+
+from shd_torch import (
+    BetaSchedule,
+    OnlineTeacher,
+    ShdError,
+    capture_attention,
+    hidden_loss,
+    kd_loss,
+    layer_kls,
+)
+from shd_torch.kd import kd_targets_topk, mean_logits
+from shd_torch.teacher import LiveTargets
+from shd_torch.training import HiddenTerm, KdTerm
+
+WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8}
+
+
+def live(seed: int = 1, **options: Any) -> OnlineTeacher:
+    return OnlineTeacher(make_model(4, seed=seed), 2, 2, **options)
+
+
+def stepped(student: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss.backward()
+    return {name: value.detach() - 0.01 * value.grad for name, value in student.named_parameters()}
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_is_what_the_formula_says(tmp_path: Path) -> None:
+    """All three terms together; the rows of KD are those whose next label counts."""
+    kd = KdTerm(0.7, temperature=2.0, rows="next_labels")
+    hidden = HiddenTerm([(1, 1), (2, 2)], weight=BetaSchedule(0.3), distance="cosine")
+    teacher = live(hidden_layers=[1, 2])
+    trainer = make_trainer(
+        tmp_path, train=make_samples(), teacher=teacher, beta=0.4, kd=kd, hidden=hidden, arguments=WHOLE
+    )
+    trainer.train()
+    student, batch = make_model(2, seed=2), pad(make_samples())
+    seen = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        output = make_model(4, seed=1).eval()(**seen, output_hidden_states=True)
+    mask = batch["attention_mask"].bool()
+    with capture_attention(student) as captured:
+        own = student(**batch, output_hidden_states=True)
+    kls = layer_kls(captured, live()(**seen), loss_mask=mask)
+    counted = torch.zeros_like(mask)
+    counted[:, :-1] = batch["labels"][:, 1:] != -100
+    on_logits = kd_loss(output.logits, own.logits, temperature=2.0, loss_mask=counted)
+    on_states = {
+        k: hidden_loss(own.hidden_states[k], output.hidden_states[k], distance="cosine", loss_mask=mask)
+        for k in (1, 2)
+    }
+    shd, states = torch.stack(list(kls.values())).sum(), on_states[1] + on_states[2]
+    loss = own.loss + 0.4 * shd + 0.7 * on_logits + 0.3 * states
+    assert_same(weights(trainer), stepped(student, loss))
+    logged = trainer.state.log_history[0]
+    expected = {
+        "loss": loss,
+        "base_loss": own.loss,
+        "shd_loss": shd,
+        "kd_loss": on_logits,
+        "hidden_loss": states,
+        "hidden_loss_layer_1": on_states[1],
+        "hidden_loss_layer_2": on_states[2],
+        "beta": 0.4,
+        "kd_weight": 0.7,
+        "hidden_weight": 0.3,
+    }
+    for name, value in expected.items():
+        assert logged[name] == pytest.approx(float(torch.as_tensor(value).detach()), rel=1e-4), name
+
+
+@pytest.mark.parametrize("rows", ["positions", "next_labels"])
+def test_accumulated_micro_batches_are_the_batch(rows: str, tmp_path: Path) -> None:
+    """Rows of KD and rows of attention are shared out each by its own count."""
+    samples = make_samples()
+    for number, sample in enumerate(samples):
+        sample["labels"] = sample["labels"].clone()
+        sample["labels"][: number % 4 + 1] = -100  # a prompt that is not trained on
+    given: dict[str, Any] = {"train": samples, "kd": KdTerm(rows=rows), "hidden": HiddenTerm([(2, 2)])}
+    parts = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainers = [
+        make_trainer(tmp_path, teacher=live(hidden_layers=[2]), beta=0.3, arguments=arguments, **given)
+        for arguments in ({**WHOLE, "max_steps": 2}, parts)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_same(weights(trainers[1]), weights(trainers[0]))
+    logs = [trainer.state.log_history[0] for trainer in trainers]
+    for key in ("loss", "base_loss", "shd_loss", "kd_loss", "hidden_loss"):
+        assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-4), key
+
+
+@pytest.mark.parametrize("averaged", ["losses", "logits", "probs"])
+def test_two_teachers_are_averaged(averaged: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        train=make_samples(),
+        teacher=[live(1), live(5)],
+        kd=KdTerm(temperature=1.5, teachers=averaged),
+        arguments=WHOLE,
+    )
+    trainer.train()
+    student, batch = make_model(2, seed=2), pad(make_samples())
+    mask = batch["attention_mask"].bool()
+    with torch.no_grad():
+        logits = [make_model(4, seed=seed).eval()(**batch).logits for seed in (1, 5)]
+    own = student(**batch)
+    targets = logits if averaged == "losses" else [mean_logits(logits, of=averaged, temperature=1.5)]
+    terms = [kd_loss(each, own.logits, temperature=1.5, loss_mask=mask) for each in targets]
+    assert_same(weights(trainer), stepped(student, own.loss + torch.stack(terms).mean()))
+    logged = trainer.state.log_history[0]
+    assert not {"shd_loss", "beta", "clipped_alphas"} & set(logged)  # no term on attention was asked for
+
+
+def test_a_live_teacher_keeps_what_a_cache_would(tmp_path: Path) -> None:
+    batch = pad(make_samples())
+    seen = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        logits = make_model(4, seed=1).eval()(**seen).logits
+    topk = live(targets=LiveTargets(head=5, temperature=2.0), hidden_layers=[2, 0])(**seen)
+    wanted = kd_targets_topk(logits, 5, temperature=2.0)
+    for got, expected in zip(topk.targets()[:3], wanted[:3], strict=True):
+        torch.testing.assert_close(got, expected)
+    assert topk.output.logits is None
+    assert topk.output.hidden_states is None
+    assert list(topk.hidden_states()) == [0, 2]
+    teacher = live(targets=LiveTargets(head=3, draws=6, seed=4))
+    drawn, again = teacher(**seen).targets(), teacher(**seen).targets()
+    assert drawn.ids.shape == (8, 12, 9)
+    assert not torch.equal(drawn.ids, again.ids)  # other draws in every batch
+    assert torch.equal(drawn.ids, live(targets=LiveTargets(head=3, draws=6, seed=4))(**seen).targets().ids)
+    torch.testing.assert_close(drawn.weights.sum(-1), torch.ones(8, 12))
+    whole = live()(**seen)
+    assert whole.targets() is whole.output.logits  # no copy
+
+
+def test_a_padded_vocabulary_is_cut_where_it_is_padding(tmp_path: Path) -> None:
+    class Padded(torch.nn.Module):
+        def __init__(self, far: float) -> None:
+            super().__init__()
+            self.inside, self.far = make_model(4, seed=1).eval(), far
+
+        def forward(self, **inputs: Any) -> torch.Tensor:
+            logits = self.inside(**inputs).logits
+            return torch.cat((logits, logits.new_full((*logits.shape[:-1], 2), self.far)), -1)
+
+    seen = {name: value for name, value in pad(make_samples()).items() if name != "labels"}
+    for head in (None, 4):
+        cut = LiveTargets(vocab_size=30, head=head)
+        targets = OnlineTeacher(Padded(-1e4), 2, 2, targets=cut)(**seen).targets()
+        wanted = live(targets=LiveTargets(head=head))(**seen).targets()
+        for got, expected in zip(*([each] if head is None else each[:3] for each in (targets, wanted)), strict=True):
+            torch.testing.assert_close(got, expected)
+        with pytest.raises(ShdError, match="vocab_size must cut padding alone") as caught:
+            OnlineTeacher(Padded(0.0), 2, 2, targets=cut)(**seen)
+        assert caught.value.code == "argument-value"
+
+
+def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    """A student of another width gets a linear layer a pair; its model file holds the student alone."""
+    wide = make_model(4, seed=1, width=24)
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+
+    def make(folder: str) -> Any:
+        return make_trainer(
+            tmp_path / folder,
+            train=make_samples(),
+            teacher=OnlineTeacher(wide, 2, 2, hidden_layers=[1, 2]),
+            hidden=HiddenTerm([(1, 1), (2, 2)]),
+            arguments=arguments,
+        )
+
+    trainer = make("a")
+    before = {name: value.detach().clone() for name, value in trainer.projectors.named_parameters()}
+    assert before["by_number.1.weight"].shape == (24, 16)
+    trainer.train()
+    for name, value in trainer.projectors.named_parameters():
+        assert not torch.equal(value, before[name])
+    folder = tmp_path / "a" / "checkpoint-2"
+    assert set(load_file(folder / "model.safetensors")) == set(make_model(2, seed=2).state_dict())
+    again = make("b")
+    for name, value in again.projectors.named_parameters():
+        assert torch.equal(value, before[name])  # made the same, whatever was drawn before
+    again.train(resume_from_checkpoint=str(folder))
+    assert_same(weights(again), weights(trainer))
+    assert_same(dict(again.projectors.named_parameters()), dict(trainer.projectors.named_parameters()))
+    (folder / "hidden_projectors.safetensors").unlink()
+    with pytest.raises(ShdError, match="must hold the projectors"):
+        make("c").train(resume_from_checkpoint=str(folder))
+
+
+def test_projectors_of_the_users_own(tmp_path: Path) -> None:
+    shared = torch.nn.Linear(16, 16, bias=False)
+    given: dict[str, Any] = {
+        "train": make_samples(),
+        "teacher": live(hidden_layers=[1, 2]),
+        "hidden": HiddenTerm([(1, 1), (2, 2)], projectors=shared, reduction="mean"),
+    }
+    trainer = make_trainer(tmp_path, arguments={**WHOLE, "save_strategy": "steps", "save_steps": 1}, **given)
+    start = shared.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(shared.weight, start)
+    assert len(load_file(tmp_path / "checkpoint-1" / "hidden_projectors.safetensors")) == 1
+    student = make_model(2, seed=2)
+    optimizer = torch.optim.SGD(student.parameters(), 0.01)
+    lacking = make_trainer(tmp_path, model=student, optimizers=(optimizer, None), **given)
+    with pytest.raises(ShdError, match="optimizers must hold the parameters") as caught:
+        lacking.train()
+    assert caught.value.code == "argument-value"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+def test_autocast_and_compilation_change_nothing_but_rounding(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"train": make_samples(), "beta": 0.3, "kd": KdTerm(temperature=2.0)}
+    logs = {}
+    for name, more in {"plain": {}, "bf16": {"bf16": True}, "compiled": {"torch_compile": True}}.items():
+        more |= {"torch_compile_backend": "eager"} if name == "compiled" else {}
+        trainer = make_trainer(
+            tmp_path,
+            teacher=live(hidden_layers=[1]),
+            hidden=HiddenTerm([(1, 1)]),
+            arguments={**WHOLE, "train_sampling_strategy": "sequential", **more},
+            **given,
+        )
+        trainer.train()
+        logs[name] = trainer.state.log_history[0]
+        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+    for key in ("base_loss", "shd_loss", "kd_loss", "hidden_loss"):
+        assert logs["compiled"][key] == pytest.approx(logs["plain"][key], rel=1e-4), key
+        assert logs["bf16"][key] == pytest.approx(logs["plain"][key], rel=0.05), key
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    def refusal(**given: Any) -> ShdError:
+        given = {"train": make_samples(), "teacher": live(), "arguments": WHOLE} | given
+        with pytest.raises(ShdError) as caught:
+            make_trainer(tmp_path, **given).train()
+        return caught.value
+
+    assert "must have a term" in str(refusal())
+    drawn = live(targets=LiveTargets(draws=4, temperature=2.0))
+    for divergence in ("reverse_kl", "jsd"):
+        error = refusal(teacher=drawn, kd=KdTerm(divergence=divergence))
+        assert error.code == "argument-value"
+        assert "biased estimate" in str(error)
+    assert "temperature must be 2, that of the targets" in str(refusal(teacher=drawn, kd=KdTerm(temperature=1.0)))
+    assert "truncated mean" in str(refusal(teacher=[drawn, live()], kd=KdTerm(teachers="logits")))
+    assert "hidden_layers=(1,)" in str(refusal(hidden=HiddenTerm([(2, 1)])))
+    unlabelled = [{k: v for k, v in sample.items() if k != "labels"} for sample in make_samples()]
+    without = refusal(
+        train=unlabelled,
+        kd=KdTerm(rows="labels"),
+        collate=lambda samples: {
+            k: v for k, v in pad([s | {"labels": s["input_ids"]} for s in samples]).items() if k != "labels"
+        },
+    )
+    assert "must hold labels (B, L) where rows='labels'; got none" in str(without)
+    for make in (
+        lambda: KdTerm(weight=-1.0),
+        lambda: KdTerm(temperature=0.0),
+        lambda: KdTerm(divergence="l2"),
+        lambda: KdTerm(rows="tokens"),
+        lambda: HiddenTerm([]),
+        lambda: HiddenTerm([(1, 1), (1, 2)]),
+        lambda: HiddenTerm([(1, 1)], distance="l1"),
+        lambda: LiveTargets(head=0),
+        lambda: LiveTargets(temperature=-1.0),
+        lambda: OnlineTeacher(make_model(4, seed=1), 2, 2, hidden_layers=[-1]),
+    ):
+        with pytest.raises(ShdError):
+            make()
