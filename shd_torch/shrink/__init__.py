@@ -1,12 +1,25 @@
 """A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
 
+``gates`` says which attention blocks and activations matter, and ``points`` measures students without some of them.
 ``families`` alone knows names of modules; ``calibration`` runs a model layer by layer; ``merges``, ``heads``,
 ``width`` and ``align`` are the mathematics, written independently of ``shd_ref.shrink``; ``layer`` joins them, and
-``student`` the layers.
+``student`` the layers; ``dropped`` is what no stock configuration can say, ``folders`` what is on the disk.
 Imports ``maps``.
 """
 
 from shd_torch.shrink.folders import load_student, load_teacher
+from shd_torch.shrink.gates import Ranking, gate_layers, rank_layers
+from shd_torch.shrink.points import choose_splits, measure_splits
 from shd_torch.shrink.student import Shrunk, shrink
 
-__all__ = ["Shrunk", "load_student", "load_teacher", "shrink"]
+__all__ = [
+    "Ranking",
+    "Shrunk",
+    "choose_splits",
+    "gate_layers",
+    "load_student",
+    "load_teacher",
+    "measure_splits",
+    "rank_layers",
+    "shrink",
+]
