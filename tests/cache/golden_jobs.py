@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.makers import FACTORS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
+from support.makers import FACTORS, FORMS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
 
 from shd_ref.cache import Matching, SampleInputs
 
@@ -25,6 +25,11 @@ GOLDEN_JOBS = {
     "two-sequences": job(num_samples=3, codec="u4", alpha_per="row", **KINDS),
     "student-layers": job(num_samples=3, num_student_layers=4),
     "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
+    "topk-and-hidden-int8": job(num_samples=3, **FORMS["topk"]),
+    "sampled-and-hidden-float16": job(
+        num_samples=3, codec="int8", factors=WINDOWED, padding="around", **FORMS["sampled"]
+    ),
+    "all-logits": job(num_samples=3, codec="u4", on_error="skip", **FORMS["float16"]),
 }
 
 if __name__ == "__main__":

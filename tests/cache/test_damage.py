@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import document, job, read_everything, write_cache
+from support.makers import FORMS, document, job, read_everything, write_cache
 
 from shd_ref.cache import CacheReader, LayerPair, Receipt, Record, SampleInputs, Teacher, verify_cache
 from shd_ref.errors import ShdError
@@ -23,13 +23,14 @@ DOCUMENTS = [
     ("receipts/000001.json", False),
     ("SEALED.json", True),
 ]
-WHAT = ("alphas", "mixing", "layer 1", "layer 2")
+WHAT = ("alphas", "mixing", "layer 1", "layer 2", "logits", "hidden layer 0", "hidden layer 11")
+MANIFEST = job(**FORMS["topk"])
 SHARD = "shards/01/000001.safetensors"
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cache(tmp_path_factory.mktemp("pristine") / "cache", job())
+    return write_cache(tmp_path_factory.mktemp("pristine") / "cache", MANIFEST)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_flipped_bit_in_a_document(folder: Path, name: str, sealed: bool) -> Non
 
 def test_flipped_bit_in_a_blob(folder: Path) -> None:
     path = folder / SHARD
-    receipt = Receipt.read(folder, 1, job())
+    receipt = Receipt.read(folder, 1, MANIFEST)
     owners = [
         (blob, record, what) for record in receipt.records for what, blob in zip(WHAT, record.blobs, strict=True)
     ]
@@ -94,7 +95,7 @@ def test_flipped_bit_in_a_blob(folder: Path) -> None:
 
 def test_flipped_bit_in_a_header(folder: Path) -> None:
     path = folder / SHARD
-    end = min(blob.start for _, _, blob in Receipt.read(folder, 1, job()).stored_parts(job()))
+    end = min(blob.start for _, _, blob in Receipt.read(folder, 1, MANIFEST).stored_parts(MANIFEST))
     for position, bit in flips(end, seed=3):
         data = flip(path, position, bit)
         assert {problem.path for problem in verify_cache(folder).problems} == {SHARD}
@@ -103,7 +104,7 @@ def test_flipped_bit_in_a_header(folder: Path) -> None:
 
 
 def test_reader_does_not_touch_damage_it_was_not_asked_for(folder: Path) -> None:
-    record = Receipt.read(folder, 1, job()).records[0]
+    record = Receipt.read(folder, 1, MANIFEST).records[0]
     flip(folder / SHARD, start_of(record, 1), 0)
     reader = CacheReader(folder)
     assert list(reader.read(record.key, layers=[1]).blobs) == [1]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import contents, job, write_cache, write_shards
+from support.makers import FORMS, contents, job, write_cache, write_shards
 
 from shd_ref.cache import CacheReader, CacheWriter, SampleInputs, export_webdataset
 from shd_ref.errors import ShdError
@@ -19,6 +19,9 @@ from shd_ref.errors import ShdError
 JOBS = {
     "plain": job(),
     "causal rows in u4": job(codec="u4", support="causal", alpha_per="row"),
+    "classes and hidden states": job(**FORMS["topk"]),
+    "drawn classes": job(**FORMS["sampled"], compression="zstd"),
+    "all logits": job(**FORMS["float16"]),
     "skipped, with seeds": job(on_error="skip", inputs=SampleInputs(("input_ids",), None, "seed")),
 }
 
@@ -57,7 +60,11 @@ def test_samples_are_what_the_reader_decodes(tmp_path: Path, name: str) -> None:
             "length": record.length,
             "seed": record.seed,
         }
-        assert sample.keys() == {"json", "alphas.npy", "mixing.npy", "L01.npy", "L02.npy"}
+        rows = {f"{name}.npy": array for form in reader.manifest.forms[1:] for name, array in form.arrays(record)}
+        assert sample.keys() == {"json", "alphas.npy", "mixing.npy", "L01.npy", "L02.npy", *rows}
+        for kind, array in rows.items():
+            assert sample[kind].dtype == (np.int32 if kind == "logits_ids.npy" else np.float32)
+            np.testing.assert_array_equal(sample[kind], array)
         np.testing.assert_array_equal(sample["alphas.npy"], record.alphas)
         np.testing.assert_array_equal(sample["mixing.npy"], record.mixing)
         for layer in (1, 2):

@@ -45,3 +45,10 @@ def test_reader_agrees_with_one_made_from_the_specification(name: str) -> None:
         assert sample["mixing"] == record.mixing.ravel().tolist() == written.mixing.ravel().tolist()
         for layer, maps in sample["maps"].items():
             np.testing.assert_allclose(reader.decode(record, layer), maps, rtol=2.0**-20, atol=0)
+        if manifest.logits is not None:
+            decoded = reader.decode_logits(record)
+            for name, values in sample["logits"].items():
+                found = decoded if name == "logits" else getattr(decoded, name)
+                np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-12, err_msg=name)
+        for layer, rows in sample["hidden"].items():
+            np.testing.assert_allclose(reader.decode_hidden(record, layer), rows, rtol=2.0**-23, atol=0)

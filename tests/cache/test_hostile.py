@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import MEASURED, document, job, key_of, probs_of, read_everything, write_cache
+from support.makers import FORMS, MEASURED, document, job, key_of, probs_of, read_everything, write_cache
 from typer.testing import CliRunner
 
 from shd_ref.cache import (
@@ -36,7 +36,13 @@ VALUES: tuple[Any, ...] = (
     0, 1, 7, 2**31, 2**53 - 1, 2**53, 10**30, -1, 0.0, 0.5, -1.5, 1e308, True, None, "", "x" * 5000, "../../x", "\0",
     "a\ud800b", [], {}, [[]], [0] * 50, {"": 0}, [[1, 2, "0" * 16]], "causal", "zstd", "skip", "row", "float32",
 )  # fmt: skip
-SOUND = [{}, {"compression": "zstd"}, {"support": "causal", "codec": "u4"}]
+SOUND: list[dict[str, Any]] = [
+    {},
+    {"compression": "zstd", **FORMS["topk"]},
+    {"support": "causal", "codec": "u4"},
+    FORMS["sampled"],
+    FORMS["float16"],
+]
 
 
 def uses(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
@@ -154,7 +160,7 @@ def test_garbage_in_place_of_a_document_is_one_error(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "shards/01/000001.safetensors"])
 def test_files_cut_or_changed_at_any_byte_are_one_error(tmp_path: Path, name: str) -> None:
     """Lengths and bytes all over the files of a tiny cache; all uses at some, reading and verifying at all."""
-    pristine = write_cache(tmp_path / "pristine", job(num_samples=2, samples_per_shard=1))
+    pristine = write_cache(tmp_path / "pristine", job(num_samples=2, samples_per_shard=1, **FORMS["sampled"]))
     folder = shutil.copytree(pristine, tmp_path / "cache")
     whole = (pristine / name).read_bytes()
     wrong = [whole[:length] for length in range(len(whole))]

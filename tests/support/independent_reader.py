@@ -26,7 +26,7 @@ def spelled(members: dict[str, Any]) -> bytes:
 
 
 def read_cache(folder: Path) -> dict[int, dict[str, Any]]:
-    """Every sample by its index: key, length, alphas, mixing, and decoded maps per student layer."""
+    """Every sample by its index: key, length, alphas, mixing, maps per student layer, logits, hidden states."""
     manifest, seal = read_document(folder / "manifest.json"), read_document(folder / "SEALED.json")
     identity = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
     assert seal["manifest"] == identity
@@ -54,7 +54,10 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
 
     attention = manifest["attention"]
     layers = [layer["student_layer"] for layer in attention["layers"]]
-    alphas, mixing, *codes = record["blobs"]
+    layers_taught = len(manifest["attention"]["layers"])
+    alphas, mixing, *rest = record["blobs"]
+    codes, rest = rest[:layers_taught], rest[layers_taught:]
+    logits, hidden = rest[: "logits" in manifest], rest["logits" in manifest :]
     square = [[record["length"]] * 2] * len(layers)
     return {
         "key": record["key"],
@@ -68,7 +71,76 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
             else read_map(attention, blob(place), *record.get("shapes", square)[column])
             for column, (layer, place) in enumerate(zip(layers, codes, strict=True))
         },
+        "logits": read_logits(manifest["logits"], blob(logits[0]), record) if logits else {},
+        "hidden": {
+            each["layer"]: read_hidden(manifest["hidden"]["codec"], each["width"], blob(place))
+            for each, place in zip(manifest.get("hidden", {}).get("layers", []), hidden, strict=True)
+        },
     }
+
+
+def read_logits(form: dict[str, Any], blob: bytes, record: dict[str, Any]) -> dict[str, list[Any]]:
+    """CACHE-160 to CACHE-169, under the names of specs/kd.md."""
+    count = record["length"] - record.get("first", 0) if form["rows"] == "positions" else 1
+    size = form["vocab_size"]
+    if form["codec"] == "float16":
+        numbers = struct.unpack(f"<{count * size}e", blob)
+        return {"logits": [list(numbers[row * size : (row + 1) * size]) for row in range(count)]}
+    assert len(blob) % count == 0
+    head, draws, bits = form.get("head", 0), form.get("draws", 0), form["value_bits"]
+    found: dict[str, list[Any]] = {"ids": [], "log_probs": [], "log_tail": []}
+    if draws:
+        found = {"ids": [], "weights": [], "entropy": []}
+    for row in range(count):
+        data = blob[row * len(blob) // count : (row + 1) * len(blob) // count]
+        (log_tail,), data = struct.unpack("<e", data[:2]), data[2:]
+        if draws:
+            found["entropy"].append(struct.unpack("<e", data[:2])[0])
+            data = data[2:]
+        values = -(-head * bits // 8)
+        codes = [field(data[:values], bits, i) for i in range(head)]
+        shares = [(code / (2**bits - 1)) ** 3 for code in codes]
+        probs = [share / sum(shares) * (1 - math.exp(log_tail)) for share in shares]
+        ids, data = read_ids(data[values:], head, size)
+        drawn, data = read_ids(data, draws, size)
+        assert data == b""
+        found["ids"].append(ids + drawn)
+        if draws:
+            found["weights"].append(probs + [math.exp(log_tail) / draws] * draws)
+        else:
+            found["log_probs"].append([math.log(prob) for prob in probs])
+            found["log_tail"].append(log_tail)
+    return found
+
+
+def field(data: bytes, width: int, number: int) -> int:
+    """The number-th field of so many bits, from the lowest up."""
+    return int.from_bytes(data, "little") >> (width * number) & ((1 << width) - 1)
+
+
+def read_ids(data: bytes, count: int, size: int) -> tuple[list[int], bytes]:
+    """The ids of CACHE-166, and the bytes behind them."""
+    if not count:
+        return [], data
+    low = math.floor(math.log2(max(size // count, 1)))
+    lower, high = -(-count * low // 8), -(-(count + (size - 1) // 2**low + 1) // 8)
+    places = [place for place in range(8 * high) if field(data[lower : lower + high], 1, place)]
+    assert len(places) == count
+    ids = [((place - i) << low) + field(data[:lower], low, i) for i, place in enumerate(places)]
+    return ids, data[lower + high :]
+
+
+def read_hidden(codec: str, width: int, blob: bytes) -> list[list[float]]:
+    """CACHE-177."""
+    rows = []
+    if codec == "float16":
+        numbers = struct.unpack(f"<{len(blob) // 2}e", blob)
+        return [list(numbers[start : start + width]) for start in range(0, len(numbers), width)]
+    for start in range(0, len(blob), width + 4):
+        (step,) = struct.unpack("<f", blob[start : start + 4])
+        codes = struct.unpack(f"<{width}b", blob[start + 4 : start + 4 + width])
+        rows.append([code * step for code in codes])
+    return rows
 
 
 def read_map(attention: dict[str, Any], blob: bytes, length: int, num_keys: int) -> list[list[list[float]]]:

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from shd_ref.cache import CacheWriter, Manifest
-from support.makers import MEASURED, job, records_of
+from support.makers import FORMS, errors_of, job, records_of
 
 NUM_SAMPLES = 120
 
 
 def interrupted_job(num_samples: int) -> Manifest:
-    return job(num_samples=num_samples, samples_per_shard=3)
+    return job(num_samples=num_samples, samples_per_shard=3, **FORMS["topk"])
 
 
 MANIFEST = interrupted_job(NUM_SAMPLES)
@@ -28,6 +28,6 @@ if __name__ == "__main__":
     for shard in writer.missing_shards():
         records = records_of(writer.manifest, shard)
         records = [replace(record, alphas=record.alphas * np.float32(sys.argv[2])) for record in records]
-        writer.write_shard(shard, records, MEASURED)
+        writer.write_shard(shard, records, errors_of(writer.manifest))
     writer.seal()
     print("sealed", flush=True)

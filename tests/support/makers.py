@@ -18,10 +18,16 @@ from shd_ref.cache import (
     CodecError,
     Dataset,
     Errors,
+    Extent,
     Factors,
+    Hidden,
+    HiddenError,
+    HiddenLayer,
     KindLayers,
     LayerFactors,
     LayerPair,
+    Logits,
+    LogitsError,
     Manifest,
     Maps,
     NewRecord,
@@ -45,6 +51,40 @@ MAX_LENGTH = 9
 FACTORS = (LayerFactors(2, 3, 0.5), LayerFactors(4, 2, 0.75))
 WINDOWED = (LayerFactors(2, 3, 0.5, 2), LayerFactors(4, 2, 0.75))
 MEASURED = Errors(CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16))
+
+VOCABULARY = 37
+TOPK = Logits(
+    codec="topk",
+    rows="positions",
+    tensor="logits",
+    vocab_size=VOCABULARY,
+    padded_vocab_size=40,
+    temperature=2.0,
+    head=5,
+    value_bits=8,
+)
+SAMPLED = Logits(
+    codec="sampled",
+    rows="positions",
+    tensor="logits",
+    vocab_size=VOCABULARY,
+    temperature=1.0,
+    head=3,
+    draws=6,
+    value_bits=5,
+    seed=29,
+)
+ALL_CLASSES = Logits(codec="float16", rows="sample", tensor="logits", vocab_size=VOCABULARY)
+HIDDEN_LAYERS = (HiddenLayer(0, "embeddings", 4), HiddenLayer(11, "/block.10/Add", 7))
+HIDDEN_INT8 = Hidden(codec="int8", rows="positions", layers=HIDDEN_LAYERS)
+HIDDEN_FLOAT16 = Hidden(codec="float16", rows="positions", layers=HIDDEN_LAYERS[1:])
+FORMS = {
+    "topk": {"logits": TOPK, "hidden": HIDDEN_INT8},
+    "sampled": {"logits": SAMPLED, "hidden": HIDDEN_FLOAT16},
+    "float16": {"logits": ALL_CLASSES},
+    "hidden": {"hidden": HIDDEN_INT8},
+}
+"""Members of a manifest beside attention."""
 
 
 def length_of(index: int) -> int:
@@ -170,6 +210,13 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
         seed=None if manifest.inputs.seed is None else 3**33 + index,
         first=padding_of(manifest, index),
         shapes=shapes_of(manifest, index),
+        logits=None if manifest.logits is None else manifest.logits.encode(logits_of(manifest, index), index),
+        hidden={
+            layer: manifest.hidden.encode(layer, hidden_of(manifest, index, layer))
+            for layer in manifest.hidden.teacher_layers
+        }
+        if manifest.hidden is not None
+        else {},
     )
     return replace(record, **changes)
 
@@ -178,6 +225,32 @@ def padding_of(manifest: Manifest, index: int) -> int:
     """Positions of padding in front that a record leaves out."""
     form = manifest.attention
     return first_of(index) if isinstance(form, Factors) and form.padding == "around" else 0
+
+
+def logits_of(manifest: Manifest, index: int) -> NDArray[np.float32]:
+    """What a teacher gives: dyadic numbers up to 8, and -64 for classes that only pad the vocabulary."""
+    form = manifest.logits
+    assert form is not None
+    rows = form.num_rows(Extent(length_of(index), padding_of(manifest, index)))
+    logits = 16 * fractions((rows, form.padded_vocab_size or form.vocab_size), 6000 + index) - 8
+    logits[:, form.vocab_size :] = -64
+    return logits
+
+
+def hidden_of(manifest: Manifest, index: int, layer: int) -> NDArray[np.float32]:
+    """Dyadic numbers up to 4."""
+    assert manifest.hidden is not None
+    (width,) = (each.width for each in manifest.hidden.layers if each.layer == layer)
+    return 8 * fractions((length_of(index) - padding_of(manifest, index), width), 7000 + 100 * index + layer) - 4
+
+
+def errors_of(manifest: Manifest) -> Errors:
+    """As a writer measured them."""
+    return replace(
+        MEASURED,
+        logits=None if manifest.logits is None else LogitsError(2.0**-13, 2.0**-11, 2.0**-8, 2.0**-3, 16),
+        hidden=None if manifest.hidden is None else HiddenError(2.0**-9, 2.0**-7, 16),
+    )
 
 
 def is_skipped(manifest: Manifest, index: int) -> bool:
@@ -197,7 +270,8 @@ def skipped_of(manifest: Manifest, shard: int) -> list[Skipped]:
 
 def write_shards(writer: CacheWriter, shards: Iterable[int]) -> None:
     for shard in shards:
-        writer.write_shard(shard, records_of(writer.manifest, shard), MEASURED, skipped_of(writer.manifest, shard))
+        manifest = writer.manifest
+        writer.write_shard(shard, records_of(manifest, shard), errors_of(manifest), skipped_of(manifest, shard))
 
 
 def write_cache(folder: Place, manifest: Manifest) -> Place:
@@ -226,6 +300,12 @@ def read_everything(reader: CacheReader) -> dict[str, bytes]:
                 record.alphas.tobytes(),
                 *([] if record.mixing is None else [record.mixing.tobytes()]),
                 *(reader.decode(record, layer).tobytes() for layer in record.blobs),
+                *(
+                    array.tobytes()
+                    for form in (reader.manifest.logits, reader.manifest.hidden)
+                    if form is not None
+                    for _, array in form.arrays(record)
+                ),
             ]
         )
         for record in records

@@ -81,8 +81,8 @@ def check_row_numbers(rows: NDArray[np.uint8], has_draws: bool) -> None:
         )
 
 
-def cut_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> NDArray[Any]:
-    """Logits without classes that only pad the vocabulary, which must have next to no mass (CACHE-168).
+def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> None:
+    """Refuse to cut classes off that do not only pad the vocabulary: they must have next to no mass (CACHE-168).
 
     Args:
         logits: ``(R, padded V)``; the first ``vocab_size`` are finite.
@@ -90,22 +90,20 @@ def cut_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> ND
         temperature: that the mass is taken at.
 
     Raises:
-        ShdError: ``not-finite``; ``argument-value`` where the rest is not padding.
+        ShdError: ``argument-value``.
     """
-    kept = logits[:, :vocab_size]
-    if not np.isfinite(kept).all():
-        raise ShdError("not-finite", "logits must be finite; got NaN or infinity", "CACHE-165")
-    if logits.shape[1] > vocab_size:
-        allowed = float(load_tolerances()["constants"]["cut_mass"])
-        largest = max(_mass_from(logits[rows], vocab_size, temperature) for rows in _slices(*logits.shape))
-        if not largest <= allowed:
+    if logits.shape[1] == vocab_size or not len(logits):
+        return
+    allowed = float(load_tolerances()["constants"]["cut_mass"])
+    for rows in _slices(*logits.shape):
+        mass = np.exp(_log_softmax(logits[rows], temperature)[:, vocab_size:]).sum(axis=-1).max()
+        if not mass <= allowed:  # nor NaN
             raise ShdError(
                 "argument-value",
                 f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row; got "
-                f"{largest:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}",
+                f"{mass:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}",
                 "CACHE-168",
             )
-    return kept
 
 
 def logits_error(
@@ -193,11 +191,6 @@ def _expand(rows: DecodedRows, vocab_size: int) -> Array:
     if draws:
         np.add.at(said, (np.arange(len(tail))[:, None], rows.draw_ids), tail / draws)
     return said
-
-
-def _mass_from(logits: NDArray[Any], first: int, temperature: float) -> float:
-    """The largest mass of a row on the classes from ``first`` on; NaN if one is."""
-    return float(np.exp(_log_softmax(logits, temperature)[:, first:]).sum(axis=-1).max())
 
 
 def _log_softmax(logits: NDArray[Any], temperature: float) -> Array:

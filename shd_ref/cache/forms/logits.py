@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.distortion import LogitsError
 from shd_ref.cache.codecs.logits import (
     LOGITS_CODECS,
+    check_padding,
     check_row_numbers,
-    cut_padding,
     decode_rows,
     draw_uniforms,
     logits_error,
@@ -27,9 +27,6 @@ from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import MAX_VOCABULARY, RowCode
 from shd_ref.kd.records import SampledTargets, TopkTargets
-
-MAX_ROW_BYTES: Final = 1 << 26
-"""Of a whole vocabulary of 2^24 classes as float16 it is half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +83,11 @@ class Logits(Rows):
         _require(
             seeded if drawn else self.seed is None, f"seed must be 0 to {MAX_INTEGER}, of draws alone", self.seed
         )
-        _require(self.code.row_bytes <= MAX_ROW_BYTES, f"a row must have at most {MAX_ROW_BYTES} bytes", self.draws)
+        _ = self.code  # which checks head, draws and value_bits
 
     @property
     def code(self) -> RowCode:
-        """How rows of ``topk`` and ``sampled`` are coded; checks its own ranges."""
+        """How rows of ``topk`` and ``sampled`` are coded."""
         return RowCode(self.vocab_size, self.head, self.draws, self.value_bits)
 
     @property
@@ -211,8 +208,13 @@ class Logits(Rows):
         ]
 
     def _cut(self, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None) -> NDArray[np.floating[Any]]:
-        rows = counted_rows(as_rows("logits", rows, self.padded_vocab_size or self.vocab_size), counted)
-        return cut_padding(rows, self.vocab_size, self.temperature or 1.0)
+        """The classes that are stored, with zeros in rows that do not count."""
+        rows = as_rows("logits", rows, self.padded_vocab_size or self.vocab_size)
+        kept = counted_rows(rows[:, : self.vocab_size], counted)
+        if not np.isfinite(kept).all():
+            raise ShdError("not-finite", "logits must be finite; got NaN or infinity", "CACHE-165")
+        check_padding(rows if counted is None else rows[counted], self.vocab_size, self.temperature or 1.0)
+        return kept
 
     def _decode(self, rows: NDArray[np.uint8]) -> Any:
         """``DecodedRows``, or logits."""

@@ -1,0 +1,197 @@
+"""Logits and hidden states beside attention: every tool of the cache takes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support.makers import (
+    FACTORS,
+    FORMS,
+    KINDS,
+    WINDOWED,
+    contents,
+    document,
+    errors_of,
+    is_skipped,
+    job,
+    key_of,
+    read_everything,
+    record_of,
+    write_cache,
+    write_shards,
+)
+
+from shd_ref.cache import CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
+from shd_ref.errors import ShdError
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "maps": {},
+    "own shapes": {"codec": "u4", "alpha_per": "row", **KINDS},
+    "factors": {"codec": "int8", "factors": FACTORS},
+    "factors with padding in front": {"codec": "float16", "factors": WINDOWED, "padding": "around"},
+    "skipped": {"on_error": "skip"},
+}
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("forms", FORMS)
+def test_what_was_written_is_read(tmp_path: Path, forms: str, attention: str, compression: str) -> None:
+    if compression == "zstd":
+        pytest.importorskip("zstandard", reason="compression needs the extra 'zstd'")
+    manifest = job(**ATTENTION[attention], **FORMS[forms], compression=compression)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    reader = CacheReader(write_cache(tmp_path, manifest))
+    assert verify_cache(tmp_path).ok
+    for index in range(7):
+        if is_skipped(manifest, index):
+            continue
+        record, written = reader.read(key_of(index)), record_of(manifest, index)
+        assert list(record.blobs) == [1, 2]
+        assert (record.logits is None) == (manifest.logits is None)
+        if record.logits is not None and written.logits is not None:
+            np.testing.assert_array_equal(record.logits, written.logits.ravel())
+            reader.decode_logits(record)
+        assert record.hidden.keys() == written.hidden.keys()
+        for layer, codes in written.hidden.items():
+            np.testing.assert_array_equal(record.hidden[layer], codes.ravel())
+            assert len(reader.decode_hidden(record, layer)) == record.length - record.first
+    errors = reader.errors
+    assert (errors.logits is None, errors.hidden is None) == (manifest.logits is None, manifest.hidden is None)
+    assert len(reader.errors.measured()) == len(manifest.forms)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_batch_is_one_buffer_of_attention_logits_and_hidden_states(tmp_path: Path, compression: str) -> None:
+    if compression == "zstd":
+        pytest.importorskip("zstandard", reason="compression needs the extra 'zstd'")
+    reader = CacheReader(write_cache(tmp_path, job(11, compression=compression, **FORMS["topk"])))
+    keys = [key_of(index) for index in (7, 0, 3, 7, 1)]
+    asked: list[NDArray[np.uint8]] = []
+
+    def allocate(size: int) -> NDArray[np.uint8]:
+        asked.append(np.zeros(size, np.uint8))
+        return asked[-1]
+
+    batch = reader.read_batch(keys, [2, 1], hidden=[11, 0], allocate=allocate)
+    parts = [record.blobs[layer] for layer in (2, 1) for record in batch]
+    parts += [record.logits for record in batch if record.logits is not None]
+    parts += [record.hidden[layer] for layer in (11, 0) for record in batch]
+    assert len(parts) == 5 * 5
+    if compression == "none":
+        (buffer,) = asked
+        assert buffer.tobytes() == b"".join(part.tobytes() for part in parts)
+        assert all(part.base is buffer for part in parts)
+    for key, record in zip(keys, batch, strict=True):
+        alone = reader.read(key)
+        np.testing.assert_array_equal(record.logits, alone.logits)
+        assert list(record.hidden) == [11, 0]
+        for layer in (0, 11):
+            np.testing.assert_array_equal(record.hidden[layer], alone.hidden[layer])
+
+
+def test_parts_made_apart_are_merged(tmp_path: Path) -> None:
+    manifest = job(**FORMS["sampled"])
+    for name, shards in (("a", [0, 3]), ("b", [1, 2])):
+        write_shards(CacheWriter(tmp_path / name, manifest), shards)
+    assert merge_caches([tmp_path / "a", tmp_path / "b"], tmp_path / "out").sealed
+    assert contents(tmp_path / "out") == contents(write_cache(tmp_path / "whole", manifest))
+    with pytest.raises(ShdError, match="logits") as caught:
+        merge_caches([tmp_path / "out", write_cache(tmp_path / "other", job(**FORMS["topk"]))], tmp_path / "no")
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_a_listing_counts_each_form(tmp_path: Path) -> None:
+    manifest = job(**FORMS["topk"])
+    reader = CacheReader(write_cache(tmp_path, manifest))
+    records = [reader.read(key) for key in reader]
+    listing = list_cache(tmp_path)
+    sizes = {
+        "attention": sum(blob.nbytes for record in records for blob in record.blobs.values()),
+        "logits": sum(record.logits.nbytes for record in records if record.logits is not None),
+        "hidden": sum(rows.nbytes for record in records for rows in record.hidden.values()),
+    }
+    assert listing.coded_by_form == sizes
+    assert listing.coded_bytes == sum(sizes.values())
+    positions = sum(record.length for record in records)
+    assert listing.float32_by_form["logits"] == 4 * 37 * positions
+    assert listing.float32_by_form["hidden"] == 4 * (4 + 7) * positions
+    shown = json.loads(json.dumps(listing.to_json()))
+    assert shown["bytes"]["forms"]["logits"] == {"coded": sizes["logits"], "as_float32": 4 * 37 * positions}
+    assert shown["logits"]["codec"] == "topk"
+    assert shown["errors"].keys() == {"attention", "logits", "hidden"}
+    assert list_cache(write_cache(tmp_path / "plain", job())).to_json()["errors"].keys() == {"attention"}
+
+
+HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a whole head of a huge vocabulary": ("logits", {"vocab_size": 2**24, "head": 2**24, "padded_vocab_size": None}),
+    "a huge vocabulary": ("logits", {"vocab_size": 2**24 - 1, "padded_vocab_size": 2**24}),
+    "a vocabulary beyond all": ("logits", {"vocab_size": 2**53 - 1, "padded_vocab_size": None}),
+    "a wide layer": ("hidden", {"layers": [{"layer": 0, "tensor": "x", "width": 2**20}]}),
+    "many layers": ("hidden", {"layers": [{"layer": k, "tensor": "x", "width": 2**20} for k in range(1001)]}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_forged_sizes_take_no_memory(tmp_path: Path, name: str) -> None:
+    member, changes = HOSTILE[name]
+    folder = write_cache(tmp_path, job(**FORMS["topk"]))
+    members = json.loads((folder / "manifest.json").read_bytes())
+    members[member] |= changes
+    if changes.get("padded_vocab_size", 0) is None:
+        del members[member]["padded_vocab_size"]
+    (folder / "manifest.json").write_bytes(document(members))
+    forged = document(members)
+    for path in [*(folder / "receipts").iterdir(), folder / "SEALED.json"]:
+        receipt = json.loads(path.read_bytes())
+        path.write_bytes(document(receipt | {"manifest": hashlib.sha256(forged).hexdigest()}))
+    (folder / "SEALED.json").unlink()
+    tracemalloc.start()
+    with pytest.raises(ShdError) as caught:
+        read_everything(CacheReader(folder, allow_partial=True))
+    report = verify_cache(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.code == "cache-corrupt"
+    assert {problem.code for problem in report.problems} >= {"cache-corrupt"}
+    assert peak < 2**22
+
+
+@pytest.mark.parametrize("member", ["logits", "hidden"])
+@pytest.mark.parametrize("value", [None, {}, [], "topk", {"codec": "topk"}, 1])
+def test_members_of_other_types_are_refused(tmp_path: Path, member: str, value: Any) -> None:
+    folder = write_cache(tmp_path, job())
+    members = json.loads((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").write_bytes(document(members | {member: value}))
+    with pytest.raises(ShdError, match=member) as caught:
+        CacheReader(folder)
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize("change", ["left out", "of another form", "negative", "with null"])
+def test_receipts_state_errors_of_every_form_and_of_no_other(tmp_path: Path, change: str) -> None:
+    manifest = job(**FORMS["float16"])
+    path = write_cache(tmp_path, manifest) / "receipts/000000.json"
+    (tmp_path / "SEALED.json").unlink()
+    members = json.loads(path.read_bytes())
+    errors = members["errors"]
+    if change == "left out":
+        del errors["logits"]
+    elif change == "of another form":
+        errors["hidden"] = {"relative_max": 0.0, "relative_mean": 0.0, "rows": 0}
+    elif change == "negative":
+        errors["logits"]["gradient_mean"] = -1.0
+    else:
+        errors["hidden"] = None
+    path.write_bytes(document(members))
+    with pytest.raises(ShdError, match="errors") as caught:
+        CacheReader(tmp_path, allow_partial=True)
+    assert caught.value.code == "cache-corrupt"
+    assert errors_of(manifest).logits is not None

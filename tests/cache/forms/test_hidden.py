@@ -1,0 +1,181 @@
+"""Hidden states: what is stored of them, what that costs, what is refused (CACHE-175 to 179)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support.makers import (
+    FORMS,
+    HIDDEN_FLOAT16,
+    HIDDEN_INT8,
+    HIDDEN_LAYERS,
+    errors_of,
+    hidden_of,
+    job,
+    key_of,
+    length_of,
+    records_of,
+    write_cache,
+)
+
+from shd_ref.cache import CacheReader, CacheWriter, HiddenLayer
+from shd_ref.errors import ShdError
+
+CODECS = {"int8": HIDDEN_INT8, "float16": HIDDEN_FLOAT16}
+
+
+def rows_of(count: int = 9, scale: float = 3.0) -> NDArray[np.float32]:
+    rows = np.random.default_rng(1).standard_normal((count, 7)).astype(np.float32) * np.float32(scale)
+    rows[2] = 0
+    rows[3] *= 100  # an outlier costs its own row alone
+    return rows
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_numbers_are_within_the_stated_bound(tmp_path: Path, codec: str) -> None:
+    form = CODECS[codec]
+    rows = rows_of()
+    codes = form.encode(11, rows)
+    assert codes.shape == (9, form.row_bytes(11)) == (9, 11 if codec == "int8" else 14)
+    manifest = job(num_samples=2, hidden=form)
+    (record,) = (record for record in records_of(manifest, 0) if record.length == 6)
+    writer = CacheWriter(tmp_path, manifest)
+    changed = [
+        replace(each, hidden=dict(each.hidden) | {11: codes[: each.length]}) for each in records_of(manifest, 0)
+    ]
+    writer.write_shard(0, changed, errors_of(manifest))
+    reader = CacheReader(tmp_path, allow_partial=True)
+    found = reader.decode_hidden(reader.read(record.key), 11)
+    assert (found.shape, found.dtype) == ((6, 7), np.float32)
+    moved = np.abs(found - rows[:6].astype(np.float64)).max(axis=-1)
+    assert (moved <= form.bound(rows[:6])).all()
+    assert moved[2] == 0
+    assert moved[3] > 20 * moved[4]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_errors_are_measured_as_the_format_says(codec: str) -> None:
+    form, rows = CODECS[codec], rows_of()
+    codes = form.encode(11, rows)
+    error = form.measure(11, rows, codes)
+    steps = codes[:, :4].copy().view("<f4").astype(np.float64)
+    decoded = (
+        codes.view("<f2").astype(np.float64)
+        if codec == "float16"
+        else codes[:, 4:].view(np.int8).astype(float) * steps
+    )
+    norms = np.linalg.norm(rows.astype(np.float64), axis=-1)
+    relative = np.linalg.norm(decoded - rows, axis=-1) / np.where(norms, norms, 1)
+    np.testing.assert_allclose(error.relative_mean, relative.mean(), rtol=1e-4)
+    np.testing.assert_allclose(error.relative_max, relative.max(), rtol=1e-4)
+    counted = np.arange(9) < 4
+    assert form.measure(11, rows, codes, counted).rows == 4
+    assert form.measure(11, rows, codes, np.zeros(9, np.bool_)) == type(error)(0.0, 0.0, 0)
+    bound = np.sqrt(7) * form.bound(rows) / np.where(norms, norms, 1)
+    assert (relative <= bound).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_that_do_not_count_are_rows_of_zeros(codec: str) -> None:
+    form, rows, counted = CODECS[codec], rows_of(), np.arange(9) % 4 > 0
+    broken, wanted = rows.copy(), rows.copy()
+    broken[~counted], wanted[~counted] = np.nan, 0
+    np.testing.assert_array_equal(form.encode(11, broken, counted), form.encode(11, wanted))
+    for mask, code in ((counted[:-1], "argument-shape"), (counted.astype(int), "argument-dtype")):
+        with pytest.raises(ShdError, match="counted must be") as caught:
+            form.encode(11, broken, mask)
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("argument-shape", lambda rows: rows[:, :-1]),
+        ("argument-shape", lambda rows: rows[0]),
+        ("argument-dtype", lambda rows: rows.astype(np.int32)),
+        ("not-finite", lambda rows: np.where(rows > 2, np.nan, rows)),
+        ("not-finite", lambda rows: np.where(rows > 2, np.inf, rows)),
+    ],
+)
+@pytest.mark.parametrize("codec", CODECS)
+def test_states_that_cannot_be_coded(codec: str, code: str, change: Any) -> None:
+    with pytest.raises(ShdError, match=r"hidden\[11\] must be") as caught:
+        CODECS[codec].encode(11, change(rows_of()))
+    assert caught.value.code == code
+
+
+def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
+    with pytest.raises(ShdError, match=r"below 65520 for float16; got .*: use int8"):
+        HIDDEN_FLOAT16.encode(11, rows_of(scale=1e4))
+    assert (
+        HIDDEN_INT8.measure(11, rows_of(scale=1e30), HIDDEN_INT8.encode(11, rows_of(scale=1e30))).relative_max < 0.01
+    )
+    with pytest.raises(ShdError, match=r"must be one of the teacher's \[0, 11\]; got 3") as caught:
+        HIDDEN_INT8.encode(3, rows_of())
+    assert caught.value.code == "argument-value"
+
+
+WRONG_FORMS: dict[str, dict[str, Any]] = {
+    "codec": {"codec": "bf16"},
+    "rows": {"rows": "sample"},
+    "no layer": {"layers": ()},
+    "a layer twice": {"layers": (HIDDEN_LAYERS[0],) * 2},
+    "descending": {"layers": HIDDEN_LAYERS[::-1]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FORMS)
+def test_forms_that_make_no_sense(name: str) -> None:
+    with pytest.raises(ShdError, match=r"hidden\.") as caught:
+        replace(HIDDEN_INT8, **WRONG_FORMS[name])
+    assert caught.value.code == "argument-value"
+    for numbers in ((-1, 8), (1001, 8), (3, 0), (3, 2**20 + 1)):
+        with pytest.raises(ShdError, match=r"hidden (layer|width) must be"):
+            HiddenLayer(numbers[0], "x", numbers[1])
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("argument-shape", lambda codes: codes[:-1]),
+        ("argument-shape", lambda codes: codes[:, 1:]),
+        ("argument-shape", lambda codes: None),
+        ("argument-dtype", lambda codes: codes.view(np.int8)),
+        ("not-finite", lambda codes: np.full_like(codes, 255)),
+        ("argument-value", lambda codes: codes | np.array([0, 0, 0, 128] + [0] * 7, np.uint8)),
+        ("argument-value", lambda codes: np.concatenate((codes[:, :-1], np.full_like(codes[:, :1], 128)), axis=1)),
+    ],
+)
+def test_records_that_do_not_fit_are_refused(tmp_path: Path, code: str, change: Any) -> None:
+    manifest = job(hidden=HIDDEN_INT8)
+    first, second = records_of(manifest, 0)
+    broken = replace(second, hidden=dict(second.hidden) | {11: change(second.hidden[11])})
+    with pytest.raises(ShdError, match=f"record {second.index}") as caught:
+        CacheWriter(tmp_path, manifest).write_shard(0, [first, broken], errors_of(manifest))
+    assert caught.value.code == code
+    for layers in ({}, {0: second.hidden[0]}, dict(second.hidden) | {5: second.hidden[0]}):
+        with pytest.raises(ShdError, match=r"hidden must have layers \[0, 11\]"):
+            CacheWriter(tmp_path, manifest).write_shard(
+                0, [first, replace(second, hidden=layers)], errors_of(manifest)
+            )
+
+
+def test_only_the_layers_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    manifest = job(**FORMS["topk"])
+    reader = CacheReader(write_cache(tmp_path, manifest))
+    record = reader.read(key_of(4), layers=[2], logits=False, hidden=[11])
+    assert (list(record.blobs), record.logits, list(record.hidden)) == ([2], None, [11])
+    found = reader.decode_hidden(record, 11)
+    assert np.abs(found - hidden_of(manifest, 4, 11)).max() <= 4 / 254 * 1.001
+    assert len(found) == length_of(4)
+    with pytest.raises(ShdError, match=r"must be read with hidden layer 0 to decode it; got \[11\]"):
+        reader.decode_hidden(record, 0)
+    with pytest.raises(ShdError, match=r"must be among teacher layers \[0, 11\]; got 3"):
+        reader.read(key_of(4), hidden=[3])
+    with pytest.raises(ShdError, match="must hold hidden to decode them"):
+        CacheReader(write_cache(tmp_path / "plain", job())).decode_hidden(record, 11)

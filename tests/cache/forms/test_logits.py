@@ -1,0 +1,363 @@
+"""Rows of logits: what is stored of them, what that costs, what is refused (CACHE-160 to 171)."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from numpy.typing import NDArray
+from support.makers import (
+    ALL_CLASSES,
+    FORMS,
+    SAMPLED,
+    TOPK,
+    VOCABULARY,
+    errors_of,
+    job,
+    key_of,
+    logits_of,
+    record_of,
+    records_of,
+    write_cache,
+)
+
+from shd_ref.cache import CacheReader, CacheWriter, Logits, StoredRecord
+from shd_ref.cache.codecs.logits import draw_uniforms, pick_classes
+from shd_ref.errors import ShdError
+from shd_ref.kd import SampledTargets, TopkTargets, kd_targets_sampled, kd_targets_topk
+
+CODECS = {"topk": TOPK, "sampled": SAMPLED, "float16": ALL_CLASSES}
+
+
+def rows_of(form: Logits, count: int = 9, seed: int = 3, spread: float = 3.0) -> NDArray[np.float32]:
+    rows = spread * np.random.default_rng(seed).standard_normal((count, form.padded_vocab_size or form.vocab_size))
+    rows[:, form.vocab_size :] = -64
+    return rows.astype(np.float32)
+
+
+def stored(form: Logits, codes: NDArray[np.uint8]) -> StoredRecord:
+    """A record of so many positions, as a reader gives it."""
+    length = len(codes) if form.rows == "positions" else 1
+    return StoredRecord(0, key_of(0), length, {}, np.zeros((2, 0), np.float32), None, logits=codes.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(("head", "temperature"), [(1, 1.0), (7, 2.0), (90, 0.5)])
+def test_classes_are_those_of_the_reference(dtype: Any, head: int, temperature: float) -> None:
+    logits = (4 * np.random.default_rng(0).standard_normal((5, 90))).astype(dtype)
+    logits[1] = logits[1].round()  # ties at the edge: the reference takes the lower ids too
+    picked = pick_classes(logits, head, temperature, np.zeros((5, 0)))
+    wanted = kd_targets_topk(logits.astype(np.float64), head, temperature=temperature)
+    np.testing.assert_array_equal(picked.head_ids, wanted.ids)
+    np.testing.assert_allclose(picked.log_probs, wanted.log_probs, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(picked.log_tail, wanted.log_tail, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("head", [0, 4])
+def test_draws_are_those_of_the_reference(head: int) -> None:
+    logits, uniforms = rows_of(SAMPLED), draw_uniforms(4, 9, 6, 29)
+    picked = pick_classes(logits, head, 1.5, uniforms)
+    wanted = kd_targets_sampled(logits.astype(np.float64), uniforms, keep=head, temperature=1.5)
+    np.testing.assert_array_equal(np.concatenate((picked.head_ids, picked.draw_ids), axis=-1), wanted.ids)
+    np.testing.assert_allclose(picked.entropy, wanted.entropy, rtol=0, atol=1e-12)
+    weights = np.exp(picked.log_tail)[:, None] / 6
+    np.testing.assert_allclose(np.broadcast_to(weights, (9, 6)), wanted.weights[:, head:], rtol=1e-12)
+
+
+def test_a_tail_of_any_size_has_a_logarithm() -> None:
+    logits = np.array([[900.0, 0.0, -5.0, 0.0]])
+    picked = pick_classes(logits, 1, 1.0, np.zeros((1, 0)))
+    np.testing.assert_allclose(picked.log_tail, np.log(2 + np.exp(-5)) - 900, rtol=1e-12)
+
+
+def test_uniforms_follow_from_the_samples_index_the_row_and_the_seed() -> None:
+    found = draw_uniforms(12345678901, 3, 4, 2**53 - 1)
+    for row in range(3):
+        hashed = xxhash.xxh3_64_intdigest(struct.pack("<QQ", 12345678901, row), seed=2**53 - 1)
+        start = (hashed >> 11) / 2**53
+        np.testing.assert_array_equal(found[row], [(j + start) / 4 for j in range(4)])
+    assert (found >= 0).all()
+    assert (found < 1).all()
+
+
+def test_draws_are_unbiased() -> None:
+    """Over many samples with one row of logits, weights add up to its probabilities."""
+    logits = rows_of(SAMPLED, 1)
+    exact = np.exp(logits[0] - logits[0].max())
+    exact /= exact.sum()
+    mean, count = np.zeros(VOCABULARY), 2000
+    for index in range(count):
+        found = SAMPLED.decode(stored(SAMPLED, SAMPLED.encode(logits, index)))
+        assert isinstance(found, SampledTargets)
+        np.add.at(mean, found.ids[0], found.weights[0] / count)
+    tail = 1 - np.sort(exact)[-SAMPLED.head :].sum()
+    coded = SAMPLED.code.bound(SAMPLED.encode(logits, 0)).max()
+    # A weight is tail / 6; systematic draws hit a class at most once more or less than in the mean.
+    assert np.abs(mean - exact).max() <= 4 * tail / 6 / np.sqrt(count) + coded
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_decoded_rows_are_within_the_stated_bound(codec: str) -> None:
+    form = CODECS[codec]
+    rows = rows_of(form)[: 9 if form.rows == "positions" else 1]
+    codes = form.encode(rows, 7)
+    assert codes.shape == (len(rows), form.row_bytes)
+    found = form.decode(stored(form, codes))
+    kept = rows[:, :VOCABULARY].astype(np.float64)
+    if isinstance(found, np.ndarray):
+        np.testing.assert_allclose(found, kept, rtol=2.0**-11, atol=2.0**-25)
+        error = form.measure(rows, codes)
+        assert error.kl_max <= (2.0**-11 * np.abs(kept).max()) ** 2 / 2
+        return
+    log_p = kept / found.temperature
+    log_p -= np.log(np.exp(log_p).sum(axis=-1, keepdims=True))
+    ids = found.ids[:, : form.head]
+    probs = np.exp(found.log_probs) if isinstance(found, TopkTargets) else found.weights[:, : form.head]
+    exact = np.exp(np.take_along_axis(log_p, ids, -1))
+    assert (np.abs(probs - exact) <= form.code.bound(codes)).all()
+    assert (found.temperature, found.vocab_size) == (form.temperature, VOCABULARY)
+    whole = (
+        np.exp(found.log_probs).sum(axis=-1) + np.exp(found.log_tail) if codec == "topk" else found[1].sum(axis=-1)
+    )
+    np.testing.assert_allclose(whole, 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_errors_are_measured_as_the_format_says(codec: str) -> None:
+    form = CODECS[codec]
+    rows = rows_of(form, 1)
+    codes = form.encode(rows, 7)
+    found, error = form.decode(stored(form, codes)), form.measure(rows, codes)
+    temperature = form.temperature or 1.0
+    p = np.exp(rows[0, :VOCABULARY].astype(np.float64) / temperature)
+    p /= p.sum()
+    if isinstance(found, np.ndarray):
+        said = np.exp(found[0].astype(np.float64))
+        said /= said.sum()
+        exact, coded = p, said
+    else:
+        head, tail = found.ids[0, : form.head], codes[0, :2].view("<f2").astype(np.float64)[0]
+        probs = np.exp(found.log_probs[0]) if isinstance(found, TopkTargets) else found.weights[0, : form.head]
+        exact = np.append(p[head], 1 - p[head].sum())
+        coded = np.append(probs, np.exp(tail))
+        said = np.zeros(VOCABULARY)
+        if isinstance(found, SampledTargets):
+            np.add.at(said, found.ids[0], found.weights[0])
+        else:
+            said += np.exp(tail) / (VOCABULARY - form.head)
+            said[head] = probs
+    np.testing.assert_allclose(error.kl_mean, (exact * np.log(exact / coded)).sum(), rtol=1e-6)
+    np.testing.assert_allclose(error.tv_mean, np.abs(exact - coded).sum() / 2, rtol=1e-9)
+    np.testing.assert_allclose(error.gradient_mean, np.linalg.norm(said - p) / np.linalg.norm(p), rtol=1e-9)
+    assert (error.kl_max, error.rows) == (error.kl_mean, 1)
+
+
+@pytest.mark.parametrize("codec", ["topk", "sampled"])
+def test_rows_that_do_not_count_are_rows_of_zeros_and_cost_nothing(codec: str) -> None:
+    form = CODECS[codec]
+    rows, counted = rows_of(form), np.ones(9, np.bool_)
+    counted[[0, 5]] = False
+    broken = rows.copy()
+    broken[[0, 5]] = np.nan
+    codes = form.encode(broken, 2, counted)
+    wanted = rows.copy()
+    wanted[[0, 5]] = 0
+    padded = wanted.copy()
+    padded[:, VOCABULARY:] = rows[:, VOCABULARY:]
+    np.testing.assert_array_equal(codes, form.encode(padded, 2))
+    error = form.measure(broken, codes, counted)
+    assert error.rows == 7
+    assert form.measure(broken, codes, np.zeros(9, np.bool_)).rows == 0
+    with pytest.raises(ShdError, match="must be finite"):
+        form.encode(broken, 2)
+
+
+def test_padding_of_the_vocabulary_is_cut_where_it_is_padding() -> None:
+    rows = rows_of(TOPK)
+    rows[:, VOCABULARY:] = -np.inf
+    np.testing.assert_array_equal(TOPK.encode(rows, 0), TOPK.encode(rows_of(TOPK), 0))
+    rows[4, VOCABULARY] = 5
+    with pytest.raises(
+        ShdError, match=r"mass of at most 0\.001 in every row; got .* classes from 37 to 39"
+    ) as caught:
+        TOPK.encode(rows, 0)
+    assert (caught.value.code, caught.value.spec_id) == ("argument-value", "CACHE-168")
+    rows[4, VOCABULARY] = np.nan
+    with pytest.raises(ShdError, match="got nan"):
+        TOPK.encode(rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("argument-shape", lambda rows: rows[:, :-1]),
+        ("argument-shape", lambda rows: rows[None]),
+        ("argument-dtype", lambda rows: rows.astype(np.int64)),
+        ("not-finite", lambda rows: np.where(rows > 1, np.nan, rows)),
+        ("not-finite", lambda rows: np.where(rows > 1, -np.inf, rows)),
+    ],
+)
+@pytest.mark.parametrize("codec", CODECS)
+def test_logits_that_cannot_be_coded(codec: str, code: str, change: Any) -> None:
+    with pytest.raises(ShdError, match="logits must be") as caught:
+        CODECS[codec].encode(change(rows_of(CODECS[codec])), 0)
+    assert caught.value.code == code
+
+
+def test_numbers_beyond_float16_are_refused() -> None:
+    rows = rows_of(ALL_CLASSES, 1)
+    rows[0, 3] = 7e4
+    with pytest.raises(ShdError, match="below 65520 for float16; got 70000: use topk") as caught:
+        ALL_CLASSES.encode(rows, 0)
+    assert caught.value.code == "argument-value"
+
+
+WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
+    "codec": (TOPK, {"codec": "dense"}),
+    "rows": (TOPK, {"rows": "tokens"}),
+    "no class": (TOPK, {"vocab_size": 0}),
+    "too many classes": (TOPK, {"vocab_size": 2**24 + 1, "padded_vocab_size": None}),
+    "padding below the vocabulary": (TOPK, {"padded_vocab_size": VOCABULARY}),
+    "absurd padding": (TOPK, {"padded_vocab_size": 2**53 - 1}),
+    "no temperature": (TOPK, {"temperature": None}),
+    "cold": (TOPK, {"temperature": 0.0}),
+    "hot": (TOPK, {"temperature": float("inf")}),
+    "head": (TOPK, {"head": VOCABULARY + 1}),
+    "absurd head": (TOPK, {"head": 2**53 - 1}),
+    "neither": (TOPK, {"head": 0}),
+    "bits": (TOPK, {"value_bits": 17}),
+    "top-k with draws": (TOPK, {"draws": 3, "seed": 1}),
+    "top-k with a seed": (TOPK, {"seed": 1}),
+    "nothing drawn": (SAMPLED, {"draws": 0}),
+    "draws without a seed": (SAMPLED, {"seed": None}),
+    "seed": (SAMPLED, {"seed": -1}),
+    "draws of nothing": (SAMPLED, {"head": VOCABULARY}),
+    "absurd draws": (SAMPLED, {"draws": 2**53 - 1}),
+    "float16 with a temperature": (ALL_CLASSES, {"temperature": 1.0}),
+    "float16 with a head": (ALL_CLASSES, {"head": 2}),
+    "float16 with bits": (ALL_CLASSES, {"value_bits": 8}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FORMS)
+def test_forms_that_make_no_sense(name: str) -> None:
+    form, changes = WRONG_FORMS[name]
+    with pytest.raises(ShdError) as caught:
+        replace(form, **changes)
+    assert caught.value.code == "argument-value"
+
+
+def test_temperature_one_is_one_job_however_it_is_written() -> None:
+    assert job(logits=replace(TOPK, temperature=1)).id == job(logits=replace(TOPK, temperature=1.0)).id
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("argument-shape", lambda codes: None),
+        ("argument-shape", lambda codes: codes[:-1]),
+        ("argument-shape", lambda codes: codes[:, :-1]),
+        ("argument-shape", lambda codes: codes.reshape(-1)),
+        ("argument-shape", lambda codes: codes.tolist()),
+        ("argument-dtype", lambda codes: codes.astype(np.int8)),
+        ("not-finite", lambda codes: put_half(codes, np.nan)),
+        ("not-finite", lambda codes: put_half(codes, np.inf)),
+    ],
+)
+@pytest.mark.parametrize("codec", CODECS)
+def test_records_that_do_not_fit_are_refused(tmp_path: Path, codec: str, code: str, change: Any) -> None:
+    manifest = job(logits=CODECS[codec])
+    writer = CacheWriter(tmp_path, manifest)
+    records = records_of(manifest, 0)
+    codes = records[1].logits
+    assert codes is not None
+    if codec != "float16" and code == "not-finite" and change(codes)[0, :2].view("<f2")[0] == np.inf:
+        code = "argument-value"  # an infinity is no NaN, and above 0
+    with pytest.raises(ShdError) as caught:
+        writer.write_shard(0, [records[0], replace(records[1], logits=change(codes))], errors_of(manifest))
+    assert caught.value.code == code
+    assert str(records[1].index) in str(caught.value) or "log" in str(caught.value)
+    assert len(writer.missing_shards()) == 4
+
+
+def put_half(codes: NDArray[np.uint8], value: float) -> NDArray[np.uint8]:
+    changed = codes.copy()
+    changed[0, :2] = np.array([value], "<f2").view(np.uint8)
+    return changed
+
+
+def test_rows_without_a_form_and_errors_of_other_forms_are_refused(tmp_path: Path) -> None:
+    with_logits, without = job(logits=TOPK), job()
+    writer = CacheWriter(tmp_path / "without", without)
+    with pytest.raises(ShdError, match="logits must be left out where the manifest has none"):
+        writer.write_shard(0, records_of(with_logits, 0), errors_of(without))
+    for manifest, errors in ((with_logits, errors_of(without)), (without, errors_of(with_logits))):
+        with pytest.raises(ShdError, match=r"errors must have the members .* as the manifest's forms"):
+            CacheWriter(tmp_path / manifest.id[:8], manifest).write_shard(0, records_of(manifest, 0), errors)
+
+
+@pytest.mark.parametrize("codec", ["topk", "sampled", "float16"])
+def test_bytes_that_no_encoder_writes_are_refused_by_the_decoder(codec: str) -> None:
+    form = CODECS[codec]
+    codes = form.encode(rows_of(form, 1), 0)
+    wrong = {"not a number": put_half(codes, np.nan)}
+    if codec != "float16":
+        wrong |= {
+            "above one": put_half(codes, 1.0),
+            "no class": np.zeros_like(codes),
+            "all": np.full_like(codes, 255),
+        }
+    for name, bad in wrong.items():
+        with pytest.raises(ShdError) as caught:
+            form.decode(stored(form, bad))
+        assert caught.value.code == "cache-corrupt", name
+
+
+def test_a_reader_gives_what_the_reference_makes(tmp_path: Path) -> None:
+    manifest = job(**FORMS["topk"])
+    reader = CacheReader(write_cache(tmp_path, manifest))
+    for index in range(7):
+        found = reader.decode_logits(reader.read(key_of(index)))
+        assert isinstance(found, TopkTargets)
+        wanted = kd_targets_topk(
+            logits_of(manifest, index).astype(np.float64), 5, temperature=2.0, vocab_size=VOCABULARY
+        )
+        np.testing.assert_array_equal(found.ids, wanted.ids)
+        np.testing.assert_allclose(np.exp(found.log_probs), np.exp(wanted.log_probs), atol=0.01)
+        np.testing.assert_allclose(found.log_tail, wanted.log_tail, rtol=2.0**-11)
+    with pytest.raises(ShdError, match="must be read with logits"):
+        reader.decode_logits(reader.read(key_of(0), logits=False))
+    plain = CacheReader(write_cache(tmp_path / "plain", job()))
+    with pytest.raises(
+        ShdError, match=r"must hold logits to decode them; .* holds attention: precompute it with"
+    ) as e:
+        plain.decode_logits(plain.read(key_of(0)))
+    assert e.value.code == "argument-value"
+
+
+def test_a_large_vocabulary_takes_little_memory() -> None:
+    """Of 64 rows of 152,064 classes float64 copies would be 78 MB each."""
+    form = replace(SAMPLED, vocab_size=152_064, head=16, draws=64)
+    rows = np.random.default_rng(0).standard_normal((64, form.vocab_size), np.float32)
+    tracemalloc.start()
+    codes = form.encode(rows, 0)
+    error = form.measure(rows, codes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert error.rows == 64
+    assert peak < 150 * 2**20
+    assert form.row_bytes < 16 * 3.5 + 64 * 2.5 + 8
+
+
+def test_bytes_of_a_sample_do_not_depend_on_its_batch(tmp_path: Path) -> None:
+    manifest = job(logits=SAMPLED)
+    alone = record_of(manifest, 3).logits
+    rows = logits_of(manifest, 3)
+    np.testing.assert_array_equal(alone, SAMPLED.encode(np.ascontiguousarray(rows[::-1])[::-1], 3))
+    assert not np.array_equal(SAMPLED.encode(rows, 3), SAMPLED.encode(rows, 4))
