@@ -1,6 +1,44 @@
 """A smaller student in closed form (specs/shrink.md): merged heads, linear FFNs, fewer axes, and how deep to cut.
 
-Pure functions on arrays, float64: ``heads`` with ``factors`` and ``align``, ``ffn``, ``width``, ``predictor``. Inputs
-are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as the FFN's chapter does.
-Imports the reference; start with ``heads.py``.
+Pure functions on arrays, float64: ``heads`` with ``factors`` and ``align``, ``ffn``, ``width``, ``depth``,
+``predictor``. Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as the FFN's
+chapter does. Imports the reference; start with ``heads.py``.
 """
+
+from shd_ref.shrink.align import align_output
+from shd_ref.shrink.depth import kept_layers
+from shd_ref.shrink.ffn import keep_neurons, merge_linear, neuron_importance
+from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_queries
+from shd_ref.shrink.merges import grouped_plan, pooled_mixing
+from shd_ref.shrink.predictor import (
+    best_split,
+    change_meaning,
+    choose_degree,
+    cross_validate,
+    fit_predictor,
+    study_noise,
+)
+from shd_ref.shrink.width import fold_norm, kept_scale, principal_axes
+
+__all__ = [
+    "align_output",
+    "attend",
+    "best_split",
+    "change_meaning",
+    "choose_degree",
+    "concatenate_heads",
+    "cross_validate",
+    "fit_predictor",
+    "fold_norm",
+    "grouped_plan",
+    "keep_neurons",
+    "kept_layers",
+    "kept_scale",
+    "low_rank_heads",
+    "merge_linear",
+    "mix_queries",
+    "neuron_importance",
+    "pooled_mixing",
+    "principal_axes",
+    "study_noise",
+]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -90,11 +91,14 @@ def neuron_importance(activations: ArrayLike, second: ArrayLike) -> Array:
     return importance
 
 
-def keep_neurons(first: Linear, second: Linear, importance: ArrayLike, count: int) -> KeptNeurons:
+def keep_neurons(
+    first: Linear | Mapping[str, Any], second: Linear | Mapping[str, Any], importance: ArrayLike, count: int
+) -> KeptNeurons:
     """Both layers with the ``count`` most important neurons, which keep their order (FFN-5).
 
     Ties go to the neuron with the smaller number. A gated FFN cuts its gate by the same ``kept``.
     """
+    first, second = _linear(first, "first"), _linear(second, "second")
     scores = as_float(importance, "importance", ndim=1)
     count = check_integer("count", count, 1, len(scores), "FFN-5")
     if len(first.weight) != len(scores) or second.weight.shape[1] != len(scores):
@@ -107,6 +111,12 @@ def keep_neurons(first: Linear, second: Linear, importance: ArrayLike, count: in
     kept = np.sort(np.argsort(-scores, kind="stable")[:count])
     cut = Linear(first.weight[kept], None if first.bias is None else first.bias[kept])
     return KeptNeurons(cut, Linear(second.weight[:, kept], second.bias), tuple(int(neuron) for neuron in kept))
+
+
+def _linear(given: Linear | Mapping[str, Any], name: str) -> Linear:
+    fields = given if isinstance(given, Mapping) else given._asdict()
+    weight = as_float(fields["weight"], f"{name}.weight", ndim=2)
+    return Linear(weight, _bias(fields.get("bias"), f"{name}.bias", len(weight)))
 
 
 def _bias(value: ArrayLike | None, name: str, size: int) -> Array | None:

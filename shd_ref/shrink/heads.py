@@ -6,108 +6,36 @@ softmax of mixed logits is the normalised geometric mixture of the group's maps;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, mask_logits, softmax
 from shd_ref.errors import ShdError
 from shd_ref.plans import check_integer
 from shd_ref.shrink.factors import RIDGE, factor_forms
-from shd_ref.shrink.merges import HeadMerge
+from shd_ref.shrink.merges import HeadMerge, as_merge
+from shd_ref.shrink.weights import HeadWeights, Rotary, as_rotary, as_weights
 
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """One layer of attention, head by head; inputs are rows (HEAD-1).
-
-    Attributes:
-        query: ``(H, D, d)``.
-        key: ``(H_kv, D, d)``; query head i reads key and value head ``i // (H / H_kv)``.
-        value: ``(H_kv, D, d_v)``.
-        output: ``(H, d_v, D)``.
-        query_bias: ``(H, d)``, or None without one, as the other three: ``(H_kv, d)``, ``(H_kv, d_v)``, ``(D,)``.
-        key_bias: see ``query_bias``.
-        value_bias: see ``query_bias``.
-        output_bias: see ``query_bias``.
-        scale: logits are ``scale * q k^T``; default ``d ** -0.5``.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    output: Array
-    query_bias: Array | None = None
-    key_bias: Array | None = None
-    value_bias: Array | None = None
-    output_bias: Array | None = None
-    scale: float | None = None
-
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return len(self.query)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """H_kv."""
-        return len(self.key)
-
-    @property
-    def logit_scale(self) -> float:
-        """The factor of ``q k^T``."""
-        return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
-
-    def kv_head(self, head: int) -> int:
-        """Which key and value head a query head reads (MAP-6)."""
-        return head // (self.num_heads // self.num_kv_heads)
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary positions (HEAD-14).
-
-    Attributes:
-        frequencies: radians a position, one a rotated pair; the remaining ``d - 2 * len(frequencies)`` entries of a
-            head are not rotated.
-        layout: ``"half"`` pairs entry i with ``i + len(frequencies)``, ``"adjacent"`` pairs ``2 i`` with ``2 i + 1``.
-        slow: boolean, one a pair: True where the pair barely turns over the lengths that occur (HEAD-16).
-    """
-
-    frequencies: Array
-    layout: str = "half"
-    slow: Array | None = None
-
-    def entries(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Positions in a head of each pair's first and second entry."""
-        pairs = np.arange(len(self.frequencies))
-        return (pairs, pairs + len(pairs)) if self.layout == "half" else (2 * pairs, 2 * pairs + 1)
-
-    def turn(self, rows: Array) -> Array:
-        """Queries or keys ``(..., L, d)`` turned to their positions 0 .. L - 1."""
-        first, second = self.entries()
-        angles = np.arange(rows.shape[-2])[:, None] * self.frequencies
-        cos, sin = np.cos(angles), np.sin(angles)
-        turned = rows.copy()
-        turned[..., first] = rows[..., first] * cos - rows[..., second] * sin
-        turned[..., second] = rows[..., first] * sin + rows[..., second] * cos
-        return turned
+Record = Mapping[str, Any]
 
 
 def attend(
     inputs: ArrayLike,
-    weights: HeadWeights,
+    weights: HeadWeights | Record,
     *,
-    merge: HeadMerge | None = None,
+    merge: HeadMerge | Record | None = None,
     attn_mask: ArrayLike | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotary | Record | None = None,
 ) -> Array:
     """What a layer gives; with ``merge``, the merged attention of HEAD-2, which exact squeezing must equal.
 
     Args:
         inputs: rows ``(B, L, D)``.
-        weights: of the teacher, or of the student.
+        weights: of the teacher, or of the student; records may be mappings with the fields' names, here and below.
         merge: each teacher head's map becomes the softmax of its group's mixed logits.
         attn_mask: boolean ``(..., L, L)``, True = may attend.
         rotary: positions, or None where there is none.
@@ -115,7 +43,13 @@ def attend(
     Returns:
         ``(B, L, D)``.
     """
+    weights, rotary = as_weights(weights), None if rotary is None else as_rotary(rotary)
+    merge = None if merge is None else _fitting(merge, weights)
     x = as_float(inputs, "inputs", ndim=3)[:, None]
+    if x.shape[3] != weights.query.shape[1]:
+        raise ShdError(
+            "argument-shape", f"inputs must have {weights.query.shape[1]} channels; got {x.shape[3]}", "HEAD-2"
+        )
     query, key, value = x @ weights.query, x @ weights.key, x @ weights.value  # (B, H or H_kv, L, d)
     query = query if weights.query_bias is None else query + weights.query_bias[:, None]
     key = key if weights.key_bias is None else key + weights.key_bias[:, None]
@@ -125,7 +59,7 @@ def attend(
     reads = [weights.kv_head(head) for head in range(weights.num_heads)]
     logits = weights.logit_scale * query @ key[:, reads].swapaxes(2, 3)
     if merge is not None:
-        logits = np.einsum("ht,btls->bhls", _mixing(merge, weights), logits)[:, merge.homes]
+        logits = np.einsum("ht,btls->bhls", merge.mixing, logits)[:, merge.homes]
     probs = softmax(mask_logits(logits, attn_mask))
     out: Array = (probs @ value[:, reads] @ weights.output).sum(axis=1)
     return out if weights.output_bias is None else out + weights.output_bias
@@ -143,17 +77,32 @@ def shares_keys(merge: HeadMerge, num_kv_heads: int) -> bool:
     )
 
 
-def mix_queries(weights: HeadWeights, merge: HeadMerge) -> HeadWeights:
+def mix_queries(
+    weights: HeadWeights | Record, merge: HeadMerge | Record, query_size: ArrayLike | None = None
+) -> HeadWeights:
     """Heads that share their keys and values, exactly: ``W_Q' = sum c_t W_Q,t``, ``W_O' = sum W_O,t`` (HEAD-7).
 
     Args:
         weights: of the teacher.
         merge: along key and value heads.
+        query_size: with QK-norm, the root mean square of each head's queries ``(H,)``, above 0: queries are mixed
+            at equal length, and the result is approximate (HEAD-18).
 
     Raises:
-        ShdError: ``shrink-unsupported`` where ``shares_keys`` is False, ``argument-shape``.
+        ShdError: ``shrink-unsupported`` where ``shares_keys`` is False, ``argument-shape``, ``argument-value``.
     """
-    c = _mixing(merge, weights)
+    weights = as_weights(weights)
+    merge = _fitting(merge, weights)
+    c = merge.mixing
+    if query_size is not None:
+        size = as_float(query_size, "query_size", ndim=1)
+        if len(size) != weights.num_heads:
+            raise ShdError(
+                "argument-shape", f"query_size must be ({weights.num_heads},); got {size.shape}", "HEAD-18"
+            )
+        if not (size > 0.0).all():
+            raise ShdError("argument-value", f"query_size must be above 0; got {size.min():g}", "HEAD-18")
+        c = c / size
     if not shares_keys(merge, weights.num_kv_heads):
         raise ShdError(
             "shrink-unsupported",
@@ -171,7 +120,7 @@ def mix_queries(weights: HeadWeights, merge: HeadMerge) -> HeadWeights:
     )
 
 
-def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> HeadWeights:
+def concatenate_heads(weights: HeadWeights | Record, merge: HeadMerge | Record, head_dim: int) -> HeadWeights:
     """Heads laid side by side in a longer one, exactly, where positions are not rotary (HEAD-9, HEAD-10).
 
     ``q' = [r c_t q_t]``, ``k' = [k_t]``, ``v' = [v_t]`` with ``r = sqrt(head_dim / d)`` for the usual scales, W_O
@@ -185,15 +134,12 @@ def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> 
     Raises:
         ShdError: ``argument-value`` where a group does not fit, ``argument-shape``.
     """
-    c, groups = _mixing(merge, weights), merge.groups
+    weights = as_weights(weights)
+    merge = _fitting(merge, weights)
+    c, groups = merge.mixing, merge.groups
     d, d_v = weights.query.shape[2], weights.value.shape[2]
-    need = max(len(group) for group in groups) * max(d, d_v)
-    if check_integer("head_dim", head_dim, 1, None, "HEAD-9") < need:
-        raise ShdError(
-            "argument-value",
-            f"head_dim must be at least {need}, the longest group of heads side by side; got {head_dim}",
-            "HEAD-9",
-        )
+    longest = max(len(group) for group in groups) * max(d, d_v)  # its heads side by side
+    head_dim = check_integer("head_dim", head_dim, longest, None, "HEAD-9")
     ratio = weights.logit_scale * head_dim**0.5
     size, rows = len(groups), weights.query.shape[1]
     query, key, value = (np.zeros((size, rows, head_dim)) for _ in range(3))
@@ -217,14 +163,14 @@ def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> 
 
 
 def low_rank_heads(
-    weights: HeadWeights,
-    merge: HeadMerge,
+    weights: HeadWeights | Record,
+    merge: HeadMerge | Record,
     num_kv_heads: int,
     head_dim: int,
     moment: ArrayLike,
     *,
     key_moment: ArrayLike | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotary | Record | None = None,
     ridge: float = RIDGE,
 ) -> HeadWeights:
     """The nearest heads of a given length, by rank, under the inputs' second moment (HEAD-11..16).
@@ -244,9 +190,13 @@ def low_rank_heads(
         Biases where the teacher has them: a key bias only with rotary positions, since it cancels without; the value
         bias moves to the output bias where there is one.
     """
-    c = _mixing(merge, weights)
-    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, len(c), "HEAD-11")
+    weights, rotary = as_weights(weights), None if rotary is None else as_rotary(rotary)
+    merge = _fitting(merge, weights)
+    c = merge.mixing
+    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, c.shape[0], "HEAD-11")
     head_dim = check_integer("head_dim", head_dim, 1, None, "HEAD-11")
+    if not ridge > 0.0:
+        raise ShdError("argument-value", f"ridge must be above 0; got {ridge!r}", "HEAD-13")
     s = as_float(moment, "moment", ndim=2)
     width = weights.query.shape[1]
     if s.shape != (width + 1, width + 1) or c.shape[0] % num_kv_heads:
@@ -353,9 +303,10 @@ def _split_biases(
     )
 
 
-def _mixing(merge: HeadMerge, weights: HeadWeights) -> Array:
-    if merge.mixing.shape[1] != weights.num_heads:
+def _fitting(merge: HeadMerge | Record, weights: HeadWeights) -> HeadMerge:
+    found = as_merge(merge)
+    if found.mixing.shape[1] != weights.num_heads:
         raise ShdError(
-            "argument-shape", f"merge must be of {weights.num_heads} heads; got {merge.mixing.shape[1]}", "HEAD-1"
+            "argument-shape", f"merge must be of {weights.num_heads} heads; got {found.mixing.shape[1]}", "HEAD-1"
         )
-    return merge.mixing
+    return found

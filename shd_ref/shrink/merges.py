@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +14,7 @@ from shd_ref.errors import ShdError
 from shd_ref.gram import merge_gram, solve_alpha_from_gram
 from shd_ref.matching import match_pairs
 from shd_ref.mixing import compose_mixing
-from shd_ref.plans import MergePlan, Pair, check_integer, check_plan, plan_groups
+from shd_ref.plans import MergePlan, Pair, as_index, check_integer, check_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
 
@@ -62,6 +63,19 @@ class HeadMerge:
     def homes(self) -> list[int]:
         """For each teacher head, the student head whose group it is in."""
         return [int(head) for head in self.members.argmax(axis=0)]
+
+
+def as_merge(given: HeadMerge | Mapping[str, Any]) -> HeadMerge:
+    """A merge, from the record or a mapping of its fields; checked (HEAD-1)."""
+    if isinstance(given, HeadMerge):
+        return given
+    try:
+        groups = tuple(tuple(as_index(head) for head in group) for group in given["groups"])
+    except TypeError:
+        raise ShdError(
+            "argument-shape", f"groups must be lists of heads; got {given['groups']!r}", "HEAD-1"
+        ) from None
+    return HeadMerge(as_float(given["mixing"], "mixing", ndim=2), groups)
 
 
 def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> HeadMerge:

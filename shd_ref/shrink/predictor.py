@@ -6,8 +6,9 @@ Numbers only: how the points were measured is the caller's business.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -91,6 +92,14 @@ class NoiseStudy:
     std: tuple[float, float]
 
 
+def as_predictor(given: Predictor | Mapping[str, Any]) -> Predictor:
+    """A predictor, from the record or a mapping of its fields (PRED-1, PRED-2)."""
+    if isinstance(given, Predictor):
+        return given
+    coefficients = as_float(given["coefficients"], "coefficients", ndim=1)
+    return Predictor(given["degree"], tuple(coefficients.tolist()), given.get("meaning", "retained"))
+
+
 def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> Predictor:
     """The least-squares polynomial through measured points (PRED-3).
 
@@ -143,11 +152,13 @@ def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
     return min(errors, key=errors.__getitem__)
 
 
-def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str = "retained") -> Split:
+def best_split(
+    predictor: Predictor | Mapping[str, Any], num_layers: int, budget: int, meaning: str = "retained"
+) -> Split:
     """The split of a budget that the polynomial likes best, by enumeration (PRED-5).
 
     Args:
-        predictor: from ``fit_predictor``.
+        predictor: from ``fit_predictor``, or a mapping of its fields.
         num_layers: L of the teacher.
         budget: K, attention blocks and activations together.
         meaning: whether K of 2 L are ``"retained"`` or ``"pruned"``.
@@ -159,6 +170,7 @@ def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str 
         ShdError: ``argument-value``.
     """
     check_option("meaning", meaning, MEANINGS, "PRED-5")
+    predictor = as_predictor(predictor)
     num_layers = check_integer("num_layers", num_layers, 1, None, "PRED-5")
     budget = check_integer("budget", budget, 0, 2 * num_layers, "PRED-5")
     kept = budget if meaning == "retained" else 2 * num_layers - budget
@@ -169,8 +181,9 @@ def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str 
     return Split(int(attention[best]), int(kept - attention[best]), float(values[best]))
 
 
-def change_meaning(predictor: Predictor) -> Predictor:
+def change_meaning(predictor: Predictor | Mapping[str, Any]) -> Predictor:
     """The same polynomial over the other ratios: each ratio r becomes ``1 - r`` (PRED-6)."""
+    predictor = as_predictor(predictor)
     other = MEANINGS[1 - MEANINGS.index(predictor.meaning)]
     # As many places as coefficients, in general position: the lattice of the degree.
     steps = [(i, j) for i in range(predictor.degree + 1) for j in range(predictor.degree + 1 - i)]
@@ -191,6 +204,7 @@ def study_noise(
     deviation: float = 0.1,
     limit: float = 0.5,
     seed: int = 0,
+    noise: ArrayLike | None = None,
 ) -> NoiseStudy:
     """Fit again with noise in the qualities and see where the best split goes (PRED-7).
 
@@ -204,21 +218,25 @@ def study_noise(
         deviation: standard deviation of the noise, in units of quality.
         limit: the noise is clipped to ``[-limit, limit]``.
         seed: of the noise: the same seed gives the same study.
+        noise: the noise before it is clipped ``(trials, n)``, in place of ``trials``, ``deviation`` and ``seed``.
     """
     rows = _check_points(points)
     trials = check_integer("trials", trials, 1, None, "PRED-7")
     if not (deviation >= 0.0 and limit >= 0.0):
         raise ShdError(
-            "argument-value",
-            f"deviation and limit must be at least 0; got {deviation} and {limit}",
-            "PRED-7",
+            "argument-value", f"deviation and limit must be at least 0; got {deviation} and {limit}", "PRED-7"
         )
     first = best_split(fit_predictor(rows, degree), num_layers, budget, meaning)
-    random = np.random.default_rng(seed)
-    found = np.empty((trials, 2))
-    for trial in range(trials):
+    if noise is None:
+        drawn = np.random.default_rng(seed).normal(0.0, deviation, (trials, len(rows)))
+    else:
+        drawn = as_float(noise, "noise", ndim=2)
+        if drawn.shape[1] != len(rows) or not len(drawn):
+            raise ShdError("argument-shape", f"noise must be (trials, {len(rows)}); got {drawn.shape}", "PRED-7")
+    found = np.empty((len(drawn), 2))
+    for trial, added in enumerate(np.clip(drawn, -limit, limit)):
         noisy = rows.copy()
-        noisy[:, 2] += np.clip(random.normal(0.0, deviation, len(rows)), -limit, limit)
+        noisy[:, 2] += added
         split = best_split(fit_predictor(noisy, degree), num_layers, budget, meaning)
         found[trial] = split.attention, split.activation
     distance = np.abs(found[:, 0] - first.attention)

@@ -76,8 +76,7 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
     channels = len(s)
     if s.shape != (channels, channels):
         raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}", "WIDTH-3")
-    low = 1 if norm == "rms" else 2
-    width = check_integer("width", width, low, channels, "WIDTH-3")
+    width = check_integer("width", width, 1 if norm == "rms" else 2, channels, "WIDTH-3")
     turn = np.eye(channels) if norm == "rms" else _zero_mean_axes(channels)
     values, vectors = np.linalg.eigh(turn.T @ ((s + s.T) / 2) @ turn)
     order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]

@@ -37,7 +37,7 @@ def test_neurons_by_what_the_output_loses() -> None:
     np.testing.assert_allclose(hidden[:, cut.kept] @ cut.second.weight.T, hidden @ W2.T, atol=1e-12)
     assert cut.first.weight.shape == (6, 4)
     assert cut.first.bias is not None
-    assert cut.second.bias is B2
+    np.testing.assert_array_equal(cut.second.bias, B2)
     assert keep_neurons(Linear(W1, None), Linear(W2, None), np.ones(7), 3).kept == (0, 1, 2)
 
 

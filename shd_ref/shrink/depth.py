@@ -1,0 +1,44 @@
+"""Which layers a shallower student keeps (spec chapter DEPTH)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
+
+
+def kept_layers(num_teacher_layers: int, layers: int | Sequence[int]) -> tuple[int, ...]:
+    """The teacher layers that a student's are copies of, in order (DEPTH-1, DEPTH-2).
+
+    Args:
+        num_teacher_layers: L_t, at least 1.
+        layers: how many are kept, spread evenly with the first and the last; or the rising list itself.
+
+    Raises:
+        ShdError: ``layers-invalid``.
+    """
+    try:
+        if isinstance(layers, Sequence):
+            found = tuple(as_index(layer) for layer in layers)
+        else:
+            found = _spread(num_teacher_layers, as_index(layers))
+    except TypeError:
+        found = ()
+    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= num_teacher_layers:
+        raise ShdError(
+            "layers-invalid",
+            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
+            f"0..{num_teacher_layers - 1}; got {layers!r}",
+            "DEPTH-1",
+        )
+    return found
+
+
+def _spread(teacher: int, student: int) -> tuple[int, ...]:
+    if not 1 <= student <= teacher:
+        return ()
+    if student == 1:
+        return (teacher - 1,)
+    steps = student - 1
+    return tuple((2 * i * (teacher - 1) + steps) // (2 * steps) for i in range(student))
