@@ -169,7 +169,8 @@ def release(session: nox.Session) -> None:
     (wheel,) = [name for name in files if name.endswith(".whl")]
     session.run(python, "-m", "pip", "install", "-c", CONSTRAINTS, f"{wheel}[teacher]", external=True)
     with session.chdir(out):
-        session.run(python, "-m", "shd_ref.conformance", "--impl", "shd_ref", external=True)
+        for module, part in (("shd_ref", "shd"), ("shd_ref.kd", "kd"), ("shd_ref.shrink", "shrink")):
+            session.run(python, "-m", "shd_ref.conformance", "--impl", module, "--part", part, external=True)
         session.run(str(clean / "bin" / "shd"), "--version", external=True)
     session.log(f"ready to upload: {', '.join(files)}")
 

@@ -80,6 +80,34 @@ KD_OUTPUTS: dict[str, tuple[str, ...]] = {
 }
 """The operations of ``specs/kd.md``, the same way."""
 
+LAYER = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
+"""The fields of an attention layer's weights (HEAD-1); a bias may be None."""
+
+SHRINK_OUTPUTS: dict[str, tuple[str, ...]] = {
+    "align_output": ("weight", "bias"),
+    "attend": ("outputs",),
+    "best_split": ("attention", "activation", "quality"),
+    "change_meaning": ("degree", "coefficients", "meaning"),
+    "choose_degree": ("degree",),
+    "concatenate_heads": LAYER,
+    "cross_validate": ("error",),
+    "fit_mixing": ("mixing", "groups"),
+    "fit_predictor": ("degree", "coefficients", "meaning"),
+    "fold_norm": ("matrix", "bias"),
+    "grouped_plan": ("plan",),
+    "keep_neurons": ("first", "second", "kept"),
+    "kept_layers": ("layers",),
+    "kept_scale": ("scale",),
+    "low_rank_heads": LAYER,
+    "merge_linear": ("weight", "bias"),
+    "mix_queries": LAYER,
+    "neuron_importance": ("importance",),
+    "pooled_mixing": ("mixing", "groups"),
+    "principal_axes": ("basis",),
+    "study_noise": ("same", "one_layer", "more", "mean", "std"),
+}
+"""The operations of ``specs/shrink.md``, the same way."""
+
 
 class Missing(unittest.SkipTest):
     """The implementation lacks an operation, an option or a dtype. Test runners report it as a skip."""

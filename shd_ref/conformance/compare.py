@@ -85,7 +85,11 @@ def compare_close(
 
 def compare_exact(expected: Any, got: Any) -> Difference | None:
     """Equal integers, booleans, strings, lists (a tuple is a list) or entries of an array."""
-    if isinstance(expected, str | Mapping) or (isinstance(expected, list) and _holds_mappings(expected)):
+    if (
+        (isinstance(expected, str) and not _is_word(expected))
+        or isinstance(expected, Mapping)
+        or (isinstance(expected, list) and _holds_mappings(expected))
+    ):
         return _compare_nested(expected, got, lambda wanted, given: compare_close(wanted, given, 0.0, 0.0))
     plain = as_plain(got)
     # True == 1 in Python, but a count is not a boolean.
@@ -148,6 +152,15 @@ def _holds_arrays(value: Any) -> bool:
 
 def _holds_mappings(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _is_word(text: str) -> bool:
+    """Whether a string stands for itself, and not for a number."""
+    try:
+        float(text)
+    except ValueError:
+        return True
+    return False
 
 
 def _number(value: Any) -> str:

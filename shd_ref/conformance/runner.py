@@ -24,6 +24,7 @@ from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, comp
 from shd_ref.conformance.known_failures import KnownFailures
 from shd_ref.conformance.laws import LAWS_OF, Law, LawBrokenError, Trial
 from shd_ref.conformance.mistakes import recognise, recognise_call
+from shd_ref.conformance.products import PRODUCTS, make_product
 from shd_ref.conformance.report import Finding, Report, Result, Status, describe
 from shd_ref.conformance.specification import DTYPES, vectors_folder
 from shd_ref.conformance.vectors import Case, decode_expected, load_cases
@@ -147,7 +148,10 @@ def _run_case(case: Case, subject: Subject) -> Finding | None:
         return _run_invalid(case, subject, inputs)
     answer = subject.run(case.operation, inputs)
     rules = dict(case.compare)
-    outputs = {name: take_output(answer, name, case.outputs) for name in rules}
+    outputs = {
+        name: make_product(name, answer, inputs) if name in PRODUCTS else take_output(answer, name, case.outputs)
+        for name in rules
+    }
     if _FLAT in case.flags and case.operation == "squeeze_heads":
         record = {name: take_output(answer, name, case.outputs) for name in case.outputs}
         found = check_chain(case.make_inputs(subject.dtype), record, subject.dtype, flat=True)

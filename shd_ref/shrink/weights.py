@@ -102,7 +102,7 @@ def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:
     query, key, value, output = (as_float(fields[name], name, ndim=3) for name in ("query", "key", "value", "output"))
     heads, width, dim = query.shape
     kv_heads, value_dim = len(key), value.shape[2]
-    shapes = {"key": (kv_heads, width, dim), "value": (kv_heads, width, value_dim)}
+    shapes: dict[str, tuple[int, ...]] = {"key": (kv_heads, width, dim), "value": (kv_heads, width, value_dim)}
     shapes |= {"output": (heads, value_dim, output.shape[2])}
     shapes |= {"query_bias": (heads, dim), "key_bias": (kv_heads, dim), "value_bias": (kv_heads, value_dim)}
     shapes |= {"output_bias": output.shape[2:]}

@@ -204,14 +204,14 @@ def _fill_layer(
 
 def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
     if ffn.is_linear:
-        family.write_last(target, *_merge_linear(ffn.readers[0], ffn.last))
+        family.write_last(target, *merge_linear(ffn.readers[0], ffn.last))
         return
     for name, given in zip(family.ffn[0], ffn.readers, strict=True):
         write_linear(find_part(target, name), *given)
     family.write_last(target, *ffn.last)
 
 
-def _merge_linear(
+def merge_linear(
     first: tuple[Tensor, Tensor | None], last: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     """Two matrices with nothing between them as one, of rows ``(in, out)`` (FFN-1, FFN-2)."""

@@ -17,7 +17,7 @@ from exact import MINUS_INFINITY, Nested, flatten, map_numbers, shape_of, unflat
 ABOUT = "Written by specs/tools/make_vectors.py; specs/conformance.md says what each field means. Never edit a case."
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 MISTAKES: dict[str, str] = json.loads((Path(__file__).parents[1] / "mistakes.json").read_text(encoding="utf-8"))
-REAL_ARGUMENTS = ("temperature", "beta", "scale")
+REAL_ARGUMENTS = ("temperature", "beta", "scale", "ridge", "limit")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Book:
         """
         given = {key: _value_of(value) for key, value in inputs.items()}
         for key in REAL_ARGUMENTS:
-            if key in given:
+            if key in given and not isinstance(given[key], list):
                 given[key] = Fraction(given[key])
         if not dtypes:
             for key, value in given.items():
@@ -310,7 +310,7 @@ class Book:
 
 def expected_json(value: Any, at: int, rule: dict[str, Any]) -> Any:
     """Arrays with their shape; integers of plans, groups and counts as they are."""
-    if rule["rule"] == "plan" or isinstance(value, int | str):
+    if rule["rule"] == "plan" or value is None or isinstance(value, int | str):
         return value
     if isinstance(value, Arrays):
         return [expected_json(item, at, rule) for item in value.items]

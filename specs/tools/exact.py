@@ -91,6 +91,11 @@ def _spread(nested: Nested, shape: Sequence[int]) -> Nested:
     return [_spread(item, shape[1:]) for item in items]
 
 
+def transpose(matrix: Nested) -> Nested:
+    """Rows as columns."""
+    return [list(column) for column in zip(*matrix, strict=True)]
+
+
 def dot(left: Sequence[Number], right: Sequence[Number]) -> Number:
     """The sum of the products."""
     total = 0 * left[0] * right[0]

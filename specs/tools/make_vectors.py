@@ -1,9 +1,10 @@
 """Write ``specs/vectors/v1/<operation>.json``: inputs, and outputs that an independent oracle found.
 
-The oracle follows ``specs/shd.md``, and with ``--part kd`` ``specs/kd.md`` (``vectors/kd-v1``); it imports nothing
-but the standard library. Run without ``--out`` to write the files in place, or with ``--out FOLDER`` to write them
-elsewhere. New cases are frozen with ``--freeze``: from then on an id stands for its inputs and answer. A case is
-withdrawn (``withdrawn="why"`` where it is defined), never edited.
+The oracle follows ``specs/shd.md``, with ``--part kd`` ``specs/kd.md`` (``vectors/kd-v1``), with ``--part shrink``
+``specs/shrink.md`` (``vectors/shrink-v1``); it imports nothing but the standard library. Run without ``--out`` to
+write the files in place, or with ``--out FOLDER`` to write them elsewhere. New cases are frozen with ``--freeze``:
+from then on an id stands for its inputs and answer. A case is withdrawn (``withdrawn="why"`` where it is defined),
+never edited.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from typing import Any
 from book import dump, fingerprint
 from cases import alpha, bounds, gradients, gram, hidden, kd, loss, maps, mixing, plans, squeeze, tokens
 from cases.full import add_full
+from cases.shrink import heads, layers, predictor
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
 CHAPTERS = (alpha, bounds, gradients, gram, loss, maps, mixing, plans, squeeze, tokens)
 
 
-PARTS: dict[str, tuple[tuple[Any, ...], str]] = {"shd": (CHAPTERS, "v1"), "kd": ((kd, hidden), "kd-v1")}
+PARTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "shd": (CHAPTERS, "v1"),
+    "kd": ((kd, hidden), "kd-v1"),
+    "shrink": ((heads, layers, predictor), "shrink-v1"),
+}
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from shd_ref.conformance.laws import (
     plans,
     refusals,
     shapes,
+    shrink,
     student,
     symmetries,
 )
@@ -36,7 +37,7 @@ LAWS: tuple[Law, ...] = (
 )
 """Every law of ``specs/shd.md``, by chapter."""
 
-LAWS_OF: dict[str, tuple[Law, ...]] = {"shd": LAWS, "kd": kd.LAWS}
+LAWS_OF: dict[str, tuple[Law, ...]] = {"shd": LAWS, "kd": kd.LAWS, "shrink": shrink.LAWS}
 """The laws of every part of the specification."""
 
 __all__ = ["LAWS", "LAWS_OF", "Law", "LawBrokenError", "Trial"]

@@ -20,7 +20,7 @@ import numpy as np
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS, Result, Status, cases
-from shd_ref.conformance.adapter import KD_OUTPUTS, as_adapter
+from shd_ref.conformance.adapter import KD_OUTPUTS, SHRINK_OUTPUTS, as_adapter
 from shd_ref.conformance.runner import Item, run_item
 
 _SOURCES = Path(shd_ref.__file__).parent
@@ -49,8 +49,25 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "kd.hidden": ("hidden_loss",),
     "kd.loss": ("kd_loss",),
     "kd.targets": ("kd_targets_topk",),
+    "shrink.align": ("align_output",),
+    "shrink.depth": ("kept_layers",),
+    "shrink.exponents": ("fit_mixing",),
+    "shrink.factors": ("low_rank_heads",),
+    "shrink.ffn": ("merge_linear", "neuron_importance", "keep_neurons"),
+    "shrink.heads": ("attend", "mix_queries", "concatenate_heads", "low_rank_heads"),
+    "shrink.merges": ("pooled_mixing", "grouped_plan"),
+    "shrink.predictor": (
+        "fit_predictor",
+        "cross_validate",
+        "choose_degree",
+        "best_split",
+        "change_meaning",
+        "study_noise",
+    ),
+    "shrink.weights": ("attend", "mix_queries", "low_rank_heads"),
+    "shrink.width": ("fold_norm", "principal_axes", "kept_scale"),
 }
-_OUTPUTS = {"shd": OUTPUTS, "kd": KD_OUTPUTS}
+_OUTPUTS = {"shd": OUTPUTS, "kd": KD_OUTPUTS, "shrink": SHRINK_OUTPUTS}
 _NAMES = re.compile(rf"\bshd_ref\.({'|'.join(map(re.escape, SHOWN_BY))})\b")
 
 
@@ -91,7 +108,7 @@ def built(edits: Iterable[Edit] = (), part: str = "shd") -> Iterator[SimpleNames
     finder = _Finder(tuple(edits))
     sys.meta_path.insert(0, finder)
     try:
-        names = [name for name in SHOWN_BY if name.startswith("kd.") == (part == "kd")]
+        names = [name for name in SHOWN_BY if (name.partition(".")[0] if "." in name else "shd") == part]
         chapters = [importlib.import_module(f"{_COPY}.{name}") for name in names]
         homes = {name: chapter for chapter in chapters for name in _OUTPUTS[part] if hasattr(chapter, name)}
         yield SimpleNamespace(**{name: getattr(chapter, name) for name, chapter in homes.items()})
