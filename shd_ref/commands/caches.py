@@ -119,10 +119,13 @@ def _listing_table(listing: CacheListing) -> Table:
     table.add_row("heads", f"{heads}, strategy {attention.strategy}")
     pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in attention.layers)
     table.add_row("layers", f"{len(attention.layers)} (student:teacher {pairs})")
-    for name, text in attention.describe():
-        table.add_row(name, text)
+    for form in manifest.forms:
+        for name, text in form.describe():
+            table.add_row(name, text)
     table.add_row("compression", manifest.compression)
-    table.add_row("error", f"KL {listing.errors.attention.kl_mean:.2g} nats per row")
+    several = len(manifest.forms) > 1
+    for name, error in listing.errors.measured().items():
+        table.add_row(f"{name} error" if several else "error", error.describe())
     skipped = f", {listing.skipped} skipped" if listing.skipped else ""
     mean = listing.positions / max(listing.samples, 1)
     table.add_row(
@@ -136,6 +139,10 @@ def _listing_table(listing: CacheListing) -> Table:
         "size",
         f"{decimal(listing.shard_bytes)}, codes {decimal(listing.coded_bytes)}, {ratio:.1f}x smaller than float32",
     )
+    for name in [form.SUBJECT for form in manifest.forms if several]:
+        coded, plain = listing.coded_by_form[name], listing.float32_by_form[name]
+        each = f"{coded / max(listing.positions, 1):.1f} bytes a position"
+        table.add_row(f"{name} size", f"{decimal(coded)}, {each}, {plain / max(coded, 1):.1f}x smaller than float32")
     table.add_row("id", manifest.id)
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheReader, Manifest, Receipt
+from shd_ref.cache import CacheReader, Errors, Manifest, Receipt
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
@@ -90,11 +91,12 @@ class CacheContent:
         samples: held; ``skipped`` are those that the teacher failed on.
         shards: committed; ``shard_bytes`` is the size of their files.
         lengths: of every sample.
-        coded_bytes: of all codes; ``float32_bytes`` is what they teach, as float32.
+        coded_by_form: bytes of codes, by form; ``float32_by_form`` is what they teach, as float32.
+        errors: of each form, over all rows that were measured.
         layers: by student layer.
         records_read, maps_read: how many records their alphas and their maps come from.
-        read_bytes_per_second: of codes, checked and decoded, while this was collected.
-        shard_errors: by shard.
+        read_bytes_per_second: of codes of attention, checked and decoded, while this was collected.
+        shard_errors: of attention, by shard.
     """
 
     manifest: Manifest
@@ -104,13 +106,24 @@ class CacheContent:
     shards: int
     shard_bytes: int
     lengths: tuple[int, ...]
-    coded_bytes: int
-    float32_bytes: int
+    coded_by_form: Counter[str]
+    float32_by_form: Counter[str]
+    errors: Errors
     layers: tuple[LayerContent, ...]
     records_read: int
     maps_read: int
     read_bytes_per_second: float
     shard_errors: tuple[ShardError, ...]
+
+    @property
+    def coded_bytes(self) -> int:
+        """Of all forms."""
+        return self.coded_by_form.total()
+
+    @property
+    def float32_bytes(self) -> int:
+        """Of all forms."""
+        return self.float32_by_form.total()
 
 
 def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent:
@@ -134,11 +147,11 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
             "CACHE-56",
         )
     keys = list(dict.fromkeys(reader.keys()))[:max_records]
-    alphas = [_by_row(reader.read(key, layers=()).alphas) for key in keys]
+    alphas = [_by_row(reader.read(key, (), logits=False, hidden=()).alphas) for key in keys]
     started, read_bytes = time.perf_counter(), 0
     entropies: list[NDArray[np.float64]] = []
     for key in keys[:_MAPS_READ]:
-        record = reader.read(key)
+        record = reader.read(key, logits=False, hidden=())
         read_bytes += sum(blob.nbytes for blob in record.blobs.values())
         entropies.append(
             np.stack([mean_entropy(reader.decode(record, s)) for s in manifest.attention.student_layers])
@@ -155,8 +168,9 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         shards=len(receipts),
         shard_bytes=sum(receipt.size for receipt in receipts),
         lengths=lengths,
-        coded_bytes=sum(receipt.coded_bytes(manifest).total() for receipt in receipts),
-        float32_bytes=sum(receipt.plain_bytes(manifest).total() for receipt in receipts),
+        coded_by_form=sum((receipt.coded_bytes(manifest) for receipt in receipts), Counter()),
+        float32_by_form=sum((receipt.plain_bytes(manifest) for receipt in receipts), Counter()),
+        errors=reader.errors,
         layers=tuple(
             _layer_content(manifest, number, [part[number] for part in alphas], entropy[number])
             for number in range(num_layers)
@@ -187,7 +201,7 @@ def choose_example(reader: CacheReader, known: Container[str] | None = None) -> 
         raise ShdError(
             "sample-missing", f"the inputs must hold a sample of {reader.folder}; they hold none: they are others"
         )
-    lengths = {key: reader.read(key, layers=()).length for key in keys}
+    lengths = {key: reader.read(key, (), logits=False, hidden=()).length for key in keys}
     return min(keys, key=lambda key: (lengths[key] < _EXAMPLE_LENGTH, abs(lengths[key] - _EXAMPLE_LENGTH)))
 
 

@@ -109,7 +109,7 @@ def read_evidence(
                 )
                 residuals[name].append(float(result.residual.mean()))
             if key == example:
-                record = reader.read(key, layers=())
+                record = reader.read(key, (), logits=False, hidden=())
                 rows, columns = manifest.attention.map_shapes(record.extent)[number]
                 example_maps = maps[0, :, :rows, :columns]
         means = {name: float(np.mean(values)) for name, values in residuals.items()}

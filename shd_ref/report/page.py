@@ -23,6 +23,7 @@ from shd_ref.report.sections import (
     codec_section,
     count_of,
     entropy_section,
+    forms_section,
     maps_section,
     mean_kl,
     residuals_section,
@@ -37,6 +38,7 @@ _SECTIONS = (
     ("maps", "Maps"),
     ("entropy", "Entropy"),
     ("codec", "Codec"),
+    ("forms", "Forms"),
     ("sizes", "Sizes"),
     ("job", "How it was made"),
 )
@@ -72,6 +74,7 @@ def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence |
         maps=maps_section(reader, evidence),
         entropy=entropy_section(content),
         codec=codec_section(content),
+        forms=forms_section(content),
         sizes=_sizes(content),
         job=_job(content),
         groups=_groups(content.layers),
@@ -93,7 +96,7 @@ def _tiles(content: CacheContent) -> list[dict[str, str]]:
             f"{attention.strategy}, by {attention.alpha_per}",
         ),
         ("layers", str(len(attention.layers)), "of the student"),
-        ("stored maps", _bytes(content.coded_bytes), f"{_ratio(content):.1f}× smaller than float32"),
+        ("stored codes", _bytes(content.coded_bytes), f"{_ratio(content):.1f}× smaller than float32"),
         ("codec error", f"{mean_kl(content):.2g}", f"nats a row, at most {worst:.2g}"),
     ]
     if count:
@@ -104,6 +107,7 @@ def _tiles(content: CacheContent) -> list[dict[str, str]]:
 def _sizes(content: CacheContent) -> list[tuple[str, str]]:
     lengths = np.array(content.lengths)
     per_sample = content.coded_bytes / content.samples
+    maps_per_sample = content.coded_by_form["attention"] / content.samples
     return [
         ("samples", f"{content.samples:,}, {int(lengths.sum()):,} positions; {content.skipped:,} more were skipped"),
         ("length", f"median {np.median(lengths):.0f}, from {lengths.min()} to {lengths.max()}"),
@@ -116,8 +120,8 @@ def _sizes(content: CacheContent) -> list[tuple[str, str]]:
         ),
         (
             "read rate",
-            f"{_bytes(content.read_bytes_per_second)} of codes a second, checked and decoded by one process, while "
-            f"this page was made ({content.read_bytes_per_second / per_sample:,.0f} samples a second)",
+            f"{_bytes(content.read_bytes_per_second)} of maps a second, checked and decoded by one process, while "
+            f"this page was made ({content.read_bytes_per_second / maps_per_sample:,.0f} samples a second)",
         ),
     ]
 
@@ -131,7 +135,7 @@ def _job(content: CacheContent) -> list[tuple[str, str]]:
         ("run by", f"{teacher.provider}, attention in {teacher.dtype}"),
         ("strategy", f"{attention.strategy}, alpha rule {attention.alpha_rule}, one weight a {attention.alpha_per}"),
         ("plans", _plans(manifest)),
-        *attention.describe(),
+        *(fact for form in manifest.forms for fact in form.describe()),
         ("compression", manifest.compression),
         (
             "inputs",

@@ -125,7 +125,7 @@ def residuals_section(evidence: Evidence | None) -> dict[str, Any]:
 def maps_section(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]:
     """Maps of the example, beside the teacher's where they are at hand."""
     key = choose_example(reader) if evidence is None else evidence.example
-    record, manifest = reader.read(key), reader.manifest
+    record, manifest = reader.read(key, logits=False, hidden=()), reader.manifest
     before = {} if evidence is None else {layer.student_layer: layer.maps for layer in evidence.layers}
     students = manifest.attention.student_layers
     shown = [students[round(place)] for place in np.linspace(0, len(students) - 1, min(_SHOWN_LAYERS, len(students)))]
@@ -222,6 +222,21 @@ def codec_section(content: CacheContent) -> dict[str, Any]:
         "text": text,
         "table": Table(caption, ["shard", "KL mean", "KL max", "total variation", "rows measured"], rows),
     }
+
+
+def forms_section(content: CacheContent) -> dict[str, Any]:
+    """What each form is, takes and costs."""
+    positions, measured = sum(content.lengths), content.errors.measured()
+    rows = []
+    for form in content.manifest.forms:
+        coded, plain = content.coded_by_form[form.SUBJECT], content.float32_by_form[form.SUBJECT]
+        (_, what), (_, codec) = form.describe()
+        size = f"{coded / positions:.1f} B", f"{coded / content.samples:,.0f} B", f"{plain / max(coded, 1):.1f}×"
+        rows.append([form.SUBJECT, what, codec, *size, measured[form.SUBJECT].describe()])
+    columns = ["form", "what", "codec", "a position", "a sample", "smaller than float32", "error"]
+    names = [row[0] for row in rows]
+    text = f"A record holds {', '.join(names[:-1]) + ' and ' * (len(names) > 1) + names[-1]}."
+    return {"text": text, "table": Table("What each form takes and costs", columns, rows, (1, 2, 6))}
 
 
 def mean_kl(content: CacheContent) -> float:

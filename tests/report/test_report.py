@@ -15,7 +15,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import encoder_layer
-from support.makers import OTHER_PLAN, PLAN, job, write_cache
+from support.makers import FORMS, OTHER_PLAN, PLAN, job, write_cache
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
@@ -192,6 +192,21 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
     few = read_content(reader, max_records=2)
     assert few.records_read == few.maps_read == 2
     check_page(render_page(reader, content, None))
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_every_form_has_its_row(tmp_path: Path, forms: str) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **FORMS[forms])))
+    content = read_content(reader)
+    page = check_page(render_page(reader, content, None))
+    positions = sum(content.lengths)
+    for form in reader.manifest.forms:
+        coded = content.coded_by_form[form.SUBJECT]
+        assert coded > 0
+        assert f"{coded / positions:.1f} B" in page.text
+        assert content.errors.measured()[form.SUBJECT].describe() in page.text
+        for _, words in form.describe():
+            assert words in page.text
 
 
 def test_entropy_and_labels_follow_their_definitions() -> None:

@@ -29,6 +29,10 @@ class CodecError:
     tv_mean: float
     rows: int
 
+    def describe(self) -> str:
+        """For a listing and a report."""
+        return f"KL {self.kl_mean:.2g} nats per row, at most {self.kl_max:.2g}; total variation {self.tv_mean:.2%}"
+
 
 @dataclass(frozen=True)
 class LogitsError:
@@ -52,6 +56,10 @@ class LogitsError:
     gradient_mean: float
     rows: int
 
+    def describe(self) -> str:
+        """For a listing and a report."""
+        return f"KL {self.kl_mean:.2g} nats per row from rounding; gradient {self.gradient_mean:.2%} of a row's"
+
 
 @dataclass(frozen=True)
 class HiddenError:
@@ -66,6 +74,10 @@ class HiddenError:
     relative_mean: float
     relative_max: float
     rows: int
+
+    def describe(self) -> str:
+        """For a listing and a report."""
+        return f"{self.relative_mean:.2%} of a row's norm, at most {self.relative_max:.2%}"
 
 
 _Error = TypeVar("_Error", CodecError, LogitsError, HiddenError)

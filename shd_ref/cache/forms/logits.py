@@ -203,7 +203,7 @@ class Logits(Rows):
         }[self.codec]
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
         return [
-            ("logits", f"{what}, {self.vocab_size} classes{padding}, {bound}"),
+            ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}"),
             ("logits codec", f"{self.codec}, {self.row_bytes} bytes {per}"),
         ]
 

@@ -130,6 +130,21 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
     assert list_cache(write_cache(tmp_path / "plain", job())).to_json()["errors"].keys() == {"attention"}
 
 
+def test_the_command_lists_each_form(tmp_path: Path) -> None:
+    pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
+    from typer.testing import CliRunner
+
+    from shd_ref.cli import load_app
+
+    listing = list_cache(write_cache(tmp_path, job(**FORMS["sampled"])))
+    output = CliRunner().invoke(load_app(), ["ls", str(tmp_path)], env={"COLUMNS": "300"}).output
+    for error in listing.errors.measured().values():
+        assert error.describe() in output
+    for form in listing.manifest.forms:
+        assert f"{listing.coded_by_form[form.SUBJECT] / listing.positions:.1f} bytes a position" in output
+        assert all(words in output for _, words in form.describe())
+
+
 HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "a whole head of a huge vocabulary": ("logits", {"vocab_size": 2**24, "head": 2**24, "padded_vocab_size": None}),
     "a huge vocabulary": ("logits", {"vocab_size": 2**24 - 1, "padded_vocab_size": 2**24}),
