@@ -1,0 +1,112 @@
+"""What recipes draw: text from student and teacher together, and the noise that two models share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+
+from shd_torch import ShdError  # noqa: E402
+from shd_torch.recipes import TeacherMixture, draw_diffusion, minillm_rollout  # noqa: E402
+
+
+@pytest.fixture
+def models() -> tuple[object, object]:
+    pytest.importorskip("transformers", reason="generate is Hugging Face's")
+    from support.binding.trainer_cases import make_model
+
+    return make_model(2, seed=2).eval(), make_model(4, seed=1).eval()
+
+
+def test_text_is_sampled_from_the_mixture_of_probabilities(models: tuple[object, object]) -> None:
+    """What ``generate`` samples from, step by step, is .8 p_S + .2 p_T on the text so far, for padded prompts too."""
+    student, teacher = models
+    ids = torch.tensor([[0, 0, 5, 7], [9, 4, 6, 8]])
+    mask = (ids != 0).long()
+    mixture = TeacherMixture(teacher, attention_mask=mask)
+    torch.manual_seed(0)
+    made = student.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=4,
+        min_new_tokens=4,
+        logits_processor=[mixture],
+        output_scores=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    whole = torch.cat((mask, mask.new_ones(2, 4)), 1)
+    given = {"input_ids": made.sequences, "attention_mask": whole, "position_ids": (whole.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        logits = [model(**given).logits[:, 3:-1] for model in (student, teacher)]
+    banned = torch.zeros(30, dtype=torch.bool)
+    banned[2] = True  # the end of text, as at least four tokens are asked for
+    p_student = logits[0].masked_fill(banned, -torch.inf).softmax(-1)
+    mixed = 0.8 * p_student + 0.2 * logits[1].softmax(-1)
+    for step, scores in enumerate(made.scores):
+        torch.testing.assert_close(scores.softmax(-1), mixed[:, step], atol=1e-6, rtol=1e-4)
+    tokens = made.sequences[:, 4:]
+    rollout = minillm_rollout(*logits, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    own, other = (each.softmax(-1).gather(-1, tokens[..., None])[..., 0] for each in logits)
+    torch.testing.assert_close(rollout.weights, own / (0.8 * own + 0.2 * other))
+
+
+def test_the_ends_of_the_mixture(models: tuple[object, object]) -> None:
+    student, teacher = models
+    ids = torch.tensor([[5, 7], [9, 4]])
+    with torch.no_grad():
+        scores, theirs = (model(ids).logits[:, -1] for model in (student, teacher))
+    torch.testing.assert_close(TeacherMixture(teacher, 0)(ids, scores), scores.log_softmax(-1))
+    torch.testing.assert_close(TeacherMixture(teacher, 1)(ids, scores), theirs.log_softmax(-1))
+    with pytest.raises(ShdError, match="mix must be at most 1"):
+        TeacherMixture(teacher, 1.2)
+
+
+def test_importance_weights_undo_the_mixture() -> None:
+    """The mean of weighted samples is the student's: E over the mixture of w f is E over the student of f."""
+    student, teacher = torch.randn(1, 1, 5).double(), torch.randn(1, 1, 5).double()
+    p, t = student.softmax(-1)[0, 0], teacher.softmax(-1)[0, 0]
+    mixture, f = 0.7 * p + 0.3 * t, torch.arange(5).double()
+    every = torch.arange(5)[:, None]
+    rollout = minillm_rollout(
+        student.expand(5, 1, 5), teacher.expand(5, 1, 5), every, torch.ones(5, 1, dtype=torch.bool), mix=0.3
+    )
+    assert (mixture * rollout.weights[:, 0] * f).sum().item() == pytest.approx((p * f).sum().item())
+
+
+def test_a_draw_is_each_samples_own() -> None:
+    """In any batch, in any order, on any day: what a cache was made with can be drawn again."""
+    draw = draw_diffusion([3, 4, 5], (2, 4, 4), num_tokens=16, kept_tokens=10)
+    other = draw_diffusion([5, 3], (2, 4, 4), num_tokens=16, kept_tokens=10)
+    for mine, theirs in zip(draw, other, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine[[2, 0]], theirs)
+    t, noise, kept = draw
+    assert kept is not None
+    assert (noise.shape, kept.shape, t.dtype) == ((3, 2, 4, 4), (3, 10), torch.int64)
+    assert (kept.diff() > 0).all()
+    assert 0 <= kept.min() <= kept.max() < 16
+    assert draw_diffusion([3], (2, 4, 4)).kept is None
+    many = draw_diffusion(range(2000), (1,), steps=4)
+    assert np.bincount(many.t).min() > 400
+    assert abs(many.noise.mean()) < 0.1
+    assert abs(many.noise.std() - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_tokens": 4}, "must be given together"),
+        ({"num_tokens": 4, "kept_tokens": 5}, "kept_tokens must be an integer"),
+        ({"seeds": []}, "got none"),
+        ({"seeds": [-1]}, "seeds must be an integer"),
+        ({"steps": 0}, "steps must be an integer"),
+    ],
+)
+def test_a_draw_refuses(keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(ShdError, match=message):
+        draw_diffusion(**{"seeds": [1], "shape": (1,), **keywords})  # type: ignore[arg-type]
