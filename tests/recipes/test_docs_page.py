@@ -1,0 +1,88 @@
+"""The examples of docs/recipes.md run as written, and its table names what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+pytest.importorskip("transformers", reason="the examples train Hugging Face students")
+
+from support.binding.trainer_cases import make_model, make_samples, pad  # noqa: E402
+
+import shd_torch  # noqa: E402
+import shd_torch.recipes  # noqa: E402
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+BETA, MINILLM, DIFFUSION = re.findall(r"executed by .*?```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+class Denoiser(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Conv2d(2, 4, 3, padding=1)
+
+    def forward(self, x: Any, t: Any) -> Any:
+        return self.layer(x)
+
+
+def test_the_table_names_every_recipe() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", PAGE, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    helpers = {"OrthogonalProjection", "Rollout", "ScaleReport", "SHD", "Term", "Terms", "TeacherMixture"}
+    helpers |= {"DiffusionDraw", "draw_diffusion", "linear_betas", "noised", "scale_report"}
+    helpers |= {"minillm_advantages", "minillm_rollout"}
+    assert named == set(shd_torch.recipes.__all__) - helpers
+
+
+@pytest.mark.slow
+def test_beta_is_chosen(trainer_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    student = make_model(2, seed=2)
+    before = [value.detach().clone() for value in student.parameters()]
+    names: dict[str, Any] = {
+        "joined": shd_torch.SupervisedDataset(make_samples(), trainer_cache),
+        "optimizer": torch.optim.SGD(student.parameters(), 0.1),
+        "pad": pad,
+        "student": student,
+        "teacher": make_model(4, seed=1),
+    }
+    exec(compile(BETA, "recipes.md", "exec"), names)
+    assert names["beta"] > 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "term",
+        "cross_entropy",
+        "kd",
+        "shd",
+    ]
+    assert all(not torch.equal(old, new) for old, new in zip(before, student.parameters(), strict=True))
+
+
+def test_minillm_trains() -> None:
+    torch.manual_seed(0)
+    student = make_model(2, seed=2)
+    before = [value.detach().clone() for value in student.parameters()]
+    prompts = torch.tensor([[0, 0, 5, 7], [9, 4, 6, 8]])
+    names: dict[str, Any] = {
+        "optimizer": torch.optim.SGD(student.parameters(), 0.1),
+        "pretraining": pad(make_samples()),
+        "prompts": {"input_ids": prompts, "attention_mask": (prompts != 0).long()},
+        "student": student,
+        "teacher": make_model(4, seed=1),
+    }
+    exec(compile(MINILLM, "recipes.md", "exec"), names)
+    terms = names["terms"]
+    assert list(terms) == ["policy", "reverse_kl", "shd", "pretraining_cross_entropy", "pretraining_kd"]
+    assert terms.total.isfinite()
+    assert all(not torch.equal(old, new) for old, new in zip(before, student.parameters(), strict=True))
+
+
+def test_diffusion_trains() -> None:
+    student, teacher = Denoiser(), Denoiser()
+    names: dict[str, Any] = {"x0": torch.rand(3, 2, 4, 4) * 2 - 1, "denoiser": student, "teacher_denoiser": teacher}
+    exec(compile(DIFFUSION, "recipes.md", "exec"), names)
+    assert list(names["terms"]) == ["mse", "bound", "kd"]
+    assert student.layer.weight.grad is not None
+    assert teacher.layer.weight.grad is None
