@@ -126,13 +126,12 @@ def _check_files(folder: Path) -> None:
     if not folder.is_dir():
         raise ShdError(
             "read-failed",
-            f"teacher must be a folder with a Hugging Face model; got {str(folder)!r}, which is not a folder: "
-            "download the model first",
+            f"{str(folder)!r} must hold a Hugging Face model; it is not a folder: download the model first",
         )
     if (folder / "adapter_config.json").exists():
         raise ShdError(
             "read-failed",
-            f"teacher must be a whole model; {str(folder)!r} holds an adapter: merge it and save the model",
+            f"{str(folder)!r} must hold a whole model; it holds an adapter: merge it and save the model",
         )
     root = folder.resolve()
     # The hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH.
@@ -148,11 +147,11 @@ def _check_files(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShdError("read-failed", f"{str(folder)!r} must hold readable files: {error!r}") from error
     for file in (*files, *named):
-        if not file.resolve().is_relative_to(home):
+        if not Path(os.path.realpath(file)).is_relative_to(home):
             raise ShdError(
                 "read-failed",
-                f"teacher must keep its files in one folder; got {str(file)!r}, which lies elsewhere: put the "
-                "model's files, not links to them, into one folder",
+                f"{str(folder)!r} must hold its own files; {str(file)!r} lies elsewhere: put the model's files, not "
+                "links to them, into one folder",
             )
 
 
@@ -164,7 +163,7 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
     """
     folder = output_path(out)
     try:
-        folder = folder.resolve()
+        folder = Path(os.path.realpath(folder))
         problem = _find_problem(folder)
     except OSError as error:
         problem = str(error)
@@ -174,6 +173,8 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
 
 
 def _find_problem(folder: Path) -> str | None:
+    if folder.is_symlink():
+        return "it is a link to itself: name another"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         return "it is taken: name another"
     if folder.is_mount():

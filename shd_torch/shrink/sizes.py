@@ -174,6 +174,11 @@ def make_student(
             f"{sizes.hidden} and {sizes.neurons} neurons: {error}",
             "STUDENT-2",
         ) from error
+    generation: Any = getattr(teacher, "generation_config", None)
+    if generation is not None:  # it may hold the only word of where a text ends
+        with suppress(ValueError):  # of a contradiction, with which it could not be saved
+            generation.validate(strict=True)
+            student.generation_config = copy.deepcopy(generation)
     example = next(teacher.parameters())
     return student.to(device=example.device, dtype=example.dtype).eval()
 

@@ -17,10 +17,10 @@ import torch
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 
 from safetensors.torch import load_file, save_file
-from support.shrink.models import make_teacher
+from support.shrink.models import make_data, make_teacher
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink import load_teacher, shrink
+from shd_torch.shrink import load_student, load_teacher, shrink
 from shd_torch.shrink.folders import new_folder, save_student
 
 WEIGHTS = "model.safetensors"
@@ -80,7 +80,7 @@ def add_an_adapter(folder: Path) -> None:
         (cut_weights, "read-failed", "safetensors"),
         (drop_a_weight, "read-failed", "model.layers.1.mlp.up_proj.weight"),
         (configure(num_hidden_layers=4), "read-failed", "model.layers.3."),
-        (configure(intermediate_size=21), "read-failed", "safetensors"),
+        (configure(intermediate_size=21), "read-failed", "other sizes"),
         (configure(num_attention_heads="4"), "read-failed", "num_attention_heads"),
         (name_files_elsewhere, "read-failed", "elsewhere"),
         (link_weights, "read-failed", "links"),
@@ -109,6 +109,27 @@ def test_a_configuration_cannot_ask_for_a_downloaded_kernel(teacher_folder: Path
     assert load_teacher(folder).config._attn_implementation == "sdpa"
 
 
+def test_messages_fit_students_too(tmp_path: Path) -> None:
+    with pytest.raises(ShdError) as error:
+        load_student(tmp_path / "student")
+    assert error.value.code == "read-failed"
+    assert "teacher" not in str(error.value).replace(str(tmp_path), "")
+
+
+def test_a_student_ends_its_texts_where_the_teacher_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    teacher = make_teacher("llama")
+    for name, settings, wanted in (
+        ("sound", {"eos_token_id": [2, 7]}, [2, 7]),
+        ("contradicting", {"temperature": 0.5, "do_sample": False}, 2),  # transformers would not save it
+    ):
+        teacher.generation_config.update(**settings)
+        shrink(teacher, make_data("llama"), layers=1, align=False, out=tmp_path / name)
+        student = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert student.generation_config.eos_token_id == wanted
+
+
 def test_snapshots_of_the_hubs_cache_link_to_its_blobs(teacher_folder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
     shutil.copytree(teacher_folder, snapshot)
@@ -120,17 +141,23 @@ def test_snapshots_of_the_hubs_cache_link_to_its_blobs(teacher_folder: Path, tmp
 
 @pytest.mark.parametrize(
     ("out", "code"),
-    [("s3://bucket/student", "argument-value"), ("", "argument-value"), ("file/student", "write-failed")],
+    [
+        ("s3://bucket/student", "argument-value"),
+        ("", "argument-value"),
+        ("file/student", "write-failed"),
+        ("loop", "write-failed"),
+    ],
 )
 def test_places_that_cannot_hold_a_student(
     out: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
+    Path("loop").symlink_to("loop")
     with pytest.raises(ShdError) as error:
         shrink(make_teacher("llama"), {}, out=out)
     assert error.value.code == code
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "loop"}
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
