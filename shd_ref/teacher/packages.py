@@ -10,7 +10,6 @@ try:
     import onnx.shape_inference
     import onnx.version_converter
     import onnx_ir as ir
-    import onnx_ir.passes.common  # noqa: F401  (ir.passes.common is there from now on)
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 except ImportError as error:
     raise ShdError(

@@ -260,7 +260,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
     grown.functions.extend(functions)
     pruned = ir.from_proto(grown)
     pruned.graph.sort()
-    ir.passes.common.RemoveUnusedNodesPass()(pruned)
+    _remove_unused(pruned.graph)
     for value in list(pruned.graph.inputs):
         if not value.uses():
             pruned.graph.inputs.remove(value)
@@ -271,6 +271,21 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
         raise ShdError(
             "graph-invalid", f"the teacher graph cannot be written again: {error}: export it again"
         ) from error
+
+
+def _remove_unused(graph: ir.Graph) -> None:
+    """Nodes and initialisers that no output needs.
+
+    The pass of onnx-ir does more: before 1.1 it turns batch normalisation in training mode, whose maps are refused,
+    into inference.
+    """
+    outputs = set(graph.outputs)
+    for node in reversed(graph):
+        if not any(value in outputs or value.uses() for value in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not (value in outputs or value.uses()):
+            del graph.initializers[name]
 
 
 def check_opset(model: onnx.ModelProto) -> int:
