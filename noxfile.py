@@ -60,6 +60,7 @@ FILES = {
 }
 QUICK_TESTS = (
     *("tests/packaging", "tests/specs", "tests/cache", "tests/judge", "tests/kd", "tests/shrink"),
+    "tests/torch_path/shrink",
     *(f"tests/{folder}/{name}.py" for folder, names in FILES.items() for name in names),
     # Many short tests that together take a third of the time.
     *(f"--ignore=tests/{name}.py" for name in ("cache/test_hostile", "cache/storage/test_moved", "judge/test_doors")),
