@@ -34,6 +34,9 @@ def shrink(
     plan: Annotated[
         str, Shown("Which heads merge.", choices=("auto", "matched", "balanced", "progressive"))
     ] = "auto",
+    fit_samples: Annotated[
+        int, Shown("Samples on which the weights of merged heads are fitted; 0 takes the closed form's.", least=0)
+    ] = 0,
     samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 64,
     batch_size: Annotated[int, Shown("Samples that run together.", least=1)] = 16,
     no_align: Annotated[bool, typer.Option("--no-align", help="The closed form alone, nothing refitted.")] = False,
@@ -71,6 +74,7 @@ def shrink(
         drop_attention=_read_numbers("--drop-attention", drop_attention),
         drop_activations=_read_numbers("--drop-activations", drop_activations),
         plan=plan,
+        fit_samples=fit_samples,
         align=not no_align,
         batch_size=batch_size,
         out=out,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_torch.maps import value_outputs
 from shd_torch.maps.gram import gram_tensor
 from shd_torch.shrink.families import Family, base_of, find_part, has_part
 from shd_torch.shrink.heads import AttentionStatistics
@@ -164,8 +165,12 @@ def study_layer(
     streams: Sequence[Tensor],
     batches: Sequence[Batch],
     weights: AttentionWeights,
+    fit_samples: int = 0,
 ) -> tuple[AttentionStatistics, LayerTrace]:
-    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams."""
+    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams.
+
+    The maps of the first ``fit_samples`` samples are kept, with their value outputs (HEAD-21).
+    """
     layer = family.layers_of(model)[number]
     width, heads = weights.query.shape[1], weights.num_heads
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
@@ -177,11 +182,16 @@ def study_layer(
     bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
     squares = torch.zeros(len(family.read_last(layer)[0]), dtype=torch.float64, device=device)
     trace = LayerTrace([], [], [], [], [], squares)
+    samples: list[tuple[Tensor, Tensor, Tensor]] = []
     with _attention(model, _RECORDED) as recorded:
         watched = [find_part(layer, name) for name in names]
         for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
             probs, values = recorded.pop()
             _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
+            first = slice(fit_samples - sum(len(item[0]) for item in samples))
+            if first.stop > 0:
+                outputs = value_outputs(values[first].double(), weights.output.flatten(0, 1))
+                samples.append((probs[first].double(), outputs, batch.counted[first]))
             there = batch.counted[..., None]
             x = read[0].double() * there
             mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
@@ -203,7 +213,7 @@ def study_layer(
         raise ShdError("not-finite", f"the teacher must give finite numbers; got NaN or infinity in layer {number}")
     query_size = (sizes / rows / weights.head_dim).sqrt()
     length = max(stream.shape[1] for stream in streams)
-    return AttentionStatistics(gram, augmented / rows, centred / rows, query_size, length), trace
+    return AttentionStatistics(gram, augmented / rows, centred / rows, query_size, length, samples), trace
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:

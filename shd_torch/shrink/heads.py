@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -29,6 +30,8 @@ class AttentionStatistics:
         centred: of the inputs less their mean over the sample, ``(D, D)``.
         query_size: root mean square of each head's queries ``(H,)``.
         length: of the longest sample.
+        samples: maps ``(B, H, L, S)``, value outputs ``(B, H, S, D)`` and which rows count ``(B, L)``, batch by
+            batch, of the samples on which exponents are fitted (HEAD-21).
     """
 
     gram: Tensor
@@ -36,6 +39,7 @@ class AttentionStatistics:
     centred: Tensor
     query_size: Tensor
     length: int
+    samples: Sequence[Sequence[Tensor]] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shd_torch.shrink.align import OutputFit
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.dropped import Dropped
+from shd_torch.shrink.exponents import fit_mixing
 from shd_torch.shrink.families import Family, base_of, find_part, read_linear, write_linear
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
 from shd_torch.shrink.merges import HeadMerge, merge_heads
@@ -38,6 +39,7 @@ class Work:
         align: see ``plan``.
         ridge: see ``plan``.
         squeezer: see ``plan``.
+        fit_samples: see ``plan``.
         turn: the kept axes; None where the stream keeps its width.
         frequencies: of rotary positions, or None.
         reports: one a layer, as ``shrink.json`` holds them.
@@ -54,6 +56,7 @@ class Work:
     align: bool
     ridge: float
     squeezer: Squeezer
+    fit_samples: int
     turn: Turn | None
     frequencies: Tensor | None
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -80,11 +83,13 @@ def make_layer(
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
     given = sizes_of(work.teacher.config)
     weights = family.read_attention(layer, given.heads, given.kv_heads)
-    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights)
+    fitted = 0 if number in work.dropped.attention else work.fit_samples
+    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights, fitted)
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if number not in work.dropped.attention:
         merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
+        merge = fit_mixing(statistics.samples, merge) if fitted else merge
         squeezed = _squeeze(work, weights, merge, statistics)
         report = _report_heads(merge, squeezed)
     ffn = _read_ffn(work, layer, trace.neuron_squares, is_linear=number in work.dropped.activations)
