@@ -92,4 +92,5 @@ def test_local_links_lead_somewhere() -> None:
 def test_ci_runs_the_readmes_test_command() -> None:
     commands = re.findall(r"```bash\n(python3 .*?)\s*#", README)
     assert [command.split("&&")[-1].strip() for command in commands] == [".venv/bin/nox -s demo", ".venv/bin/nox"]
-    assert commands[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace("--quiet ", "")
+    assert all(step.strip() in script for step in commands[1].split("&&"))
