@@ -39,7 +39,7 @@ def deit_soft(
         ShdError: as ``cross_entropy`` and ``kd_loss``.
     """
     weight = check_share("kd_weight", kd_weight)
-    token, logits, checked = _arguments(student_logits, labels, distillation_logits, "deit_soft")
+    token, logits, checked = check_tokens(student_logits, labels, distillation_logits, "deit_soft")
     soft = kd_loss(targets, token, temperature=temperature, reduction="sum") / token.size
     return {"cross_entropy": Term(label_loss(logits, checked), 1 - weight), "kd": Term(soft, weight)}
 
@@ -68,7 +68,7 @@ def deit_hard(
         ShdError: as ``cross_entropy``.
     """
     weight = check_share("kd_weight", kd_weight)
-    token, logits, checked = _arguments(student_logits, labels, distillation_logits, "deit_hard")
+    token, logits, checked = check_tokens(student_logits, labels, distillation_logits, "deit_hard")
     teacher = as_logits(teacher_logits, "teacher_logits")
     if teacher.shape != token.shape:
         raise ShdError(
@@ -78,9 +78,10 @@ def deit_hard(
     return {"cross_entropy": Term(label_loss(logits, checked), 1 - weight), "kd": Term(hard, weight)}
 
 
-def _arguments(
+def check_tokens(
     student_logits: ArrayLike, labels: ArrayLike, distillation_logits: ArrayLike, recipe: str
 ) -> tuple[Array, Array, Labels]:
+    """Checked logits of the distillation and of the class token, and labels (REC-12)."""
     logits = as_logits(student_logits, "student_logits")
     token = as_logits(distillation_logits, "distillation_logits")
     if token.shape != logits.shape:

@@ -49,6 +49,7 @@ def vitkd(
     weights = check_weight("mimic_weight", mimic_weight), check_weight("generate_weight", generate_weight)
     part = check_removed(removed)
     given = {name: as_float(value, f"parameters[{name!r}]") for name, value in parameters.items()}
+    _check_parameters(given, len(student_layers))
     last = as_float(student_last, "student_last", ndim=3)
     wanted = as_float(teacher_last, "teacher_last", ndim=3)
     batch, tokens, _ = last.shape
@@ -81,6 +82,14 @@ def vitkd(
         "mimic": Term(mimic, weights[0]),
         "generate": Term(float(error[gone].sum()) / batch, weights[1] / part),
     }
+
+
+def _check_parameters(given: Mapping[str, Array], layers: int) -> None:
+    linear = [*(f"mimic.{layer}" for layer in range(layers)), "project", "generate.0", "generate.2"]
+    wanted = {"mask_token", *(f"{name}.{part}" for name in linear for part in ("weight", "bias"))}
+    if not wanted <= given.keys():
+        missing = ", ".join(sorted(wanted - given.keys()))
+        raise ShdError("argument-value", f"parameters must hold {missing} as well", "REC-16")
 
 
 def check_removed(removed: object) -> float:

@@ -8,9 +8,8 @@ from numpy.typing import ArrayLike
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
 from shd_ref.kd.loss import Targets, kd_loss
-from shd_ref.kd.targets import as_logits
 from shd_ref.recipes.cross_entropy import label_loss
-from shd_ref.recipes.labels import as_labels, check_all_count
+from shd_ref.recipes.deit import check_tokens
 from shd_ref.recipes.terms import Term, Terms, check_weight
 
 LAYER_NORM_EPSILON = 1e-5
@@ -50,10 +49,8 @@ def vkd(
         ShdError: as ``cross_entropy`` and ``kd_loss``.
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("feature_weight", feature_weight)
-    logits = as_logits(student_logits, "student_logits")
-    checked = as_labels(labels, logits.shape)
-    check_all_count(checked, "vkd")
-    soft = kd_loss(targets, distillation_logits, temperature=temperature)
+    token, logits, checked = check_tokens(student_logits, labels, distillation_logits, "vkd")
+    soft = kd_loss(targets, token, temperature=temperature)
     student = as_float(student_features, "student_features", ndim=3).mean(axis=1)
     teacher = _pool(as_float(teacher_features, "teacher_features"))
     matrix = as_float(projection, "projection", ndim=2)

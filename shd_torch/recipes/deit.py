@@ -47,7 +47,7 @@ def deit_soft(
         ShdError: as ``cross_entropy`` and ``kd_loss``.
     """
     weight = check_share("kd_weight", kd_weight)
-    checked = _check(student_logits, labels, distillation_logits, "deit_soft", check)
+    checked = check_tokens(student_logits, labels, distillation_logits, "deit_soft", check)
     soft = kd_loss(targets, distillation_logits, temperature=temperature, reduction="sum", check=check)
     return join(
         shd,
@@ -87,7 +87,7 @@ def deit_hard(
         ShdError: as ``cross_entropy``.
     """
     weight = check_share("kd_weight", kd_weight)
-    checked = _check(student_logits, labels, distillation_logits, "deit_hard", check)
+    checked = check_tokens(student_logits, labels, distillation_logits, "deit_hard", check)
     check_logits(teacher_logits, "teacher_logits", check=check)
     if teacher_logits.shape != distillation_logits.shape:
         raise ShdError(
@@ -104,7 +104,10 @@ def deit_hard(
     )
 
 
-def _check(student_logits: Tensor, labels: Tensor, distillation_logits: Tensor, recipe: str, check: bool) -> Labels:
+def check_tokens(
+    student_logits: Tensor, labels: Tensor, distillation_logits: Tensor, recipe: str, check: bool
+) -> Labels:
+    """Labels of two tokens' logits, which share one shape (REC-12)."""
     for name, logits in (("student_logits", student_logits), ("distillation_logits", distillation_logits)):
         check_logits(logits, name, check=check)
     if distillation_logits.shape != student_logits.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_real, compute_dtype
+from shd_torch.kd import TopkTargets, kd_loss
 
 IGNORED = -100
 """The hard label of a row that does not count (REC-4)."""
@@ -68,16 +70,18 @@ def as_labels(
 
 
 def label_loss(logits: Tensor, labels: Labels) -> Tensor:
-    """The mean over counted rows of ``- log softmax(z)_y``, or of that over soft labels; 0 where no row counts."""
-    wide = logits.to(compute_dtype(logits))
+    """The mean over counted rows of ``- log softmax(z)_y``, or of that over soft labels; 0 where no row counts.
+
+    Hard labels are a teacher with one class and nothing outside of it (KD-11): so the logits are not copied into a
+    wide dtype as a whole.
+    """
     if labels.soft is not None:
-        return F.cross_entropy(wide.flatten(0, -2), labels.soft.flatten(0, -2))
-    if labels.counted is None:
-        return F.cross_entropy(wide.flatten(0, -2), labels.classes.flatten())
-    # What does not count is zero before anything is computed of it, so that nothing in it reaches the gradient.
-    wide = wide.masked_fill(~labels.counted[..., None], 0.0)
-    summed = F.cross_entropy(wide.flatten(0, -2), labels.classes.flatten(), ignore_index=IGNORED, reduction="sum")
-    return summed / labels.counted.sum().clamp(min=1)
+        return F.cross_entropy(logits.to(compute_dtype(logits)).flatten(0, -2), labels.soft.flatten(0, -2))
+    sure = torch.zeros((*labels.classes.shape, 1), dtype=compute_dtype(logits), device=logits.device)
+    targets = TopkTargets(
+        labels.classes.clamp(min=0)[..., None], sure, torch.full_like(sure[..., 0], -math.inf), 1.0, logits.shape[-1]
+    )
+    return kd_loss(targets, logits, divergence="cross_entropy", loss_mask=labels.counted, check=False)
 
 
 def _check_classes(classes: Tensor, size: int, check: bool, all_count: str | None) -> None:

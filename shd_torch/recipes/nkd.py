@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
@@ -72,5 +73,5 @@ def nkd(
 
 def _without(logits: Tensor, at: Tensor) -> Tensor:
     """The logits of all classes but one a row ``(..., C - 1)``."""
-    others = logits.new_ones(logits.shape).scatter(-1, at, 0.0).bool()
-    return logits[others].reshape(*logits.shape[:-1], -1)
+    places = torch.arange(logits.shape[-1] - 1, device=logits.device)
+    return logits.gather(-1, places + (places >= at))

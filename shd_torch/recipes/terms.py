@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ class SHD:
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None
     temperature: float = 1.0
     reduction: str = "sum"
-    kl: LayerKeywords = field(default_factory=lambda: LayerKeywords())
+    kl: LayerKeywords | None = None
 
     def __post_init__(self) -> None:
         check_weight("beta", self.beta)
@@ -99,7 +99,7 @@ class SHD:
             loss_mask=self.loss_mask,
             temperature=self.temperature,
             reduction=self.reduction,
-            **self.kl,
+            **(self.kl or {}),
         )
         parts = list(terms.values())
         return Term(torch.stack([part.to(parts[0].device) for part in parts]).sum(), self.beta)

@@ -10,9 +10,9 @@ from shd_ref.errors import ShdError
 from shd_torch.checks import check_real, compute_dtype
 from shd_torch.kd import kd_loss
 from shd_torch.kd.rows import Targets
-from shd_torch.kd.targets import check_logits
 from shd_torch.precision import without_autocast
-from shd_torch.recipes.labels import as_labels, label_loss
+from shd_torch.recipes.deit import check_tokens
+from shd_torch.recipes.labels import label_loss
 from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join
 
 LAYER_NORM_EPSILON = 1e-5
@@ -88,8 +88,7 @@ def vkd(
         ShdError: as ``cross_entropy`` and ``kd_loss``.
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("feature_weight", feature_weight)
-    check_logits(student_logits, "student_logits", check=check)
-    checked = as_labels(labels, student_logits, check=check, all_count="vkd")
+    checked = check_tokens(student_logits, labels, distillation_logits, "vkd", check)
     soft = kd_loss(targets, distillation_logits, temperature=temperature, check=check)
     check_real(student_features, "student_features", check=check, ndim=3)
     check_real(teacher_features, "teacher_features", check=check)

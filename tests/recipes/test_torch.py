@@ -313,6 +313,8 @@ REFUSALS: list[tuple[str, str, str, list[Any], dict[str, Any]]] = [
     ("argument-shape", "REC-13", "deit_hard", [*[IMAGES["student"], HARD, IMAGES["token"]], SOFT[:, :5]], {}),
     ("argument-shape", "REC-19", "vkd", [*CASES["vkd"][1][:6], normal(D, 4)], {}),
     ("argument-shape", "REC-19", "vkd", [*CASES["vkd"][1][:5], normal(B, 4), normal(4, D)], {}),
+    ("argument-shape", "REC-12", "vkd", [*CASES["vkd"][1][:2], IMAGES["token"][1:], *CASES["vkd"][1][3:]], {}),
+    ("argument-value", "REC-2", "minillm_policy", [TEXT["student"], TEXT["teacher"], "rollout"], {"clip": -0.1}),
     ("argument-value", "KD-18", "gkd", [TEXT["student"], WORDS, TEXT["teacher"]], {"mixing": 1.5}),
     ("argument-value", "KD-15", "babyllama", [TEXT["student"], WORDS, []], {}),
     ("argument-shape", "REC-21", "minillm_rollout", [TEXT["before"], TEXT["teacher"], TOKENS[:, 1:], MASK], {}),
@@ -362,3 +364,9 @@ def test_vitkd_refuses_what_does_not_fit() -> None:
         assert (caught.value.code, caught.value.spec_id) == ("argument-shape", spec_id)
     with pytest.raises(ShdError, match="removed must lie between 0 and 1; got 1"):
         shd_torch.recipes.ViTKD(D, 4, removed=1)
+
+
+def test_the_reference_names_the_parameters_that_vitkd_lacks() -> None:
+    with pytest.raises(ShdError, match=r"parameters must hold generate\.0\.bias") as caught:
+        shd_ref.recipes.vitkd([], normal(B, 4, D), [], normal(B, 4, 4), {"mask_token": np.zeros(4)}, normal(B, 4))
+    assert caught.value.spec_id == "REC-16"
