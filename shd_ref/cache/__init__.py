@@ -49,7 +49,7 @@ from shd_ref.cache.documents.seal import Seal
 from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matching
 from shd_ref.cache.forms.factors import Factors
-from shd_ref.cache.forms.form import Extent, Form, NewRecord, StoredRecord
+from shd_ref.cache.forms.form import NO_ATTENTION, Extent, Form, NewRecord, StoredRecord
 from shd_ref.cache.forms.hidden import Hidden, HiddenLayer
 from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.maps import Maps
@@ -66,6 +66,7 @@ __all__ = [
     "DEFAULT_FACTORED_CODEC",
     "FACTORED_CODECS",
     "FORMAT_VERSION",
+    "NO_ATTENTION",
     "ON_ERROR",
     "SUPPORTS",
     "Attention",

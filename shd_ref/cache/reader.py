@@ -15,7 +15,7 @@ from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record
 from shd_ref.cache.documents.seal import Seal
-from shd_ref.cache.forms.form import F32, U8, Extent, StoredRecord
+from shd_ref.cache.forms.form import F32, NO_ATTENTION, U8, Extent, StoredRecord
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
@@ -296,7 +296,10 @@ class CacheReader:
         names = [parts[number].title for number in stored]
         self._read_blobs(place, names, [spans[number] for number in stored], list(stored.values()))
         values = {parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()}
-        layers, _, *rows = sizes[0]
+        alphas = values.get("alphas")
+        if alphas is None:
+            layers, _, *rows = sizes[0] if self.manifest.attention is not NO_ATTENTION else (0, 0)
+            alphas = np.empty((layers, 0, *rows), np.float32)
         blobs: dict[str, dict[int | None, NDArray[np.uint8]]] = {"attention": {}, "logits": {}, "hidden": {}}
         for number, blob in coded.items():
             part = parts[number]
@@ -309,7 +312,7 @@ class CacheReader:
             blobs={layer or 0: blob for layer, blob in blobs["attention"].items()},
             logits=blobs["logits"].get(None),
             hidden={layer or 0: blob for layer, blob in blobs["hidden"].items()},
-            alphas=values.get("alphas", np.empty((layers, 0, *rows), np.float32)),
+            alphas=alphas,
             mixing=values.get("mixing"),
             seed=self._seeds.get(place.index),
             first=place.first,

@@ -89,16 +89,18 @@ def check_record(record: NewRecord, manifest: Manifest) -> None:
     check_key(record.key)
     if record.length < 1:
         raise misfit(record, "length must be at least 1", record.length)
+    for problem in manifest.extent_problems(record.extent):
+        raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-40")
     for form in manifest.forms:
-        for problem in form.extent_problems(record.extent):
-            raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-40")
         form.check(record)
-    for name, given, form_of in (
-        ("logits", record.logits is not None, manifest.logits),
-        ("hidden", bool(record.hidden), manifest.hidden),
-    ):
-        if given and form_of is None:
-            raise misfit(record, f"{name} must be left out where the manifest has none", "some")
+    given = {
+        "attention": len(record.codes) > 0 or record.alphas.size > 0 or record.mixing is not None,
+        "logits": record.logits is not None,
+        "hidden": len(record.hidden) > 0,
+    }
+    held = {form.SUBJECT for form in manifest.forms}
+    for name in (name for name in given if given[name] and name not in held):
+        raise misfit(record, f"{name} must be left out where the manifest has none", "some", "CACHE-160")
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
         raise ShdError(
             "argument-value",

@@ -9,7 +9,15 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
+from shd_ref.cache import (
+    NO_ATTENTION,
+    CacheListing,
+    CacheWriter,
+    Manifest,
+    export_webdataset,
+    list_cache,
+    merge_caches,
+)
 from shd_ref.cache.listing import spans
 from shd_ref.commands.options import AsJson, CacheArgument, refuse_nothing
 from shd_ref.commands.terminal import console, fact_table, marked, messages, show_progress
@@ -115,10 +123,11 @@ def _listing_table(listing: CacheListing) -> Table:
     teacher = manifest.teacher
     table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")
     attention = manifest.attention
-    heads = f"{attention.num_teacher_heads} -> {attention.num_student_heads}"
-    table.add_row("heads", f"{heads}, strategy {attention.strategy}")
-    pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in attention.layers)
-    table.add_row("layers", f"{len(attention.layers)} (student:teacher {pairs})")
+    if attention is not NO_ATTENTION:
+        heads = f"{attention.num_teacher_heads} -> {attention.num_student_heads}"
+        table.add_row("heads", f"{heads}, strategy {attention.strategy}")
+        pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in attention.layers)
+        table.add_row("layers", f"{len(attention.layers)} (student:teacher {pairs})")
     for form in manifest.forms:
         for name, text in form.describe():
             table.add_row(name, text)

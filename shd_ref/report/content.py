@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheReader, Errors, Manifest, Receipt
+from shd_ref.cache import NO_ATTENTION, CacheReader, Errors, Manifest, Receipt
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
@@ -93,7 +93,7 @@ class CacheContent:
         lengths: of every sample.
         coded_by_form: bytes of codes, by form; ``float32_by_form`` is what they teach, as float32.
         errors: of each form, over all rows that were measured.
-        layers: by student layer.
+        layers: by student layer; none without attention.
         records_read, maps_read: how many records their alphas and their maps come from.
         read_bytes_per_second: of codes of attention, checked and decoded, while this was collected.
         shard_errors: of attention, by shard.
@@ -147,19 +147,19 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
             "CACHE-56",
         )
     keys = list(dict.fromkeys(reader.keys()))[:max_records]
+    has_attention = manifest.attention is not NO_ATTENTION
     alphas = [_by_row(reader.read(key, (), logits=False, hidden=()).alphas) for key in keys]
     started, read_bytes = time.perf_counter(), 0
     entropies: list[NDArray[np.float64]] = []
-    for key in keys[:_MAPS_READ]:
+    for key in keys[: _MAPS_READ if has_attention else 0]:
         record = reader.read(key, logits=False, hidden=())
         read_bytes += sum(blob.nbytes for blob in record.blobs.values())
         entropies.append(
             np.stack([mean_entropy(reader.decode(record, s)) for s in manifest.attention.student_layers])
         )
     seconds = time.perf_counter() - started
-    entropy = np.mean(entropies, axis=0)  # (layers, H_s)
     lengths = tuple(record.length for receipt in receipts for record in receipt.records)
-    num_layers = len(manifest.attention.layers)
+    num_layers = len(manifest.attention.layers) if has_attention else 0
     return CacheContent(
         manifest=manifest,
         sealed=reader.sealed,
@@ -172,7 +172,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         float32_by_form=sum((receipt.plain_bytes(manifest) for receipt in receipts), Counter()),
         errors=reader.errors,
         layers=tuple(
-            _layer_content(manifest, number, [part[number] for part in alphas], entropy[number])
+            _layer_content(manifest, number, [part[number] for part in alphas], np.mean(entropies, axis=0)[number])
             for number in range(num_layers)
         ),
         records_read=len(keys),
@@ -181,6 +181,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         shard_errors=tuple(
             ShardError(receipt.shard, e.kl_mean, e.kl_max, e.tv_mean, e.rows)
             for receipt in receipts
+            if has_attention
             for e in [receipt.errors.attention]
         ),
     )

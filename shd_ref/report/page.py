@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.filesize import decimal
 
 import shd_ref
-from shd_ref.cache import FORMAT_VERSION, CacheReader, Manifest
+from shd_ref.cache import FORMAT_VERSION, NO_ATTENTION, CacheReader, Manifest
 from shd_ref.report.content import CacheContent, LayerContent
 from shd_ref.report.packages import jinja2
 from shd_ref.report.sections import (
@@ -42,6 +42,7 @@ _SECTIONS = (
     ("sizes", "Sizes"),
     ("job", "How it was made"),
 )
+_OF_ANY_CACHE = ("forms", "sizes", "job")
 
 
 def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> str:
@@ -56,59 +57,75 @@ def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence |
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = resources.files("shd_ref.report").joinpath("page.html").read_text(encoding="utf-8")
-    manifest, attention = content.manifest, content.manifest.attention
+    manifest = content.manifest
+    about_attention: dict[str, Any] = {}
+    if manifest.attention is not NO_ATTENTION:
+        about_attention = {
+            "alphas": alphas_section(content),
+            "residuals": residuals_section(evidence),
+            "maps": maps_section(reader, evidence),
+            "entropy": entropy_section(content),
+            "codec": codec_section(content),
+            "groups": _groups(content.layers),
+        }
     return environment.from_string(source).render(
+        about_attention,
         title=f"Supervision cache of {manifest.teacher.name}",
-        lead=(
-            f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {attention.num_teacher_heads} "
-            f"heads to {attention.num_student_heads}: {count_of(content.samples, 'sample')}, each found by a hash of "
-            "its inputs."
-        ),
+        lead=f"{_lead(manifest)}: {count_of(content.samples, 'sample')}, each found by a hash of its inputs.",
         warning=None
         if content.sealed
         else f"This cache is not complete: {content.shards} of {manifest.shards.num_shards} shards are committed.",
-        sections=_SECTIONS,
+        sections=[(name, title) for name, title in _SECTIONS if name in about_attention or name in _OF_ANY_CACHE],
         tiles=_tiles(content),
-        alphas=alphas_section(content),
-        residuals=residuals_section(evidence),
-        maps=maps_section(reader, evidence),
-        entropy=entropy_section(content),
-        codec=codec_section(content),
         forms=forms_section(content),
         sizes=_sizes(content),
         job=_job(content),
-        groups=_groups(content.layers),
         footer=f"Made by squeezing-heads {shd_ref.__version__}. This file asks for nothing from anywhere.",
     )
 
 
+def _lead(manifest: Manifest) -> str:
+    attention = manifest.attention
+    if attention is NO_ATTENTION:
+        return " and ".join("hidden states" if form.SUBJECT == "hidden" else "Logits" for form in manifest.forms)
+    heads = f"{attention.num_teacher_heads} heads to {attention.num_student_heads}"
+    return f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {heads}"
+
+
 def _tiles(content: CacheContent) -> list[dict[str, str]]:
+    tiles = [
+        ("samples", f"{content.samples:,}", "complete" if content.sealed else "partial"),
+        ("stored codes", _bytes(content.coded_bytes), f"{_ratio(content):.1f}× smaller than float32"),
+    ]
+    if content.manifest.attention is not NO_ATTENTION:
+        tiles += _attention_tiles(content)
+    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+
+
+def _attention_tiles(content: CacheContent) -> list[tuple[str, str, str]]:
     attention = content.manifest.attention
     count, clipped, even = (
         sum(layer.total(name) for layer in content.layers) for name in ("count", "clipped", "even")
     )
     worst = max((error.kl_max for error in content.shard_errors), default=0.0)
     tiles = [
-        ("samples", f"{content.samples:,}", "complete" if content.sealed else "partial"),
         (
             "heads",
             f"{attention.num_teacher_heads} → {attention.num_student_heads}",
             f"{attention.strategy}, by {attention.alpha_per}",
         ),
         ("layers", str(len(attention.layers)), "of the student"),
-        ("stored codes", _bytes(content.coded_bytes), f"{_ratio(content):.1f}× smaller than float32"),
         ("codec error", f"{mean_kl(content):.2g}", f"nats a row, at most {worst:.2g}"),
     ]
     if count:
         tiles.append(("clipped weights", f"{clipped / count:.1%}", f"{even / count:.1%} without preference"))
-    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+    return tiles
 
 
 def _sizes(content: CacheContent) -> list[tuple[str, str]]:
     lengths = np.array(content.lengths)
     per_sample = content.coded_bytes / content.samples
-    maps_per_sample = content.coded_by_form["attention"] / content.samples
-    return [
+    facts = [
         ("samples", f"{content.samples:,}, {int(lengths.sum()):,} positions; {content.skipped:,} more were skipped"),
         ("length", f"median {np.median(lengths):.0f}, from {lengths.min()} to {lengths.max()}"),
         ("codes", f"{_bytes(content.coded_bytes)}, {_ratio(content):.2f}× smaller than float32"),
@@ -118,23 +135,26 @@ def _sizes(content: CacheContent) -> list[tuple[str, str]]:
             "beside the codes",
             f"{_bytes(content.shard_bytes - content.coded_bytes)}: weights, mixing matrices, headers",
         ),
-        (
-            "read rate",
-            f"{_bytes(content.read_bytes_per_second)} of maps a second, checked and decoded by one process, while "
-            f"this page was made ({content.read_bytes_per_second / maps_per_sample:,.0f} samples a second)",
-        ),
     ]
+    if content.maps_read:
+        rate, each = content.read_bytes_per_second, content.coded_by_form["attention"] / content.samples
+        words = f"{_bytes(rate)} of maps a second, checked and decoded by one process, while this page was made"
+        facts.append(("read rate", f"{words} ({rate / each:,.0f} samples a second)"))
+    return facts
 
 
 def _job(content: CacheContent) -> list[tuple[str, str]]:
     manifest = content.manifest
     teacher, attention = manifest.teacher, manifest.attention
     mask = manifest.inputs.mask
+    squeeze = []
+    if attention is not NO_ATTENTION:
+        strategy = f"{attention.strategy}, alpha rule {attention.alpha_rule}, one weight a {attention.alpha_per}"
+        squeeze = [("strategy", strategy), ("plans", _plans(manifest))]
     return [
         ("teacher", f"{teacher.name}, SHA-256 {teacher.sha256}"),
-        ("run by", f"{teacher.provider}, attention in {teacher.dtype}"),
-        ("strategy", f"{attention.strategy}, alpha rule {attention.alpha_rule}, one weight a {attention.alpha_per}"),
-        ("plans", _plans(manifest)),
+        ("run by", f"{teacher.provider}, in {teacher.dtype}"),
+        *squeeze,
         *(fact for form in manifest.forms for fact in form.describe()),
         ("compression", manifest.compression),
         (

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import FORMS, contents, job, write_cache, write_shards
+from support.makers import ALONE, FORMS, contents, job, write_cache, write_shards
 
 from shd_ref.cache import CacheReader, CacheWriter, SampleInputs, export_webdataset
 from shd_ref.errors import ShdError
@@ -22,8 +22,11 @@ JOBS = {
     "classes and hidden states": job(**FORMS["topk"]),
     "drawn classes": job(**FORMS["sampled"], compression="zstd"),
     "all logits": job(**FORMS["float16"]),
+    "without attention": job(**ALONE["topk"]),
     "skipped, with seeds": job(on_error="skip", inputs=SampleInputs(("input_ids",), None, "seed")),
 }
+
+ATTENTION = {"alphas.npy", "mixing.npy", "L01.npy", "L02.npy"}
 
 
 def read_tars(folder: Path) -> dict[str, dict[str, Any]]:
@@ -60,14 +63,17 @@ def test_samples_are_what_the_reader_decodes(tmp_path: Path, name: str) -> None:
             "length": record.length,
             "seed": record.seed,
         }
-        rows = {f"{name}.npy": array for form in reader.manifest.forms[1:] for name, array in form.arrays(record)}
-        assert sample.keys() == {"json", "alphas.npy", "mixing.npy", "L01.npy", "L02.npy", *rows}
+        forms = [form for form in (reader.manifest.logits, reader.manifest.hidden) if form is not None]
+        rows = {f"{name}.npy": array for form in forms for name, array in form.arrays(record)}
+        layers = tuple(record.blobs)
+        assert sample.keys() == {"json", *rows} | (ATTENTION if layers else set())
         for kind, array in rows.items():
             assert sample[kind].dtype == (np.int32 if kind == "logits_ids.npy" else np.float32)
             np.testing.assert_array_equal(sample[kind], array)
-        np.testing.assert_array_equal(sample["alphas.npy"], record.alphas)
-        np.testing.assert_array_equal(sample["mixing.npy"], record.mixing)
-        for layer in (1, 2):
+        if layers:
+            np.testing.assert_array_equal(sample["alphas.npy"], record.alphas)
+            np.testing.assert_array_equal(sample["mixing.npy"], record.mixing)
+        for layer in layers:
             maps = sample[f"L{layer:02d}.npy"]
             assert maps.dtype == np.float32
             np.testing.assert_array_equal(maps, reader.decode(record, layer))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import FORMS, MEASURED, document, job, key_of, probs_of, read_everything, write_cache
+from support.makers import ALONE, FORMS, MEASURED, document, job, key_of, probs_of, read_everything, write_cache
 from typer.testing import CliRunner
 
 from shd_ref.cache import (
@@ -42,6 +42,7 @@ SOUND: list[dict[str, Any]] = [
     {"support": "causal", "codec": "u4"},
     FORMS["sampled"],
     FORMS["float16"],
+    ALONE["sampled"],
 ]
 
 

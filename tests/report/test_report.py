@@ -15,7 +15,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import encoder_layer
-from support.makers import FORMS, OTHER_PLAN, PLAN, job, write_cache
+from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, write_cache
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
@@ -194,9 +194,10 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
     check_page(render_page(reader, content, None))
 
 
+@pytest.mark.parametrize("beside", [FORMS, ALONE])
 @pytest.mark.parametrize("forms", FORMS)
-def test_every_form_has_its_row(tmp_path: Path, forms: str) -> None:
-    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **FORMS[forms])))
+def test_every_form_has_its_row(tmp_path: Path, forms: str, beside: dict[str, dict[str, Any]]) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **beside[forms])))
     content = read_content(reader)
     page = check_page(render_page(reader, content, None))
     positions = sum(content.lengths)

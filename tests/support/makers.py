@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shd_ref.cache import (
+    NO_ATTENTION,
     CacheReader,
     CacheWriter,
     CodecError,
@@ -85,6 +86,8 @@ FORMS = {
     "hidden": {"hidden": HIDDEN_INT8},
 }
 """Members of a manifest beside attention."""
+ALONE: dict[str, dict[str, Any]] = {name: {"attention": NO_ATTENTION, **FORMS[name]} for name in FORMS}
+"""The same without attention."""
 
 
 def length_of(index: int) -> int:
@@ -191,22 +194,14 @@ def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.
 
 
 def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
-    length, form = length_of(index), manifest.attention
-    most = max((rows for rows, _ in shapes_of(manifest, index)), default=length)
-    rows = (most,) if form.alpha_per == "row" else ()
-    layers, heads = len(form.layers), (form.num_student_heads, form.num_teacher_heads)
-    codes: list[Any]
-    if isinstance(form, Factors):
-        codes = [encode_factors(form.codec, *factors_of(manifest, index, column)) for column in range(layers)]
-    else:
-        codes = [encode(form.codec, probs_of(manifest, index, layer)) for layer in form.student_layers]
+    of_attention = {} if manifest.attention is NO_ATTENTION else attention_of(manifest, index)
+    if not with_mixing:
+        of_attention["mixing"] = None
     record = NewRecord(
         index=index,
         key=key_of(index),
-        length=length,
-        codes=codes,
-        alphas=fractions((layers, form.num_alphas, *rows), 1000 + index),
-        mixing=fractions((layers, *heads, *rows), 2000 + index) if with_mixing else None,
+        length=length_of(index),
+        **of_attention,
         seed=None if manifest.inputs.seed is None else 3**33 + index,
         first=padding_of(manifest, index),
         shapes=shapes_of(manifest, index),
@@ -221,10 +216,29 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
     return replace(record, **changes)
 
 
+def attention_of(manifest: Manifest, index: int) -> dict[str, Any]:
+    """Codes, alphas and mixing of a record."""
+    length, form = length_of(index), manifest.attention
+    most = max((rows for rows, _ in shapes_of(manifest, index)), default=length)
+    rows = (most,) if form.alpha_per == "row" else ()
+    layers, heads = len(form.layers), (form.num_student_heads, form.num_teacher_heads)
+    codes: list[Any]
+    if isinstance(form, Factors):
+        codes = [encode_factors(form.codec, *factors_of(manifest, index, column)) for column in range(layers)]
+    else:
+        codes = [encode(form.codec, probs_of(manifest, index, layer)) for layer in form.student_layers]
+    return {
+        "codes": codes,
+        "alphas": fractions((layers, form.num_alphas, *rows), 1000 + index),
+        "mixing": fractions((layers, *heads, *rows), 2000 + index),
+    }
+
+
 def padding_of(manifest: Manifest, index: int) -> int:
     """Positions of padding in front that a record leaves out."""
     form = manifest.attention
-    return first_of(index) if isinstance(form, Factors) and form.padding == "around" else 0
+    around = form is NO_ATTENTION or (isinstance(form, Factors) and form.padding == "around")
+    return first_of(index) if around else 0
 
 
 def logits_of(manifest: Manifest, index: int) -> NDArray[np.float32]:
@@ -248,6 +262,7 @@ def errors_of(manifest: Manifest) -> Errors:
     """As a writer measured them."""
     return replace(
         MEASURED,
+        attention=manifest.attention if manifest.attention is NO_ATTENTION else MEASURED.attention,
         logits=None if manifest.logits is None else LogitsError(2.0**-13, 2.0**-11, 2.0**-8, 2.0**-3, 16),
         hidden=None if manifest.hidden is None else HiddenError(2.0**-9, 2.0**-7, 16),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from typing import Any, Final
 from shd_ref.cache.codecs.compression import COMPRESSIONS
 from shd_ref.cache.documents.members import Dataset, SampleInputs, ShardPlan, Teacher, sample_order
 from shd_ref.cache.forms.factors import Factors
-from shd_ref.cache.forms.form import Extent, Form, Part, require
+from shd_ref.cache.forms.form import NO_ATTENTION, Extent, Form, Part, require
 from shd_ref.cache.forms.hidden import Hidden
 from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.maps import Maps
@@ -29,7 +30,7 @@ SHOWN_CACHES: Final = 8
 ON_ERROR: Final = ("stop", "skip")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything that decides the numbers in a cache (CACHE-20).
 
@@ -37,7 +38,8 @@ class Manifest:
         spec_version: of the specification that the supervision follows.
         created_by: name and version of the package.
         teacher: what was run.
-        attention: the form in which attention is stored, and the squeeze that made it.
+        attention: the form in which attention is stored, and the squeeze that made it; ``NO_ATTENTION`` where it is
+            not, whose every use is an error.
         inputs: what a sample key is made of.
         dataset: which samples.
         shards: how they are dealt to shards.
@@ -53,13 +55,13 @@ class Manifest:
     spec_version: str
     created_by: str
     teacher: Teacher
-    attention: Maps | Factors
+    attention: Maps | Factors = optional(NO_ATTENTION)  # noqa: RUF009  (which cannot change)
     inputs: SampleInputs
     dataset: Dataset
     shards: ShardPlan
     compression: str = optional("none")
     on_error: str = optional("stop")
-    logits: Logits | None = optional(None)  # noqa: RUF009  (None, which cannot change)
+    logits: Logits | None = optional(None)  # noqa: RUF009
     hidden: Hidden | None = optional(None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class Manifest:
             self.compression,
             "CACHE-43",
         )
+        require(bool(self.forms), "a cache must hold attention, logits or hidden states", "none", "CACHE-160")
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error, "CACHE-51")
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
         require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards, "CACHE-22")
@@ -81,7 +84,8 @@ class Manifest:
     @property
     def forms(self) -> tuple[Form, ...]:
         """All that a record holds, in stored order (CACHE-160)."""
-        return tuple(form for form in (self.attention, self.logits, self.hidden) if form is not None)
+        forms = (self.attention, self.logits, self.hidden)
+        return tuple(form for form in forms if form is not None and form is not NO_ATTENTION)
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -91,6 +95,16 @@ class Manifest:
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
         """The shape of each of ``parts``, see ``Form.part_shapes``."""
         return tuple(shape for form in self.forms for shape in form.part_shapes(extent))
+
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        """What keeps a record from being of this extent."""
+        for form in self.forms:
+            yield from form.extent_problems(extent)
+        if self.attention is NO_ATTENTION:
+            if not 0 <= extent.first < max(extent.length, 1):
+                yield f"first must be 0, or below length {extent.length}; got {extent.first}"
+            if extent.shapes:
+                yield f"shapes must be left out without attention; got {str(extent.shapes)[:80]}"
 
     def to_bytes(self) -> bytes:
         """The manifest file."""

@@ -8,12 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shd_ref.cache.codecs.distortion import CodecError, HiddenError, LogitsError, merge_errors
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.forms.form import F32, U8, Extent, Part
+from shd_ref.cache.forms.form import F32, NO_ATTENTION, U8, Extent, Part
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.storage.layout import receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
@@ -35,39 +35,38 @@ class Errors:
     """What coding cost, measured by the writer on its own rows: a member for each subject of the manifest.
 
     Attributes:
-        attention: of merged maps.
+        attention: of merged maps; ``NO_ATTENTION`` where the manifest has none.
         logits: of rows of logits; there exactly where the manifest has logits.
         hidden: of rows of hidden states; there exactly where the manifest has hidden states.
     """
 
-    attention: CodecError
+    attention: CodecError = optional(NO_ATTENTION)  # noqa: RUF009  (which cannot change either)
     logits: LogitsError | None = optional(None)  # noqa: RUF009  (None, which cannot change)
     hidden: HiddenError | None = optional(None)  # noqa: RUF009
 
     @classmethod
     def unmeasured(cls, manifest: Manifest) -> Errors:
         """Of no row, with the members that the manifest's forms want."""
-        return cls(
-            attention=merge_errors(CodecError, ()),
-            logits=None if manifest.logits is None else merge_errors(LogitsError, ()),
-            hidden=None if manifest.hidden is None else merge_errors(HiddenError, ()),
-        )
+        kinds = {"attention": CodecError, "logits": LogitsError, "hidden": HiddenError}
+        nothing: dict[str, Any] = {form.SUBJECT: merge_errors(kinds[form.SUBJECT], ()) for form in manifest.forms}
+        return cls(**nothing)
 
     @classmethod
     def merged(cls, parts: Iterable[Errors]) -> Errors:
         """Over the rows of several measurements; a member that none of them has is None."""
         parts = list(parts)
+        attention = [part.attention for part in parts if part.attention is not NO_ATTENTION]
         logits = [part.logits for part in parts if part.logits is not None]
         hidden = [part.hidden for part in parts if part.hidden is not None]
         return cls(
-            attention=merge_errors(CodecError, (part.attention for part in parts)),
+            attention=merge_errors(CodecError, attention) if attention else NO_ATTENTION,
             logits=merge_errors(LogitsError, logits) if logits else None,
             hidden=merge_errors(HiddenError, hidden) if hidden else None,
         )
 
     def measured(self) -> dict[str, CodecError | LogitsError | HiddenError]:
         """The members that are there, by name."""
-        return {name: error for name, error in vars(self).items() if error is not None}
+        return {name: error for name, error in vars(self).items() if error not in (None, NO_ATTENTION)}
 
     def problems(self, manifest: Manifest) -> Iterator[str]:
         """What no measurement gives, and members that are not those of the manifest's forms."""
@@ -257,7 +256,7 @@ def _record_problems(
     yield from _seed_problems(record.seed, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
-    wrong = [problem for form in manifest.forms for problem in form.extent_problems(record.extent)]
+    wrong = list(manifest.extent_problems(record.extent))
     if wrong:
         yield from wrong
         return  # the sizes would follow from nonsense

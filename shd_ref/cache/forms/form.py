@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,33 @@ F32 = "F32"
 """Stored as it is: binary32, aligned."""
 U8 = "U8"
 """Coded, and compressed where the cache is."""
+
+
+class _NoAttention:
+    """Stands in the place of a form of attention, and of its error, in a cache that has none (CACHE-160).
+
+    Every use is an error that says so: what asks for maps need not ask first whether there are any.
+    """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)  # how Python asks what an object can do
+        raise ShdError(
+            "argument-value",
+            f"the cache must hold attention for this; it holds none ({name}): precompute it with attention, or use "
+            "logits and hidden states alone",
+            "CACHE-160",
+        )
+
+    def __repr__(self) -> str:
+        return "no attention"
+
+    def __reduce__(self) -> str:
+        return "NO_ATTENTION"  # also of a copy: there is one such object
+
+
+NO_ATTENTION: Final[Any] = _NoAttention()
+"""``Manifest.attention`` and ``Errors.attention`` where a cache has none."""
 
 
 class Part(NamedTuple):
@@ -64,6 +91,11 @@ class Extent:
         return max((rows for rows, _ in self.shapes), default=self.length)
 
 
+def no_alphas() -> NDArray[np.float32]:
+    """Those of a record without attention, ``(0, 0)``."""
+    return np.empty((0, 0), np.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class NewRecord:
     """A sample to be written. Padding after ``length`` is cut off; it must carry no probability.
@@ -73,7 +105,7 @@ class NewRecord:
         key: ``sample_key`` of its inputs.
         length: n, counted positions, at least 1.
         codes: per layer of the manifest: for maps ``(H_s, L, L)`` codes with L >= n, for factors the queries and keys
-            of positions ``first`` to n - 1.
+            of positions ``first`` to n - 1. Empty where the manifest has no attention, as are alphas.
         alphas: float32 ``(num_layers, n_pairs)``, or ``(num_layers, n_pairs, L)`` where every row has its own; rounds
             follow each other. ``n_pairs`` is 0 for strategies that have none.
         mixing: float32 ``(num_layers, H_s, H_t)``, with a last axis L where every row has its own; or None.
@@ -88,8 +120,8 @@ class NewRecord:
     index: int
     key: str
     length: int
-    codes: Sequence[NDArray[Any] | CodedFactors]
-    alphas: NDArray[np.float32]
+    codes: Sequence[NDArray[Any] | CodedFactors] = ()
+    alphas: NDArray[np.float32] = field(default_factory=no_alphas)
     mixing: NDArray[np.float32] | None = None
     seed: int | None = None
     first: int = 0
@@ -112,7 +144,8 @@ class StoredRecord:
         key: what it was found by.
         length: n.
         blobs: student layer -> packed codes, uint8; see ``CacheReader.decode``.
-        alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``; ``n_pairs`` is 0 if none.
+        alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``; ``n_pairs`` is 0 if none. Of a
+            cache without attention ``(0, 0)``.
         mixing: float32 ``(num_layers, H_s, H_t)`` or ``(num_layers, H_s, H_t, n)``, or None if not stored.
         seed: of the sample's augmentation, or None.
         first: positions of padding in front, which the blobs leave out.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import pickle
 import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.makers import (
+    ALONE,
     FACTORS,
     FORMS,
     KINDS,
@@ -24,11 +29,12 @@ from support.makers import (
     key_of,
     read_everything,
     record_of,
+    records_of,
     write_cache,
     write_shards,
 )
 
-from shd_ref.cache import CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
+from shd_ref.cache import NO_ATTENTION, CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
 from shd_ref.errors import ShdError
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -37,6 +43,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "factors": {"codec": "int8", "factors": FACTORS},
     "factors with padding in front": {"codec": "float16", "factors": WINDOWED, "padding": "around"},
     "skipped": {"on_error": "skip"},
+    "none": {"attention": NO_ATTENTION},
 }
 
 
@@ -54,7 +61,7 @@ def test_what_was_written_is_read(tmp_path: Path, forms: str, attention: str, co
         if is_skipped(manifest, index):
             continue
         record, written = reader.read(key_of(index)), record_of(manifest, index)
-        assert list(record.blobs) == [1, 2]
+        assert list(record.blobs) == ([] if manifest.attention is NO_ATTENTION else [1, 2])
         assert (record.logits is None) == (manifest.logits is None)
         if record.logits is not None and written.logits is not None:
             np.testing.assert_array_equal(record.logits, written.logits.ravel())
@@ -97,6 +104,47 @@ def test_a_batch_is_one_buffer_of_attention_logits_and_hidden_states(tmp_path: P
             np.testing.assert_array_equal(record.hidden[layer], alone.hidden[layer])
 
 
+def test_a_cache_without_attention_says_so(tmp_path: Path) -> None:
+    manifest = job(**ALONE["topk"])
+    reader = pickle.loads(pickle.dumps(CacheReader(write_cache(tmp_path, manifest))))
+    assert reader.manifest.attention is NO_ATTENTION
+    assert copy.deepcopy(reader.manifest) == manifest
+    assert b"attention" not in manifest.to_bytes()
+    record = reader.read(key_of(2))
+    assert (record.blobs, record.alphas.shape, record.mixing, record.first) == ({}, (0, 0), None, 1)
+    assert len(reader.decode_hidden(record, 11)) == record.length - 1
+    uses: dict[str, Callable[[], object]] = {
+        "maps": lambda: reader.decode(record, 1),
+        "factors": lambda: reader.decode_factors(record, 1),
+        "layers": lambda: reader.manifest.attention.student_layers,
+        "errors": lambda: reader.errors.attention.kl_mean,
+    }
+    for use in uses.values():
+        with pytest.raises(ShdError, match="must hold attention for this; it holds none") as caught:
+            use()
+        assert caught.value.code == "argument-value"
+    with pytest.raises(ShdError, match=r"must be among student layers \[\]; got 1"):
+        reader.read(key_of(2), layers=[1])
+
+
+def test_a_cache_holds_something(tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="must hold attention, logits or hidden states") as caught:
+        job(attention=NO_ATTENTION)
+    assert caught.value.code == "argument-value"
+    manifest = job(**ALONE["topk"])
+    with_attention = records_of(job(**FORMS["topk"]), 0)
+    with pytest.raises(ShdError, match="attention must be left out where the manifest has none"):
+        CacheWriter(tmp_path, manifest).write_shard(0, with_attention, errors_of(manifest))
+    for first in (-1, 2**40, 9):
+        with pytest.raises(ShdError, match="first must be 0, or below length"):
+            CacheWriter(tmp_path, manifest).write_shard(
+                0, [replace(record, first=first) for record in records_of(manifest, 0)], errors_of(manifest)
+            )
+    shaped = [replace(record, shapes=((1, 1),)) for record in records_of(manifest, 0)]
+    with pytest.raises(ShdError, match="shapes must be left out without attention"):
+        CacheWriter(tmp_path, manifest).write_shard(0, shaped, errors_of(manifest))
+
+
 def test_parts_made_apart_are_merged(tmp_path: Path) -> None:
     manifest = job(**FORMS["sampled"])
     for name, shards in (("a", [0, 3]), ("b", [1, 2])):
@@ -130,13 +178,14 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
     assert list_cache(write_cache(tmp_path / "plain", job())).to_json()["errors"].keys() == {"attention"}
 
 
-def test_the_command_lists_each_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forms", [FORMS, ALONE])
+def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, Any]]) -> None:
     pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
     from typer.testing import CliRunner
 
     from shd_ref.cli import load_app
 
-    listing = list_cache(write_cache(tmp_path, job(**FORMS["sampled"])))
+    listing = list_cache(write_cache(tmp_path, job(**forms["sampled"])))
     output = CliRunner().invoke(load_app(), ["ls", str(tmp_path)], env={"COLUMNS": "300"}).output
     for error in listing.errors.measured().values():
         assert error.describe() in output
