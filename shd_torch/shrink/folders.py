@@ -191,6 +191,8 @@ def save_student(student: Any, report: dict[str, Any], folder: Path) -> None:
     Raises:
         ShdError: ``write-failed``; then nothing is left.
     """
+    from safetensors import SafetensorError  # its error for a full disk is not an OSError
+
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.part")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +202,7 @@ def save_student(student: Any, report: dict[str, Any], folder: Path) -> None:
             _sync(place)
         draft.rename(folder)  # replaces an empty folder, and no other
         _sync(folder.parent)
-    except Exception as error:  # safetensors' error for a full disk is not an OSError
+    except (OSError, SafetensorError) as error:
         raise ShdError(
             "write-failed", f"{folder} could not be written: {error}: make room, or name another"
         ) from error

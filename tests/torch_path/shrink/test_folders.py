@@ -180,6 +180,19 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
+class Contradicting:
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+        raise ValueError("two options that exclude each other")
+
+
+def test_another_fault_is_not_told_as_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exclude each other") as error:
+        save_student(Contradicting(), {}, new_folder(tmp_path / "student"))
+    assert not isinstance(error.value, ShdError)
+    assert not list(tmp_path.iterdir())
+
+
 KILLED = """
 import os, pathlib, signal, sys
 from shd_torch.shrink.folders import new_folder, save_student
