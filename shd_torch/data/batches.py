@@ -15,6 +15,8 @@ from torch.utils.data import get_worker_info
 from shd_ref.cache import Manifest, Maps, StoredRecord, packed_size
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
+from shd_torch.supervision.stored_rows import StoredRows, find_rows, row_blobs
+from shd_torch.supervision.targets import SampledTargets, TopkTargets
 from shd_torch.supervision.taught_layers import taught_layers
 
 
@@ -23,7 +25,7 @@ class CodedSupervision:
     """The supervision of a batch as the cache stores it: a byte or two an entry, in one buffer.
 
     Attributes:
-        buffer: uint8, the packed codes layer by layer, sample by sample.
+        buffer: uint8, the packed codes layer by layer, sample by sample; then rows of logits and hidden states.
         lengths: positions of each sample.
         layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
             with another number of layers than the cache was made for.
@@ -33,6 +35,7 @@ class CodedSupervision:
         temperature: T_a of the cache, where it is known.
         shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
             else empty.
+        rows: where rows of logits and hidden states lie in the buffer, after the codes; None where there are none.
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
@@ -48,6 +51,7 @@ class CodedSupervision:
     support: str
     temperature: float | None = None
     shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    rows: StoredRows | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
         """A copy on another device."""
@@ -127,6 +131,32 @@ class CodedSupervision:
         temperature = 1.0 if self.temperature is None else self.temperature
         return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
 
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
+        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
+
+        Args:
+            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
+                them out by ``loss_mask=query_mask(length)``. A classifier's have no such axis.
+
+        Returns:
+            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return None if self.rows is None else self.rows.targets(self.buffer, length)
+
+    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
+        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
+
+        Args:
+            length: as for ``targets``.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
+
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
         positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
@@ -138,7 +168,7 @@ class ReadBatch(list[tuple[Any, StoredRecord]]):
 
     Args:
         pairs: samples and records.
-        buffer: uint8, the codes layer by layer, in it sample by sample.
+        buffer: uint8, the codes layer by layer, in it sample by sample, then logits and hidden states in that way.
         layers: student layers in the buffer's order.
     """
 
@@ -162,8 +192,9 @@ def pack_records(
     if not isinstance(form, Maps):
         return pack_factored(records, manifest, layers)
     buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
+    codes = [record.blobs[layer] for layer in layers for record in records]
     if buffer is None:
-        buffer = torch.from_numpy(np.concatenate([record.blobs[layer] for layer in layers for record in records]))
+        buffer = torch.from_numpy(np.concatenate([*codes, *row_blobs(records)]))
     columns = [form.column(layer) for layer in layers] if any(record.shapes for record in records) else []
     return CodedSupervision(
         buffer=buffer,
@@ -174,6 +205,7 @@ def pack_records(
         support=form.support,
         temperature=form.bound_temperature,
         shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
+        rows=find_rows(records, manifest, sum(map(len, codes))),
     )
 
 

@@ -27,6 +27,8 @@ class CacheJoin:
     Attributes:
         cache: the open cache.
         layers: student layers that are read, with how many the student was meant to have.
+        logits: form of the logits that are read; None where the cache has none, or they are left out.
+        hidden_layers: the teacher's hidden states that are read, by their numbers.
     """
 
     def __init__(
@@ -35,12 +37,24 @@ class CacheJoin:
         model_inputs: Callable[[Any], ModelInputs] | None,
         layers: Sequence[int] | None,
         skipped: str,
+        logits: bool,
+        hidden: Iterable[int] | None,
     ) -> None:
         if skipped not in ("error", "drop"):
             raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-51")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
         self.layers = taught_layers(manifest, manifest.attention.student_layers if layers is None else layers)
+        self.logits = manifest.logits if logits else None
+        held = [] if manifest.hidden is None else manifest.hidden.teacher_layers
+        self.hidden_layers = tuple(held if hidden is None else sorted(set(hidden)))
+        if not set(self.hidden_layers) <= set(held):
+            raise ShdError(
+                "argument-value",
+                f"hidden must be among the teacher's layers {held} of {self.cache.folder}; got "
+                f"{list(self.hidden_layers)}: precompute it with them",
+                "CACHE-81",
+            )
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -76,6 +90,9 @@ class CacheJoin:
         arrays = {name: np.asarray(given[name]) for name in inputs.names}
         return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
 
+    def _record(self, key: str) -> StoredRecord:
+        return self.cache.read(key, self.layers, logits=self.logits is not None, hidden=self.hidden_layers)
+
     def _is_dropped(self, key: str) -> bool:
         return self._drops and key in self.cache.skipped
 
@@ -103,6 +120,8 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
             the seed of the i-th sample that was precomputed. It must depend on its arguments alone; the join is
             by the hash of what it returns, so another order of samples is found out.
         skipped: ``"error"``, or ``"drop"``: samples that the teacher failed on are left out of this data set.
+        logits: whether to read the teacher's logits, where the cache has them.
+        hidden: the teacher's hidden states to read, by number; default all of the cache.
 
     Raises:
         ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
@@ -120,8 +139,10 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         preload: bool = False,
         augment: Callable[[Any, int], Any] | None = None,
         skipped: str = "error",
+        logits: bool = True,
+        hidden: Iterable[int] | None = None,
     ) -> None:
-        super().__init__(cache, model_inputs, layers, skipped)
+        super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         self.data = data
         self._augment = augment
         self._seeds = self._choose_seeds()
@@ -136,14 +157,14 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
                 "CACHE-82",
             )
         self.keys = [keys[index] for index in self._indices]
-        self._records = {key: self.cache.read(key, self.layers) for key in set(self.keys)} if preload else None
+        self._records = {key: self._record(key) for key in set(self.keys)} if preload else None
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
         key = self.keys[index]
-        record = self.cache.read(key, self.layers) if self._records is None else self._records[key]
+        record = self._record(key) if self._records is None else self._records[key]
         return self._seen_sample(index), record
 
     def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, StoredRecord]]:
@@ -162,7 +183,13 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
             buffers.append(allocate_codes(size))
             return buffers[0].numpy()
 
-        records = self.cache.read_batch([self.keys[index] for index in wanted], self.layers, allocate=allocate)
+        records = self.cache.read_batch(
+            [self.keys[index] for index in wanted],
+            self.layers,
+            logits=self.logits is not None,
+            hidden=self.hidden_layers,
+            allocate=allocate,
+        )
         pairs = [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
         return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
 

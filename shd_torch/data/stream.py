@@ -38,7 +38,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         cache: a sealed cache, its folder, address or reader.
         model_inputs: as for ``SupervisedDataset``.
         layers: student layers to read; default all of the cache.
-        skipped: as for ``SupervisedDataset``.
+        skipped, logits, hidden: as for ``SupervisedDataset``.
         divide: whether ranks and workers share out the samples; False where ``data`` does it.
         remainder: what becomes of the last samples where they are too few for all ranks: ``"repeat"`` gives the other
             ranks the first samples again, ``"drop"`` leaves them out (both as PyTorch's ``DistributedSampler`` does),
@@ -57,11 +57,13 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         model_inputs: Callable[[Any], ModelInputs] | None = None,
         layers: Sequence[int] | None = None,
         skipped: str = "error",
+        logits: bool = True,
+        hidden: Iterable[int] | None = None,
         divide: bool = True,
         remainder: str = "repeat",
     ) -> None:
         check_option("remainder", remainder, REMAINDERS, "")  # not in the specification
-        super().__init__(cache, model_inputs, layers, skipped)
+        super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         if iter(data) is data:
             raise ShdError(
                 "argument-value",
@@ -177,7 +179,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
                     f"is not in it: {self._advice(key)}",
                     "CACHE-82",
                 )
-            yield sample, self.cache.read(key, self.layers)
+            yield sample, self._record(key)
         # A worker stays at its end: others may not have got there yet, and the loader's state holds all of them.
         if get_worker_info() is None:
             self._given = 0

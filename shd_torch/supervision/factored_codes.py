@@ -16,6 +16,8 @@ from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_ref.plans import plan_groups
 from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.stored_rows import StoredRows, find_rows, row_blobs
+from shd_torch.supervision.targets import SampledTargets, TopkTargets
 from shd_torch.supervision.taught_layers import taught_layers
 
 Groups = tuple[tuple[int, ...], ...]
@@ -26,7 +28,8 @@ class FactoredCodes:
     """The supervision of a batch from a cache of queries and keys (CACHE-140).
 
     Attributes:
-        buffer: uint8: the mixing matrices and steps of all layers and samples, then their codes.
+        buffer: uint8: the mixing matrices and steps of all layers and samples, then their codes, then rows of logits
+            and hidden states.
         lengths: positions of each sample.
         layers: student layers in the buffer's order.
         factors: how each layer's queries and keys make its maps.
@@ -36,6 +39,7 @@ class FactoredCodes:
         codec: ``"float16"`` or ``"int8"``.
         support: ``"full"`` or ``"causal"``.
         firsts: positions of padding in front of each sample; none where no sample has any.
+        rows: where rows of logits and hidden states lie in the buffer; None where there are none.
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
@@ -53,6 +57,7 @@ class FactoredCodes:
     codec: str
     support: str
     firsts: tuple[int, ...] = ()
+    rows: StoredRows | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FactoredCodes:
         """A copy on another device."""
@@ -121,6 +126,32 @@ class FactoredCodes:
         """
         return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
 
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
+        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
+
+        Args:
+            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
+                them out by ``loss_mask=query_mask(length)``. A classifier's have no such axis.
+
+        Returns:
+            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return None if self.rows is None else self.rows.targets(self.buffer, length)
+
+    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
+        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
+
+        Args:
+            length: as for ``targets``.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
+
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
         positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
@@ -141,7 +172,8 @@ class FactoredCodes:
             end = start + 4 * sum(vectors)
             steps = torch.split(self.buffer[start:end].view(torch.float32), vectors)
             start = end
-        codes = self.buffer[start:].view(torch.int8 if self.codec == "int8" else torch.float16)
+        stop = None if self.rows is None else self.rows.start
+        codes = self.buffer[start:stop].view(torch.int8 if self.codec == "int8" else torch.float16)
         sizes = [n * each.width for n, each in zip(vectors, self.factors, strict=True)]
         return mixing, steps, torch.split(codes, sizes)
 
@@ -187,8 +219,9 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
             codes.append(record.blobs[layer][end:])
     heads = form.num_teacher_heads
     merges_all = form.strategy == "mean"
+    blobs = [*mixing, *steps, *codes]
     return FactoredCodes(
-        buffer=torch.from_numpy(np.concatenate([*mixing, *steps, *codes])),
+        buffer=torch.from_numpy(np.concatenate([*blobs, *row_blobs(records)])),
         lengths=tuple(record.length for record in records),
         layers=taught_layers(manifest, layers),
         factors=factors,
@@ -198,4 +231,5 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
         codec=form.codec,
         support=form.support,
         firsts=tuple(record.first for record in records) if any(record.first for record in records) else (),
+        rows=find_rows(records, manifest, sum(map(len, blobs))),
     )

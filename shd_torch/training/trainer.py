@@ -108,6 +108,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             )
         if isinstance(self.train_dataset, CacheJoin):
             self._check_cache(self.train_dataset.cache)
+            self._check_rows(self.train_dataset)
             if self.accelerator.dispatch_batches:
                 raise ShdError(
                     "argument-value",
@@ -140,6 +141,28 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             # Queries and keys are good at any temperature.
             temperature=self.temperature,
         )
+
+    def _check_rows(self, joined: CacheJoin) -> None:
+        """Refuse a term that neither the records nor a live teacher can teach."""
+        folder, form = joined.cache.folder, joined.logits
+        if self.kd is not None and form is not None:
+            drawn = form.codec == "sampled"
+            self.kd.check_targets(temperature=form.temperature, sampled=drawn, origin=str(folder))
+        elif self.kd is not None and not self.teachers:
+            raise ShdError(
+                "cache-mismatch",
+                f"kd must have logits in {folder}, or a live teacher; got neither: precompute with --logits, and "
+                "read them (logits=True)",
+                "CACHE-160",
+            )
+        wanted, held = () if self.hidden is None else self.hidden.teacher_layers, joined.hidden_layers
+        if not set(wanted) <= set(held) and (held or not self.teachers):
+            raise ShdError(
+                "cache-mismatch",
+                f"hidden must have the teacher's hidden states {list(wanted)} in {folder}; got {list(held)}: "
+                "precompute with --hidden, and read them",
+                "CACHE-176",
+            )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As the base class does it; a stream is read by every rank for itself."""
@@ -340,6 +363,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if self.hidden is None:
             return Projectors({})
         widths: dict[int, int] = {}
+        if isinstance(self.train_dataset, CacheJoin) and self.train_dataset.cache.manifest.hidden is not None:
+            widths |= {each.layer: each.width for each in self.train_dataset.cache.manifest.hidden.layers}
         for teacher in self.teachers:
             width = _find_width(getattr(teacher, "model", None))
             widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)

@@ -1,0 +1,217 @@
+"""Cached logits and hidden states in PyTorch: what the reference decodes, to the bit, in a padded batch."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.makers import (
+    ALL_CLASSES,
+    FACTORS,
+    FORMS,
+    SAMPLED,
+    TOPK,
+    job,
+    key_of,
+    length_of,
+    padding_of,
+    write_cache,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shd_ref.cache import CacheReader, Logits
+from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
+from shd_torch.data.batches import CachedSupervision
+from shd_torch.kd import SampledTargets, TopkTargets
+from shd_torch.supervision import row_codes, stored_rows
+
+INDICES = (3, 0, 7, 3)
+WHOLE = replace(ALL_CLASSES, rows="positions")
+BESIDE: dict[str, dict[str, Any]] = FORMS | {"whole": {"logits": WHOLE, "hidden": FORMS["topk"]["hidden"]}}
+ATTENTION: dict[str, dict[str, Any]] = {
+    "maps": {},
+    "u4": {"codec": "u4", "support": "causal"},
+    "factored": {"factors": FACTORS},
+    "padded": {"factors": FACTORS, "padding": "around", "codec": "float16"},
+}
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(index, index + length_of(index))}
+
+
+def collate(samples: list[dict[str, Tensor]]) -> list[Tensor]:
+    return [each["input_ids"] for each in samples]
+
+
+def joined(folder: Path, **options: Any) -> SupervisedDataset:
+    return SupervisedDataset([sample(index) for index in range(8)], folder, **options)
+
+
+def batches(dataset: Any, **options: Any) -> list[CachedSupervision]:
+    loader: Any = DataLoader(dataset, collate_fn=dataset.collate_with(collate), **options)
+    return [batch for _, batch in loader]
+
+
+def fields_of(targets: Any) -> list[Tensor]:
+    return [targets] if isinstance(targets, Tensor) else list(targets[:3])
+
+
+def assert_decodes(batch: CachedSupervision, reader: CacheReader, indices: tuple[int, ...], size: int | None) -> None:
+    longest = size or max(map(length_of, indices))
+    targets, states = batch.targets(size), batch.hidden_states(size)
+    if reader.manifest.logits is None:
+        assert targets is None
+    for number, index in enumerate(indices):
+        record, n, first = reader.read(key_of(index)), length_of(index), padding_of(reader.manifest, index)
+        if reader.manifest.logits is not None:
+            wanted = reader.decode_logits(record)
+            by_sample = reader.manifest.logits.rows == "sample"
+            wanted_fields = [wanted[0] if by_sample else wanted] if isinstance(wanted, np.ndarray) else wanted[:3]
+            for got, expected in zip(fields_of(targets), wanted_fields, strict=True):
+                own = got[number] if by_sample else got[number, first:n]
+                assert torch.equal(own.double(), torch.from_numpy(expected).to(own.dtype).double())
+                if not by_sample:
+                    assert got.shape[:2] == (len(indices), longest)
+                    assert not got[number, n:].any()
+                    assert not got[number, :first].any()
+            if not isinstance(wanted, np.ndarray):
+                assert (targets.temperature, targets.vocab_size) == (wanted.temperature, wanted.vocab_size)
+        assert list(states) == ([] if reader.manifest.hidden is None else reader.manifest.hidden.teacher_layers)
+        for layer, state in states.items():
+            assert state.shape[:2] == (len(indices), longest)
+            assert np.array_equal(state[number, first:n].numpy(), reader.decode_hidden(record, layer))
+            assert not state[number, n:].any()
+            assert not state[number, :first].any()
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_decodes_what_the_reference_does(tmp_path: Path, attention: str, beside: str) -> None:
+    write_cache(tmp_path, job(8, **ATTENTION[attention], **BESIDE[beside]))
+    reader = CacheReader(tmp_path)
+    for options in ({}, {"preload": True}, {"layers": [2]}):
+        dataset = joined(tmp_path, **options)
+        (batch,) = batches(dataset, sampler=INDICES, batch_size=4)
+        for size in (None, 12):
+            assert_decodes(batch, reader, INDICES, size)
+        maps = [layer.probs() for layer in batch.supervise()]
+        assert len(maps) == len(dataset.layers)
+        alone = joined(tmp_path, logits=False, hidden=[], **options)
+        (bare,) = batches(alone, sampler=INDICES, batch_size=4)
+        assert bare.targets() is None
+        assert bare.hidden_states() == {}
+        for one, other in zip(maps, bare.supervise(), strict=True):
+            assert torch.equal(one, other.probs())  # attention is read as without the rows beside it
+        assert len(bare.buffer) < len(batch.buffer)
+
+
+@pytest.mark.parametrize("beside", ["topk", "sampled"])
+@pytest.mark.parametrize("attention", ["maps", "factored"])
+def test_rows_pass_through_workers_streams_and_devices(tmp_path: Path, attention: str, beside: str) -> None:
+    write_cache(tmp_path, job(8, **ATTENTION[attention], **BESIDE[beside]))
+    reader, indices = CacheReader(tmp_path), tuple(range(8))
+    for batch in (
+        *batches(joined(tmp_path), batch_size=8, num_workers=1),
+        *batches(SupervisedStream([sample(index) for index in range(8)], tmp_path), batch_size=8),
+        *batches(joined(tmp_path), batch_size=8),
+    ):
+        assert_decodes(batch, reader, indices, None)
+        assert_decodes(pickle.loads(pickle.dumps(batch)), reader, indices, 10)
+        moved = batch.to("meta")
+        assert moved.targets().ids.device.type == "meta"
+        assert all(state.device.type == "meta" for state in moved.hidden_states().values())
+
+
+def test_compressed_caches_give_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard", reason="compression needs the extra 'zstd'")
+    write_cache(tmp_path, job(8, compression="zstd", **BESIDE["topk"]))
+    (batch,) = batches(joined(tmp_path), batch_size=8)
+    assert_decodes(batch, CacheReader(tmp_path), tuple(range(8)), None)
+
+
+def test_some_hidden_states_alone(tmp_path: Path) -> None:
+    write_cache(tmp_path, job(8, **BESIDE["hidden"]))
+    (both,) = batches(joined(tmp_path), batch_size=8)
+    (one,) = batches(joined(tmp_path, hidden=[11]), batch_size=8)
+    assert list(one.hidden_states()) == [11]
+    assert torch.equal(one.hidden_states()[11], both.hidden_states()[11])
+    with pytest.raises(ShdError, match=r"among the teacher's layers \[0, 11\]") as caught:
+        joined(tmp_path, hidden=[3])
+    assert caught.value.code == "argument-value"
+    with pytest.raises(ShdError, match="at least the longest") as short:
+        one.hidden_states(4)
+    assert short.value.code == "argument-shape"
+
+
+@pytest.mark.parametrize("vocab_size", [2, 512, 32_000, 151_936])
+@pytest.mark.parametrize(("head", "draws", "bits"), [(1, 0, 4), (2, 0, 16), (32, 0, 8), (0, 9, 4), (31, 33, 7)])
+def test_rows_of_every_size(
+    vocab_size: int, head: int, draws: int, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows, in one go and in parts; a head that is the whole vocabulary too."""
+    head = min(head, vocab_size - (draws > 0))
+    kind = {"codec": "sampled", "draws": draws, "seed": 3} if draws else {"codec": "topk"}
+    form = Logits(
+        rows="positions", tensor="t", vocab_size=vocab_size, temperature=1.5, head=head, value_bits=bits, **kind
+    )
+    rng = np.random.default_rng(vocab_size + head)
+    logits = (4 * rng.standard_normal((24, vocab_size))).astype(np.float32)
+    logits[0] = 0.0
+    logits[1, 1:] -= 1e4  # next to nothing outside of one class
+    rows = form.encode(logits, 7)
+    wanted = form._decode(rows)
+    expected: list[Any] = [wanted.head_ids, wanted.log_probs, wanted.log_tail]
+    if draws:
+        expected = [*wanted.slots(), wanted.entropy]
+    for entries in (10**9, 8 * rows.shape[1] * 5):
+        monkeypatch.setattr(row_codes, "tile_entries", lambda device, entries=entries: entries)
+        for got, want in zip(row_codes.decode_rows(form, torch.from_numpy(rows)), expected, strict=True):
+            assert got.shape == want.shape
+            assert torch.equal(got.double(), torch.from_numpy(want).to(got.dtype).double())
+
+
+def test_bytes_that_no_encoder_writes_stay_within_the_vocabulary() -> None:
+    for form in (TOPK, SAMPLED):
+        for fill in (0, 255):
+            rows = torch.full((3, form.row_bytes), fill, dtype=torch.uint8)
+            ids = row_codes.decode_rows(form, rows)[0]
+            assert ids.shape == (3, form.head + form.draws)
+            assert 0 <= int(ids.min()) <= int(ids.max()) < form.vocab_size
+
+
+def test_the_loss_takes_what_a_batch_gives(tmp_path: Path) -> None:
+    """Padding is left out by the batch's own mask; a temperature of its own and divergences by draws are refused."""
+    for name, kind in (("topk", TopkTargets), ("sampled", SampledTargets)):
+        write_cache(tmp_path / name, job(8, **BESIDE[name]))
+        (batch,) = batches(joined(tmp_path / name), sampler=INDICES, batch_size=4)
+        targets, mask = batch.targets(), batch.query_mask()
+        assert isinstance(targets, kind)
+        logits = torch.randn(*mask.shape, targets.vocab_size, generator=torch.Generator().manual_seed(0))
+        rows = [
+            kd_loss(each, logits[number, : length_of(index)], reduction="sum")
+            for number, index in enumerate(INDICES)
+            for each in [type(targets)(*(field[number, : length_of(index)] for field in targets[:3]), *targets[3:])]
+        ]
+        loss = kd_loss(targets, logits, loss_mask=mask)
+        torch.testing.assert_close(loss, torch.stack(rows).sum() / mask.sum())
+        with pytest.raises(ShdError, match="that of the targets"):
+            kd_loss(targets, logits, temperature=3.0, loss_mask=mask)
+        if name == "sampled":
+            for divergence in ("reverse_kl", "jsd"):
+                with pytest.raises(ShdError, match="biased estimate"):
+                    kd_loss(targets, logits, divergence=divergence, loss_mask=mask)
+
+
+def test_a_cache_without_rows_gives_none(tmp_path: Path) -> None:
+    write_cache(tmp_path, job(8))
+    (batch,) = batches(joined(tmp_path), batch_size=8)
+    assert batch.targets() is None
+    assert batch.hidden_states() == {}
+    assert stored_rows.find_rows([CacheReader(tmp_path).read(key_of(0))], job(8), 0) is None
