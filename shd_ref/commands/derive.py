@@ -156,7 +156,8 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
             read_list, option_of(name), kind=get_args(kind)[0], choices=shown.choices, least=shown.least
         )
         metavar = metavar or ("N,..." if get_args(kind)[0] is int else f"{name.upper()},...")
-        default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        if isinstance(default, tuple):
+            optional, default = optional or not default, ",".join(map(str, default)) or None
         kind = str
     elif shown.choices:
         metavar = "|".join(shown.choices)

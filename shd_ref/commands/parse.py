@@ -10,13 +10,13 @@ from shd_ref.errors import ShdError
 
 
 def read_list(
-    option: str, text: str, *, kind: type, choices: tuple[str, ...] = (), least: int | None = None
+    option: str, text: str | None, *, kind: type, choices: tuple[str, ...] = (), least: int | None = None
 ) -> tuple[Any, ...]:
     """The values of an option that takes several, such as ``4,6``; spaces around them do not count.
 
     Args:
         option: its name, for messages.
-        text: as it was given.
+        text: as it was given; None for no values.
         kind: ``int`` or ``str``.
         choices: the words that it takes.
         least: the smallest number that it takes.
@@ -24,6 +24,8 @@ def read_list(
     Raises:
         ShdError: ``argument-value``.
     """
+    if text is None:
+        return ()
     parts = [part.strip() for part in text.split(",")]
     if kind is int:
         least = 1 if least is None else least

@@ -27,7 +27,7 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     if summary.supplied:
         table.add_row("fed beside", summary.supplied)
     ratio = summary.float32_bytes / max(summary.coded_bytes, 1)
-    table.add_row("stored", f"{decimal(summary.coded_bytes)}, {ratio:.1f}x smaller than its maps in float32")
+    table.add_row("stored", f"{decimal(summary.coded_bytes)}, {ratio:.1f}x smaller than in float32")
     alphas = summary.alphas
     if alphas.size:
         low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
@@ -43,6 +43,12 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     table.add_row(
         "codec", f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
     )
+    logits, hidden = summary.errors.logits, summary.errors.hidden
+    if logits is not None:
+        left_out = f", {logits.gradient_mean:.1%} of a gradient with what is left out"
+        table.add_row("logits", f"KL {logits.kl_mean:.2g} nats per row (max {logits.kl_max:.2g}){left_out}")
+    if hidden is not None:
+        table.add_row("hidden", f"{hidden.relative_mean:.2g} of a row's length (max {hidden.relative_max:.2g})")
     table.add_row(
         "graph = reference",
         f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",

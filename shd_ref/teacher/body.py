@@ -85,10 +85,11 @@ class Body:
         )
         return results
 
-    def output(self, value: str, name: str, elem_type: int, rank: int) -> None:
-        """Make a value a graph output of that name."""
+    def output(self, value: str, name: str, elem_type: int, rank: int | None) -> None:
+        """Make a value a graph output of that name; its rank may be open."""
         self.rename(value, name)
-        self.outputs.append(onnx.helper.make_tensor_value_info(name, elem_type, [None] * rank))
+        shape = None if rank is None else [None] * rank
+        self.outputs.append(onnx.helper.make_tensor_value_info(name, elem_type, shape))
 
     def _fresh(self, op_type: str) -> str:
         return f"{self.prefix}{op_type}_{len(self.nodes) + len(self.initializers)}"

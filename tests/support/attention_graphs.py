@@ -161,9 +161,11 @@ def _repeat_heads(build: GraphBuilder, split: str, num_heads: int, num_kv_heads:
     return build.op("Reshape", wide, shape)
 
 
-def _mask_logits(build: GraphBuilder, logits: str, mask: str, low: float, float16: bool) -> str:
+def _mask_logits(
+    build: GraphBuilder, logits: str, mask: str, low: float, float16: bool = False, source: str = "mask"
+) -> str:
     dtype = np.float16 if float16 else np.float32
-    column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))  # (B, 1, 1, L)
+    column = build.op("Unsqueeze", source, build.const(np.array([1, 2])))  # (B, 1, 1, L)
     if mask == "where":
         allowed = build.op("Cast", column, to=TensorProto.BOOL)
         return build.op("Where", allowed, logits, build.const(np.array([low], dtype)))
@@ -244,6 +246,48 @@ def token_teacher(num_heads: int = 4, vocabulary: int = 50) -> onnx.ModelProto:
     for name in ("input_ids", "attention_mask"):
         graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "length"]))
     return model
+
+
+def language_model(
+    *, num_layers: int = 2, num_heads: int = 4, vocabulary: int = 50, padding: int = 0, head: str = "positions"
+) -> onnx.ModelProto:
+    """Tokens, ``num_layers`` blocks of attention with a residual connection, and a head.
+
+    Args:
+        num_layers: how many blocks.
+        num_heads: H, each of width 3.
+        vocabulary: tokens that are read, and classes that count.
+        padding: further classes without mass.
+        head: logits of all ``"positions"``, of the ``"last"`` one ``(B, 1, V)``, or of the ``"sample"`` ``(B, V)``.
+    """
+    width = num_heads * 3
+    build = GraphBuilder()
+    state = build.op("Gather", build.const(random_projection(vocabulary, width, 9)), "input_ids", name="state_0")
+    split, joined = build.const(np.array([0, 0, num_heads, 3])), build.const(np.array([0, 0, width]))
+    for layer in range(num_layers):
+        query, key, values = (
+            build.op(
+                "Transpose",
+                build.op("Reshape", build.op("MatMul", state, build.const(weight)), split),
+                perm=[0, 2, 3, 1] if place == 1 else [0, 2, 1, 3],
+            )
+            for place, weight in enumerate(2 * random_projection(width, width, 10 * layer + n) for n in (1, 2, 3))
+        )
+        logits = _mask_logits(build, build.op("MatMul", query, key), "where", -3e4, source="attention_mask")
+        context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
+        flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), joined)
+        output = build.op("MatMul", flat, build.const(random_projection(width, width, 10 * layer + 4)))
+        state = build.op("Add", state, output, name=f"state_{layer + 1}")
+    if head == "sample":
+        state = build.op("ReduceMax", state, build.const(np.array([1])), keepdims=0)
+    if head == "last":
+        ends = (build.const(np.array([number])) for number in (-1, 2**31, 1))
+        state = build.op("Slice", state, *ends)
+    weight = np.pad(4 * random_projection(width, vocabulary, 8), [(0, 0), (0, padding)])
+    bias = np.repeat(np.float32([0, -1e4]), [vocabulary, padding])
+    build.op("Add", build.op("MatMul", state, build.const(weight)), build.const(bias), name="logits")
+    inputs = {name: (TensorProto.INT64, ["batch", "length"]) for name in ("input_ids", "attention_mask")}
+    return build.model(inputs, ["logits"])
 
 
 def _join_heads(build: GraphBuilder, context: str, source: str, layout: str, num_heads: int, d_v: int) -> str:

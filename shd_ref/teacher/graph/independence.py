@@ -29,6 +29,7 @@ Arrays = Mapping[str, NDArray[Any]]
 Maps = NDArray[np.float64]
 """One for each of N samples: ``(N, H, L, S)``."""
 
+_LARGEST: Final = float(np.finfo(np.float32).max)
 _DYNAMIC_QUANTISERS: Final = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"})
 _HALVES: Final = ((int(onnx.TensorProto.BFLOAT16), "bfloat16"), (int(onnx.TensorProto.FLOAT16), "float16"))
 
@@ -335,7 +336,8 @@ def _by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> Ma
         array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
     if layout in ("heads-batch", "heads-folded"):
         array = array.swapaxes(0, 1)
-    return np.nan_to_num(array.astype(np.float64))
+    # Infinity becomes a number whose square is one too.
+    return np.nan_to_num(array.astype(np.float64), posinf=_LARGEST, neginf=-_LARGEST)
 
 
 def _distance(maps: Maps, other: Maps) -> float:

@@ -19,7 +19,7 @@ from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.destination import check_destination
 from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
-from shd_ref.teacher.precompute.records import make_records, maker_of, measure_codec
+from shd_ref.teacher.precompute.records import make_records, maker_of, measure_errors
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.buckets import group_shards, share_shards
 from shd_ref.teacher.run.faults import find_faults
@@ -174,7 +174,7 @@ class PrecomputeJob:
         for cache, lost in zip(self._caches, missing, strict=True):
             cache.begin(shard for shard in window if shard in lost)
         begun: set[int] = set()
-        for indices in work.inputs.groups(shard_of, work.run.batch_size, work.run.batch_tokens):
+        for indices in work.groups(shard_of):
             touched = {shard_of[index] for index in indices}
             first = not touched <= begun
             begun |= touched
@@ -246,11 +246,11 @@ class _StudentCache:
         Returns:
             How many samples were taken.
         """
-        form, inputs, taken = self.manifest.attention, self._work.inputs, 0
+        inputs, taken = self._work.inputs, 0
         faults = _judge(self._work, outputs)
         for shard in sorted(self.pending.keys() & shards):
             part = self.pending[shard]
-            records = make_records(self._work, outputs, part.samples - faults.keys(), form)
+            records = make_records(self._work, outputs, part.samples - faults.keys(), self.manifest)
             skipped = [index for index in outputs.batch.indices if index in part.samples & faults.keys()]
             part.records += records
             part.skipped += [
@@ -275,7 +275,7 @@ class _StudentCache:
             outputs = check_again(tuple(record.index for record in records))[self.number]
             held = set(outputs.batch.indices)
             records = [record for record in records if record.index in held]
-        return Errors(attention=measure_codec(self._work, outputs, records, self.manifest.attention))
+        return measure_errors(self._work, outputs, records, self.manifest)
 
 
 def _check_students(students: Students) -> None:

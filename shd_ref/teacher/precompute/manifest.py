@@ -21,6 +21,7 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.teacher.precompute.forms.targets import describe_hidden, describe_logits
 from shd_ref.teacher.precompute.records import MAKERS, maker_of
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs
@@ -68,9 +69,11 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
     """
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_attention(work, each) for each in outputs]
+    logits, hidden = describe_logits(work, outputs[0]), describe_hidden(work, outputs[0])
+    extents = [maker_of(form).extent(form, work.sample(each, 0)) for form, each in zip(forms, outputs, strict=True)]
     per_sample = max(
-        sum(form.blob_sizes(maker_of(form).extent(form, work.sample(each, 0))))
-        for form, each in zip(forms, outputs, strict=True)
+        sum(form.blob_sizes(extent)) + sum(each.held_size(extent) for each in (logits, hidden) if each is not None)
+        for form, extent in zip(forms, extents, strict=True)
     )
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
     teacher = work.fingerprint()
@@ -81,6 +84,8 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
             created_by=f"squeezing-heads {shd_ref.__version__}",
             teacher=teacher,
             attention=form,
+            logits=logits,
+            hidden=hidden,
             compression=each.student.options.compression,
             on_error=each.student.options.on_error,
             inputs=SampleInputs(

@@ -8,11 +8,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CodecError, Factors, Maps, NewRecord
+from shd_ref.cache import Errors, Factors, Maps, NewRecord
 from shd_ref.mixing import compose_mixing
 from shd_ref.teacher.precompute.forms.factors import FactorsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.maps import MapsMaker
+from shd_ref.teacher.precompute.forms.targets import HeldForms, make_targets, measure_targets
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -26,19 +27,20 @@ def maker_of(form: Maps | Factors) -> Maker[Any]:
 
 
 def make_records(
-    work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], form: Maps | Factors
+    work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: HeldForms
 ) -> list[NewRecord]:
-    """The batch as records: codes, alphas before clipping, and the mixing that they compose to.
+    """The batch as records: codes, alphas before clipping, and the mixing that they compose to; and its targets.
 
     Args:
         work: the run.
         outputs: what it gave the student.
         wanted: indices of the samples to make a record of.
-        form: of the manifest.
+        forms: of the records, such as the manifest's.
 
     Raises:
-        ShdError: as ``Maker.make``.
+        ShdError: as ``Maker.make`` and ``make_targets``.
     """
+    form = forms.attention
     numbers = [number for number, index in enumerate(outputs.batch.indices) if index in wanted]
     if not numbers:
         return []
@@ -49,6 +51,7 @@ def make_records(
     for place, number in enumerate(numbers):
         sample = work.sample(outputs, number)
         extent = maker.extent(form, sample)
+        logits, hidden = make_targets(forms, sample, extent)
         records.append(
             NewRecord(
                 index=sample.index,
@@ -60,28 +63,32 @@ def make_records(
                 seed=work.inputs.seed(sample.index),
                 first=extent.first,
                 shapes=extent.shapes,
+                logits=logits,
+                hidden=hidden,
             )
         )
     return records
 
 
-def measure_codec(
-    work: TeacherRun, outputs: StudentOutputs, records: Sequence[NewRecord], form: Maps | Factors
-) -> CodecError:
+def measure_errors(
+    work: TeacherRun, outputs: StudentOutputs, records: Sequence[NewRecord], forms: HeldForms
+) -> Errors:
     """What coding cost the rows of these samples that count, from outputs with check outputs.
 
     Args:
         work: the run.
         outputs: what it gave the student.
         records: what ``make_records`` made of it.
-        form: of the manifest.
+        forms: of the records, such as the manifest's.
 
     Raises:
         ShdError: as ``Maker.measure``.
     """
+    form = forms.attention
     place = {index: number for number, index in enumerate(outputs.batch.indices)}
     samples = [work.sample(outputs, place[record.index]) for record in records]
-    return maker_of(form).measure(form, samples, records)
+    logits, hidden = measure_targets(forms, samples, records)
+    return Errors(attention=maker_of(form).measure(form, samples, records), logits=logits, hidden=hidden)
 
 
 def mixings_of(outputs: StudentOutputs, raw_alphas: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -15,6 +15,7 @@ from shd_ref.plans import MergePlan, merge_plan
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.factors import add_factors, add_spans
@@ -65,12 +66,21 @@ class SqueezedLayer:
 
 @dataclass(frozen=True)
 class SqueezedGraph:
-    """A teacher that outputs squeezed supervision and nothing else."""
+    """A teacher that outputs squeezed supervision and nothing else.
+
+    Attributes:
+        model: the graph.
+        layers: its outputs for each student layer.
+        options: what was made of the attention.
+        check_outputs: whether it also outputs what the reference needs.
+        targets: float32 outputs beside the attention: logits and hidden states.
+    """
 
     model: onnx.ModelProto
     layers: tuple[SqueezedLayer, ...]
     options: SqueezeOptions
     check_outputs: bool
+    targets: TargetTensors
 
 
 def squeeze_graph(
@@ -89,10 +99,12 @@ def squeeze_graph(
     row_mask_inputs: Mapping[int, str | None] | None = None,
     check_outputs: bool = False,
     factors: Mapping[int, SiteFactors] | None = None,
+    targets: TargetTensors | None = None,
 ) -> SqueezedGraph:
     """Rewrite a teacher graph to output what ``squeeze_heads`` and the codec would make of its maps.
 
-    The original outputs, and nodes and inputs that no new output needs, are dropped.
+    The original outputs, and nodes and inputs that no new output needs, are dropped: also the head, unless its logits
+    are asked for.
 
     Args:
         model: the teacher, from ``load_teacher``; not changed.
@@ -110,6 +122,7 @@ def squeeze_graph(
         row_mask_inputs: in place of ``row_mask_input``: by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
         factors: by student layer: output the teacher's queries and keys in place of codes.
+        targets: logits and hidden states, from ``find_targets`` on this model, to output in float32 too.
 
     Raises:
         ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
@@ -146,7 +159,23 @@ def squeeze_graph(
             has_codes=check_outputs or not factors,
         )
         squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
-    return SqueezedGraph(assemble_graph(model, body, functions.values()), tuple(squeezed), options, check_outputs)
+    found = _output_targets(body, targets or TargetTensors())
+    assembled = assemble_graph(model, body, functions.values())
+    return SqueezedGraph(assembled, tuple(squeezed), options, check_outputs, found)
+
+
+def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
+    """Make tensors of the teacher float32 outputs; the names that they have as such."""
+    body.prefix = f"{FUNCTION_DOMAIN}/targets/"
+
+    def output(source: str, name: str) -> str:
+        body.output(body.op("Cast", source, to=FLOAT), body.prefix + name, FLOAT, rank=None)
+        return body.prefix + name
+
+    return TargetTensors(
+        None if targets.logits is None else output(targets.logits, "logits"),
+        tuple((layer, output(source, f"hidden-{layer}")) for layer, source in targets.hidden),
+    )
 
 
 def _squeeze_layer(

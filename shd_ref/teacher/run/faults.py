@@ -23,6 +23,7 @@ class Fault:
         student_layer: whose supervision it is.
         site: the teacher's attention.
         head: the teacher's, or None where its maps and values are finite and what is made of them is not.
+        target: what is not finite where the attention is: the logits, or a hidden state.
     """
 
     index: int
@@ -30,10 +31,13 @@ class Fault:
     student_layer: int
     site: str
     head: int | None
+    target: str | None = None
 
     @property
     def reason(self) -> str:
         """What a receipt says about it."""
+        if self.target is not None:
+            return f"the teacher gives NaN or infinity in {self.target}"
         what = "in what is made of its maps" if self.head is None else f"head {self.head}"
         return f"the teacher gives NaN or infinity at layer {self.student_layer} ({self.site}), {what}"
 
@@ -72,7 +76,27 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
         for part in work.checked_batches(indices[number] for number in numbers):
             checked = work.squeeze(part, checked=True)[outputs.student.number]
             found += [_first_fault(work.sample(checked, number)) for number in range(len(part.indices))]
-    return [fault for fault in found if fault is not None]
+    faults = [fault for fault in found if fault is not None]
+    known = {fault.index for fault in faults}
+    return faults + [
+        fault
+        for number, index in enumerate(indices)
+        if index not in known and (fault := _fault_of_targets(work, work.sample(outputs, number))) is not None
+    ]
+
+
+def _fault_of_targets(work: TeacherRun, sample: SampleOutputs) -> Fault | None:
+    """What is not finite on a row that counts; classes that only pad the vocabulary may be."""
+    first, mask = sample.layers[0].layer, sample.layers[0].row_mask
+    targets = {f"hidden state {layer}": states for layer, states in sample.targets.hidden.items()}
+    if sample.targets.logits is not None:
+        targets["its logits"] = sample.targets.logits[..., : work.options.vocab_size]
+    for title, rows in targets.items():
+        by_position = mask is not None and rows.shape[:-1] == mask.shape  # others are refused for that
+        counted = rows[mask] if by_position else rows
+        if not np.isfinite(counted).all():
+            return Fault(sample.index, sample.key, first.student_layer, first.site.name, None, title)
+    return None
 
 
 def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Whether maps are those of single samples, by a few samples of the user's data."""
+"""Whether maps, logits and hidden states are those of single samples, by a few samples of the user's data."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ def check_samples(
     sites: Mapping[str, AttentionSite],
     inputs: ModelInputs,
     run: Callable[[Sequence[str], Batch], Arrays],
+    targets: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse maps that are not those of single samples, by a few samples of the user's data.
+    """Refuse what is not of single samples, by a few samples of the user's data.
 
     Args:
         model: the teacher.
         sites: by the name of an output with their maps ``(B, H, L, S)``, or what is made of these.
         inputs: the samples.
         run: gives some of these outputs on a batch.
+        targets: what other outputs are, by name: logits and hidden states, with a first axis B.
 
     Raises:
         ShdError: ``graph-unsupported``.
     """
     allowed = Allowed.of(model)
-    pending = list(sites)
+    pending = [*sites, *(targets or {})]
     for indices in _pairs(inputs):
         batch = inputs.batch(indices)
         entries = max((site.num_heads or 1) for site in sites.values()) * max(inputs.longest_axis(indices), 1) ** 2
@@ -61,16 +63,18 @@ def check_samples(
             for name in names:
                 finding = trial.judge(name, "batch-heads", 1)
                 if finding.reason is not None:
-                    site = sites[name]
-                    raise ShdError(
-                        "graph-unsupported",
-                        f"attention site {site.layer} ({site.name}) cannot be squeezed: {finding.reason}",
-                    )
+                    raise ShdError("graph-unsupported", _describe(name, sites, targets or {}, finding.reason))
                 if finding.note != NOT_TOLD:
                     told.add(name)
         pending = [name for name in pending if name not in told]
         if not pending:
             return
+
+
+def _describe(name: str, sites: Mapping[str, AttentionSite], targets: Mapping[str, str], reason: str) -> str:
+    if name in targets:
+        return f"{targets[name]} cannot be stored: {reason.replace('its maps', 'its rows')}"
+    return f"attention site {sites[name].layer} ({sites[name].name}) cannot be squeezed: {reason}"
 
 
 def _run_changed(

@@ -5,6 +5,7 @@ Kept apart from what runs a graph, so that the commands can show them without lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -26,6 +27,11 @@ CALIBRATION_SAMPLES: Final = 16
 
 FORMS: Final = ("maps", "factored")
 """What records hold: merged maps, or the teacher's queries and keys."""
+
+LOGIT_FORMS: Final = ("none", "topk", "sampled", "float16")
+"""How the teacher's logits are stored: not at all, by top-k records, by sampled ones, or whole."""
+
+HIDDEN_CODECS: Final = ("float16", "int8")
 
 MATCHED: Final = "matched"
 """The plan that is chosen on the data."""
@@ -55,9 +61,10 @@ class Shown:
 
 MERGING: Final = "What is merged"
 STORING: Final = "What is stored"
+TARGETS: Final = "Logits and hidden states"
 READING: Final = "How inputs are read"
 RUNNING: Final = "How the teacher runs"
-PANELS: Final = (MERGING, STORING, READING, RUNNING)
+PANELS: Final = (MERGING, STORING, TARGETS, READING, RUNNING)
 """Headings of options in ``--help``, in this order."""
 
 SITES_HELP: Final = Shown(
@@ -168,6 +175,50 @@ class PrecomputeOptions:
         Shown("Column of augmentation seeds, stored beside the maps and replayed in training.", STORING),
     ] = None
 
+    logits: Annotated[
+        str,
+        Shown(
+            "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the mass of all "
+            "others), sampled (unbiased; forward KL and cross entropy only), float16 (whole rows: classifiers).",
+            TARGETS,
+            LOGIT_FORMS,
+        ),
+    ] = "none"
+    logits_top: Annotated[
+        int, Shown("Classes that a row keeps with their probabilities; the rest is one number.", TARGETS, least=0)
+    ] = 32
+    logits_draws: Annotated[
+        int, Shown("Classes that a sampled row draws from the rest, with the run's seed.", TARGETS, least=1)
+    ] = 32
+    logits_bits: Annotated[int, Shown("Bits of a kept probability, 4 to 16.", TARGETS, least=4)] = 8
+    logits_temperature: Annotated[
+        float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
+    ] = 1.0
+    logits_output: Annotated[
+        str | None, Shown("The graph's output that holds the logits, if not 'logits'.", TARGETS)
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        Shown(
+            "Classes that count, where the teacher's vocabulary was padded; the others must have no mass.",
+            TARGETS,
+            least=1,
+        ),
+    ] = None
+    hidden: Annotated[
+        tuple[int, ...],
+        Shown(
+            "Hidden states to store, such as 0,3,6: k is what enters block k from 0; the number of blocks, what "
+            "leaves the last.",
+            TARGETS,
+            least=0,
+            metavar="K,...",
+        ),
+    ] = ()
+    hidden_codec: Annotated[
+        str, Shown("Codec of hidden states: int8 (a scale for each token) or float16.", TARGETS, HIDDEN_CODECS)
+    ] = "float16"
+
     @property
     def is_factored(self) -> bool:
         """Whether records hold queries and keys."""
@@ -244,6 +295,7 @@ def check_options(options: PrecomputeOptions) -> None:
     check_compression(options.compression)
     check_temperature(options.temperature)
     _check_form(options)
+    _check_targets(options)
 
 
 def check_run(run: RunOptions) -> None:
@@ -276,3 +328,23 @@ def _check_form(options: PrecomputeOptions) -> None:
                 "and one weight per map is stored; use --form maps for others",
                 "CACHE-141",
             )
+
+
+def _check_targets(options: PrecomputeOptions) -> None:
+    check_option("logits", options.logits, LOGIT_FORMS, "CACHE-164")
+    check_option("hidden_codec", options.hidden_codec, HIDDEN_CODECS, "CACHE-177")
+    for name in ("logits_output", "vocab_size"):
+        if options.logits == "none" and getattr(options, name) is not None:
+            given = getattr(options, name)
+            raise ShdError("argument-value", f"{name} must go with logits; got {given!r} with logits 'none'")
+    temperature = options.logits_temperature
+    if options.logits in ("none", "float16") and temperature != 1.0:
+        raise ShdError(
+            "argument-value",
+            f"logits_temperature must go with topk or sampled logits, whose records are bound to it; got "
+            f"{temperature:g} with logits {options.logits!r}",
+        )
+    if not 0 < temperature < math.inf:
+        raise ShdError("argument-value", f"logits_temperature must be finite and above 0; got {temperature}", "KD-5")
+    if options.logits == "topk" and options.logits_top < 1:
+        raise ShdError("argument-value", f"logits_top must be at least 1 for topk; got {options.logits_top}", "KD-8")

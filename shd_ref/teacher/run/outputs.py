@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent
 from shd_ref.plans import MergePlan
+from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import PrecomputeOptions
@@ -126,6 +127,29 @@ class LayerOutputs(_Arrays):
 
 
 @dataclass(frozen=True, eq=False)
+class TargetOutputs:
+    """What a run gave beside the attention; in float32, padding included. Indexed by samples, the same of these.
+
+    Attributes:
+        logits: ``(B, L, V)``, or ``(B, V)`` of a classifier; None where they are not asked for.
+        hidden: ``(B, L, D)`` by layer, see ``TargetTensors``.
+    """
+
+    logits: NDArray[np.float32] | None
+    hidden: Mapping[int, NDArray[np.float32]]
+
+    @classmethod
+    def read(cls, tensors: TargetTensors, outputs: Mapping[str, NDArray[Any]]) -> TargetOutputs:
+        """From the outputs of a session by name."""
+        logits = None if tensors.logits is None else outputs[tensors.logits]
+        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden})
+
+    def __getitem__(self, samples: int | Sequence[int]) -> TargetOutputs:
+        logits = None if self.logits is None else self.logits[samples]
+        return TargetOutputs(logits, {layer: states[samples] for layer, states in self.hidden.items()})
+
+
+@dataclass(frozen=True, eq=False)
 class SampleOutputs:
     """One sample of a run: the outputs of each layer without the batch axis.
 
@@ -134,12 +158,14 @@ class SampleOutputs:
         key: its sample key.
         extent: its length, its padding in front, and the rows and keys that a record keeps of each layer.
         layers: by student layer.
+        targets: logits and hidden states, padding included.
     """
 
     index: int
     key: str
     extent: Extent
     layers: tuple[LayerOutputs, ...]
+    targets: TargetOutputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +177,14 @@ class StudentOutputs:
         graph: what was run; its names are those of the session.
         batch: what was fed.
         layers: by student layer.
+        targets: logits and hidden states, the same for all students.
     """
 
     student: Student
     graph: SqueezedGraph
     batch: Batch
     layers: tuple[LayerOutputs, ...]
+    targets: TargetOutputs
 
     def select(self, numbers: Sequence[int]) -> StudentOutputs:
         """Of some samples, by their numbers in the batch; the batch keeps no arrays."""
@@ -171,4 +199,5 @@ class StudentOutputs:
             else (),
             arrays={},
         )
-        return replace(self, batch=batch, layers=tuple(layer[numbers] for layer in self.layers))
+        layers = tuple(layer[numbers] for layer in self.layers)
+        return replace(self, batch=batch, layers=layers, targets=self.targets[numbers])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from shd_ref.teacher.graph.independence import SHARED_SCALES
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import frozen_specs
+from shd_ref.teacher.graph.targets import TargetTensors, find_targets
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph
@@ -30,13 +32,15 @@ from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import choose_layers
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
-from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs
+from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.session import PROVIDERS, open_session
 from shd_ref.teacher.sources import Arrays, Source
 
 CHECKED_BYTES: Final = 2**28
 """Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
+TARGET_BYTES: Final = 2**29
+"""Logits and hidden states, in float32, that are asked of the graph at once (but at least a sample's)."""
 
 
 class TeacherRun:
@@ -59,6 +63,7 @@ class TeacherRun:
         students: with the plans of every layer, in the order of ``layers``.
         options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
+        targets: the teacher's tensors of logits and hidden states, where they are asked for.
 
     Raises:
         ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
@@ -86,6 +91,7 @@ class TeacherRun:
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
         if options.is_factored and self.site_kinds.kinds:
             self._check_one_sequence()
+        self.targets = self._find_targets(sites)
         for _, site in self.layers:
             check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
         self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
@@ -111,6 +117,7 @@ class TeacherRun:
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
+        self._target_columns = 0  # of logits and hidden states together, once a run has told
 
     def as_factored(self) -> TeacherRun:
         """The same teacher on the same inputs, in new sessions, with queries and keys in place of maps.
@@ -140,12 +147,14 @@ class TeacherRun:
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
+        targets = TargetOutputs.read(session.graphs[0].targets, values)
         return tuple(
             StudentOutputs(
                 student,
                 graph,
                 batch,
                 tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers),
+                targets,
             )
             for student, graph in zip(self.students, session.graphs, strict=True)
         )
@@ -157,10 +166,10 @@ class TeacherRun:
         length = layers[0].map_axes[0] if self.inputs.mask is None else batch.lengths[number]
         shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
         extent = Extent(length, int(self.inputs.firsts[index]), shapes)
-        return SampleOutputs(index, self.inputs.key(index), extent, layers)
+        return SampleOutputs(index, self.inputs.key(index), extent, layers, outputs.targets[number])
 
     def check_samples(self) -> None:
-        """Refuse a teacher whose maps of a sample depend on the samples that run with it.
+        """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it.
 
         Raises:
             ShdError: ``graph-unsupported``.
@@ -168,21 +177,36 @@ class TeacherRun:
         if all(site.note is None for _, site in self.layers):
             opened = self._open(True)
             sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
+            targets = opened.graphs[0].targets.titles
             check_samples(
-                self.model, sites, self.inputs, lambda names, batch: run_batch(opened.session, names, batch)
+                self.model, sites, self.inputs, functools.partial(self._run_noting, opened.session), targets
             )
         else:  # the squeezed graph may not even run
             reader = self.read_attention()
             check_samples(self.model, reader.maps, self.inputs, reader.run)
+            if self.targets:
+                opened = self._open(True)
+                targets = opened.graphs[0].targets.titles
+                check_samples(
+                    self.model, {}, self.inputs, functools.partial(self._run_noting, opened.session), targets
+                )
+
+    def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
+        for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
+            size = self._count_targets(chosen)
+            for start in range(0, len(chosen), size):
+                yield chosen[start : start + size]
 
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
-        """Samples in batches of the size that was asked for, longest first."""
-        return self.inputs.batches(indices, self.run.batch_size, self.run.batch_tokens)
+        """The same with their arrays, longest first."""
+        for chosen in self.groups(indices):
+            yield self.inputs.batch(chosen)
 
     def checked_batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """The same in batches that are small enough for check outputs: those of large teachers are many times larger
         than what is stored."""
-        for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
+        for chosen in self.groups(indices):
             size = self.count_checked(chosen)
             for start in range(0, len(chosen), size):
                 yield self.inputs.batch(chosen[start : start + size])
@@ -198,6 +222,38 @@ class TeacherRun:
         most = max(student.options.num_student_heads for student in self.students)
         entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.longest_axis(indices) ** 2
         return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
+
+    def _count_targets(self, indices: Sequence[int]) -> int:
+        """How many of these samples may yield logits and hidden states at once, once a run told how wide they are."""
+        if self.inputs.fixed_batch is not None or not self._target_columns:
+            return len(indices)
+        entries = self._target_columns * max(self.inputs.longest_axis(indices), 1)
+        return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
+
+    def _run_noting(self, session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        """Run a batch, and note how wide logits and hidden states are."""
+        values = run_batch(session, names, batch)
+        titles = self._open(True).graphs[0].targets.titles
+        columns = sum(array.shape[-1] for name, array in values.items() if name in titles and array.ndim > 2)
+        self._target_columns = max(self._target_columns, columns)
+        return values
+
+    def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
+        options = self.options
+        found = find_targets(
+            self.model,
+            sites,
+            logits=options.logits != "none",
+            output=options.logits_output,
+            hidden=options.hidden,
+        )
+        if found and self.site_kinds.kinds:
+            raise ShdError(
+                "graph-unsupported",
+                "logits and hidden states can be stored of a graph with one sequence; this one has an encoder and a "
+                "decoder: store its attention alone, and let the teacher run beside the student for the rest",
+            )
+        return found
 
     def mask_of_rows(self, site: AttentionSite) -> str | None:
         """Name of the input that says which rows of a site's maps count; None where every row does."""
@@ -310,13 +366,17 @@ class TeacherRun:
     def _open(self, checked: bool) -> _Session:
         """The session of all students with or without check outputs, made when it is first needed."""
         if checked not in self._sessions:
-            graphs = [self._make_graph(student, check_outputs=checked) for student in self.students]
+            graphs = [
+                # Logits and hidden states are the same for all students.
+                self._make_graph(student, check_outputs=checked, targets=None if number else self.targets)
+                for number, student in enumerate(self.students)
+            ]
             model, renamed = unite_graphs(graphs)
             session = open_session(model, provider=self.run.provider, num_threads=self.run.num_threads)
             self._sessions[checked] = _Session(session, [output.name for output in model.graph.output], renamed)
         return self._sessions[checked]
 
-    def _make_graph(self, student: Student, *, check_outputs: bool) -> SqueezedGraph:
+    def _make_graph(self, student: Student, *, check_outputs: bool, targets: TargetTensors | None) -> SqueezedGraph:
         options = student.options
         layers = [layer for layer, _ in self.layers]
         return squeeze_graph(
@@ -332,6 +392,7 @@ class TeacherRun:
             row_mask_inputs={layer: self.mask_of_rows(site) for layer, site in self.layers},
             check_outputs=check_outputs,
             factors=dict(zip(layers, self.factors, strict=True)) if self.factors else None,
+            targets=targets,
         )
 
 

@@ -28,8 +28,9 @@ from shd_ref.cache import (
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.forms.maps import find_support
+from shd_ref.teacher.precompute.forms.targets import Forms
 from shd_ref.teacher.precompute.manifest import describe_attention
-from shd_ref.teacher.precompute.records import make_records, measure_codec
+from shd_ref.teacher.precompute.records import make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs
@@ -288,12 +289,12 @@ def _factored_error(work: TeacherRun, outputs: Sequence[StudentOutputs], form: F
     errors = []
     for output in outputs:
         try:
-            records = make_records(work, output, set(output.batch.indices), form)
+            records = make_records(work, output, set(output.batch.indices), Forms(form))
         except ShdError as error:
             if error.code != "argument-value":
                 raise
             return None
-        errors.append(measure_codec(work, output, records, form))
+        errors.append(measure_errors(work, output, records, Forms(form)).attention)
     return merge_codec_errors(errors)
 
 

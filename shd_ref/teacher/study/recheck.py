@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shd_ref.cache import CacheReader, Maps
+from shd_ref.cache import CacheReader, Manifest, Maps
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.forms.maker import tolerance_of
+from shd_ref.teacher.precompute.forms.targets import check_targets
 from shd_ref.teacher.precompute.records import maker_of
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -67,6 +68,7 @@ def recheck_records(
         for number in range(len(batch.indices)):
             sample = work.sample(outputs, number)
             record = reader.read(sample.key)
+            check_targets(manifest, sample, record)
             for student_layer, layer in zip(form.student_layers, sample.layers, strict=True):
                 stored = reader.decode(record, student_layer)
                 n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
@@ -129,6 +131,7 @@ def rerun_teacher(
     options = (
         replace(options, codec=form.codec) if isinstance(form, Maps) else replace(options, factored_codec=form.codec)
     )
+    options = _with_targets(options, manifest)
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)
@@ -141,3 +144,17 @@ def rerun_teacher(
             f"first sample {absent[0]} with key {work.inputs.key(absent[0])}: they are other inputs",
         )
     return work
+
+
+def _with_targets(options: PrecomputeOptions, manifest: Manifest) -> PrecomputeOptions:
+    """The options that also ask for the logits and hidden states of a cache."""
+    if manifest.logits is not None:
+        form = manifest.logits
+        options = replace(
+            options,
+            logits=form.codec,
+            logits_output=form.tensor,
+            logits_temperature=form.temperature or 1.0,
+            vocab_size=form.vocab_size if form.padded_vocab_size else None,
+        )
+    return replace(options, hidden=() if manifest.hidden is None else tuple(manifest.hidden.teacher_layers))

@@ -1,4 +1,4 @@
-"""``shd precompute`` killed at twenty moments: the finished cache is always the undisturbed one."""
+"""``shd precompute``, of all forms, killed at twenty moments: the finished cache is always the undisturbed one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import encoder_layer
+from support.attention_graphs import language_model
 from support.makers import contents, read_everything
 from support.started_command import start_command
 
@@ -29,15 +29,16 @@ def committed(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) -> None:
-    onnx.save(encoder_layer(num_heads=4, mask="where"), tmp_path / "teacher.onnx")
+    onnx.save(language_model(), tmp_path / "teacher.onnx")
     rng, moments = np.random.default_rng(0), random.Random(3)
     mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
-    x = rng.normal(size=(NUM_SAMPLES, LENGTH, 12)).astype(np.float32)
-    np.savez(tmp_path / "data.npz", x=x, mask=mask)
+    ids = rng.integers(0, 50, (NUM_SAMPLES, LENGTH))
+    np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=mask)
 
     def command(folder: Path) -> list[str]:
         teacher, inputs = str(tmp_path / "teacher.onnx"), str(tmp_path / "data.npz")
-        options = ["--mask", "mask", "--batch-size", "4", "--samples-per-shard", "1", "--threads", "1"]
+        options = ["--batch-size", "4", "--samples-per-shard", "1", "--threads", "1"]
+        options += ["--logits", "sampled", "--logits-top", "4", "--logits-draws", "3", "--hidden", "0,1"]
         return ["precompute", teacher, "--inputs", inputs, "--student-heads", "2", "--out", str(folder), *options]
 
     def finish(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""Sixteen architectures: exported, understood and squeezed, each as the model itself and the reference have it."""
+"""Sixteen architectures: exported, understood and squeezed, each as the model itself and the reference have it.
+
+So are their hidden states and logits, where the model has them.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ pytest.importorskip("transformers", reason="these teachers come from transformer
 pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 
 from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.targets import TargetTensors, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
@@ -52,6 +56,13 @@ def test_exported_found_and_squeezed(name: str, tmp_path: Path) -> None:
         assert site.d_model == 32
         assert site.cross is False
 
+    targets = TargetTensors()
+    states = hidden_states_of(model, inputs)
+    if states:
+        has_logits = "logits" in {value.name for value in teacher.graph.output}
+        targets = find_targets(teacher, sites, logits=has_logits, hidden=range(len(sites) + 1))
+        assert len(targets.hidden) == len(states) == len(sites) + 1
+
     mask = feeds.get("attention_mask")
     squeezed = squeeze_graph(
         teacher,
@@ -59,7 +70,24 @@ def test_exported_found_and_squeezed(name: str, tmp_path: Path) -> None:
         num_student_heads=2,
         row_mask_input=None if mask is None else "attention_mask",
         check_outputs=True,
+        targets=targets,
     )
     outputs = run_session(open_session(squeezed.model.SerializeToString(), num_threads=1), feeds)
     # Raises above the published tolerances, also where rows do not sum to one.
     compare_with_reference(squeezed, outputs, query_mask=None if mask is None else mask.astype(bool))
+    for layer, tensor in squeezed.targets.hidden:
+        np.testing.assert_allclose(outputs[tensor], states[layer], atol=2e-5, rtol=1e-4, err_msg=f"state {layer}")
+    if squeezed.targets.logits is not None:
+        np.testing.assert_allclose(outputs[squeezed.targets.logits], expected.numpy(), atol=2e-5, rtol=1e-4)
+
+
+def hidden_states_of(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    """As the model itself returns them, the last one after its final norm; none where it cannot."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    with torch.no_grad():
+        found = model(**inputs, output_hidden_states=True)
+    last = getattr(found, "last_hidden_state", found.hidden_states[-1])  # that of a ViT's list is before the norm
+    return [states.numpy() for states in (*found.hidden_states[:-1], last)]

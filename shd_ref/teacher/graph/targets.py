@@ -1,0 +1,208 @@
+"""What a teacher gives beside its attention: the logits of its head, and the hidden states between its blocks.
+
+A hidden state is found by where it is used, not by its name. Forward from a site's map, the first sum with a tensor
+that the map itself was made from is the residual connection around that attention, and this tensor is what enters
+the block: ``hidden_states[k]`` of Hugging Face for site k, whether the norm stands before or after the sum, and also
+where attention and feed-forward network stand side by side. What leaves the last block is an output of the graph, or
+what its head multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.nodes import is_constant, name_of
+from shd_ref.teacher.opening.external import read_graph
+from shd_ref.teacher.opening.operators import PRODUCTS
+from shd_ref.teacher.packages import ir, onnx
+
+LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
+"""Outputs that exporters name after what leaves the last block."""
+
+_LOGITS: Final = "logits"
+_RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
+_BEHIND_HEAD: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # a bias, a scale, a soft cap
+_SIZES: Final = frozenset({"Shape", "Size"})
+_FLOATS: Final = frozenset(
+    {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+)
+
+
+@dataclass(frozen=True)
+class TargetTensors:
+    """Names of the tensors that become outputs beside the squeezed attention.
+
+    Attributes:
+        logits: of the head, or None where they are not asked for.
+        hidden: pairs of a layer and its hidden state, ascending; layer k is what enters block k, counted from 0, and
+            the number of blocks is what leaves the last, as the head reads it.
+    """
+
+    logits: str | None = None
+    hidden: tuple[tuple[int, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.logits is not None or bool(self.hidden)
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What each of these tensors is, by its name."""
+        titles = {} if self.logits is None else {self.logits: "the teacher's logits"}
+        return titles | {name: f"hidden state {layer}" for layer, name in self.hidden}
+
+
+def find_targets(
+    model: onnx.ModelProto,
+    sites: Sequence[AttentionSite],
+    *,
+    logits: bool = False,
+    output: str | None = None,
+    hidden: Iterable[int] = (),
+) -> TargetTensors:
+    """The tensors of a graph that hold the logits and the chosen hidden states.
+
+    Args:
+        model: the teacher, from ``load_teacher``.
+        sites: all its attention sites, from ``find_sites``.
+        logits: whether logits are asked for.
+        output: the graph output that holds them; by default ``logits``, or the only output that can.
+        hidden: layers, 0 to the number of sites.
+
+    Raises:
+        ShdError: ``argument-value`` for an output or a layer that the graph does not have; ``graph-unsupported``
+            where a hidden state cannot be told.
+    """
+    layers = sorted(set(hidden))
+    found = _find_hidden(model, sites, layers) if layers else ()
+    return TargetTensors(_find_logits(model, output) if logits else None, found)
+
+
+def _find_logits(model: onnx.ModelProto, output: str | None) -> str:
+    outputs = {
+        value.name: value.type.tensor_type
+        for value in model.graph.output
+        if value.type.tensor_type.elem_type in _FLOATS
+    }
+    if output is not None:
+        if output not in outputs:
+            raise ShdError(
+                "argument-value",
+                f"logits_output must name an output of real numbers of the graph, one of {', '.join(outputs)}; got "
+                f"{output!r}",
+            )
+        return output
+    if _LOGITS in outputs:
+        return _LOGITS
+    # Queries, keys and maps have four axes; a hidden state that was exported has its own name.
+    fitting: list[str] = [
+        name
+        for name, tensor in outputs.items()
+        if (not tensor.HasField("shape") or len(tensor.shape.dim) in (2, 3)) and "hidden" not in name
+    ]
+    if len(fitting) != 1:
+        raise ShdError(
+            "argument-value",
+            "logits must come from an output of the graph named logits, or its only output of two or three axes; "
+            f"it has {', '.join(outputs) or 'none of real numbers'}: name it (--logits-output), or export the model "
+            "with its head",
+        )
+    return fitting[0]
+
+
+def _find_hidden(
+    model: onnx.ModelProto, sites: Sequence[AttentionSite], layers: Sequence[int]
+) -> tuple[tuple[int, str], ...]:
+    count = len(sites)
+    wrong = [layer for layer in layers if not 0 <= layer <= count]
+    if wrong:
+        raise ShdError(
+            "argument-value",
+            f"hidden must hold layers from 0 (what enters the first block) to {count} (what leaves the last); got "
+            f"{wrong[0]}",
+        )
+    graph = read_graph(model)
+    graph.sort()
+    values = {value.name: value for node in graph for value in node.outputs if value.name}
+    found = []
+    for layer in layers:
+        state = _last_state(graph) if layer == count else _entering_state(graph, values, sites[layer])
+        if state is None:
+            raise ShdError("graph-unsupported", _advice(layer, count, sites))
+        found.append((layer, state))
+    names = [name for _, name in found]
+    if len(set(names)) != len(names):
+        raise ShdError(
+            "graph-unsupported",
+            f"hidden states of layers {', '.join(map(str, layers))} must be different tensors, but attention sites "
+            "share a block (as a decoder's do with cross attention): ask for fewer layers",
+        )
+    return tuple(found)
+
+
+def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
+    if layer == count:
+        return (
+            f"hidden state {layer}, what leaves the last block, must be an output of the graph named "
+            f"{' or '.join(LAST_STATES)}, or what its head multiplies to make the output logits: export it so, or "
+            f"ask for layers below {layer}"
+        )
+    site = sites[layer]
+    return (
+        f"hidden state {layer} must be what is added to the output of attention site {layer} ({site.name}), but no "
+        "such residual connection was found: export a graph that keeps it, or ask for other layers"
+    )
+
+
+def _last_state(graph: ir.Graph) -> str | None:
+    """The output of that name, or else what the head multiplies."""
+    outputs = {value.name: value for value in graph.outputs if value.name}
+    named = next((name for name in LAST_STATES if name in outputs), None)
+    value = outputs.get(_LOGITS)
+    while named is None and value is not None:
+        node = value.producer()
+        made_from = (
+            [] if node is None else [each for each in node.inputs if each is not None and not is_constant(each)]
+        )
+        if node is None or node.op_type not in _BEHIND_HEAD | PRODUCTS or len(made_from) != 1:
+            return None
+        if node.op_type in PRODUCTS:
+            return name_of(made_from[0])
+        value = made_from[0]
+    return named
+
+
+def _entering_state(graph: ir.Graph, values: dict[str, ir.Value], site: AttentionSite) -> str | None:
+    """The other operand of the first sum behind a map that the map itself was made from."""
+    probs = values.get(site.probs)
+    if probs is None:
+        return None
+    before = _ancestors(probs)
+    behind = {probs}
+    for node in graph:  # sorted, so that the first sum is the nearest
+        inputs = [value for value in node.inputs if value is not None]
+        if node.op_type in _SIZES or behind.isdisjoint(inputs):
+            continue
+        if node.op_type in _RESIDUAL:
+            for value in inputs:
+                if value in before and value not in behind and not is_constant(value):
+                    return name_of(value)
+        behind.update(node.outputs)
+    return None
+
+
+def _ancestors(value: ir.Value) -> set[ir.Value]:
+    """All tensors that a tensor is made from, except through sizes."""
+    found: set[ir.Value] = set()
+    waiting = [value]  # not by recursion: a graph may be as deep as its author likes
+    while waiting:
+        node = waiting.pop().producer()
+        if node is None or node.op_type in _SIZES:
+            continue
+        new = [each for each in node.inputs if each is not None and each not in found]
+        found.update(new)
+        waiting += new
+    return found

@@ -1,0 +1,262 @@
+"""Logits and hidden states: rows of each sample, coded on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import (
+    Extent,
+    Factors,
+    Hidden,
+    HiddenError,
+    HiddenLayer,
+    Logits,
+    LogitsError,
+    Manifest,
+    Maps,
+    NewRecord,
+    StoredRecord,
+)
+from shd_ref.cache.codecs.distortion import merge_errors
+from shd_ref.errors import ShdError
+from shd_ref.kd.targets import log_softmax
+from shd_ref.teacher.precompute.forms.maker import tolerance_of
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.teacher import TeacherRun
+
+Counted = NDArray[np.bool_] | None
+
+
+class HeldForms(Protocol):
+    """What a record holds: a manifest says it, and so does ``Forms`` before there is one."""
+
+    @property
+    def attention(self) -> Maps | Factors:
+        """The squeezed attention."""
+
+    @property
+    def logits(self) -> Logits | None:
+        """The teacher's logits, if any."""
+
+    @property
+    def hidden(self) -> Hidden | None:
+        """Its hidden states, if any."""
+
+
+class Forms(NamedTuple):
+    """The forms of a record."""
+
+    attention: Maps | Factors
+    logits: Logits | None = None
+    hidden: Hidden | None = None
+
+
+def describe_logits(work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
+    """How logits are stored; None where they are not asked for.
+
+    Args:
+        work: the run.
+        outputs: of any samples.
+
+    Raises:
+        ShdError: ``graph-unsupported`` for logits that are no rows of classes; ``argument-value`` for options that do
+            not suit them.
+    """
+    options, logits = work.options, outputs.targets.logits
+    if logits is None:
+        return None
+    name = str(work.targets.logits)
+    if logits.ndim == 3:
+        _check_rows(outputs, "logits", logits)
+    elif logits.ndim != 2:
+        raise ShdError(
+            "graph-unsupported",
+            f"logits must be (samples, positions, classes) or (samples, classes); got {logits.ndim} axes in {name}: "
+            "name another output (--logits-output)",
+            "CACHE-160",
+        )
+    columns = logits.shape[-1]
+    size = columns if options.vocab_size is None else options.vocab_size
+    if size > columns:
+        raise ShdError(
+            "argument-value", f"vocab_size must be at most {columns}, the columns of {name}; got {size}", "KD-7"
+        )
+    common: dict[str, Any] = {
+        "codec": options.logits,
+        "rows": "positions" if logits.ndim == 3 else "sample",
+        "tensor": name,
+        "vocab_size": size,
+        "padded_vocab_size": columns if size < columns else None,
+    }
+    if options.logits == "float16":
+        return Logits(**common)
+    drawn = options.logits == "sampled"
+    return Logits(
+        **common,
+        temperature=options.logits_temperature,
+        # A small vocabulary is kept whole; a class is left to draw from.
+        head=min(options.logits_top, size - drawn),
+        draws=options.logits_draws if drawn else 0,
+        value_bits=options.logits_bits,
+        seed=work.run.seed if drawn else None,
+    )
+
+
+def describe_hidden(work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
+    """How hidden states are stored; None where they are not asked for.
+
+    Raises:
+        ShdError: ``graph-unsupported`` for tensors that have no row for each position.
+    """
+    layers = []
+    for layer, tensor in work.targets.hidden:
+        states = outputs.targets.hidden[layer]
+        if states.ndim != 3:
+            raise ShdError(
+                "graph-unsupported",
+                f"hidden state {layer} must be (samples, positions, width); got {states.ndim} axes in {tensor}: "
+                "ask for other layers",
+                "CACHE-160",
+            )
+        _check_rows(outputs, f"hidden state {layer}", states)
+        layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
+    return Hidden(codec=work.options.hidden_codec, rows="positions", layers=tuple(layers)) if layers else None
+
+
+def _check_rows(outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
+    """Refuse rows that are not those of the positions."""
+    positions = outputs.layers[0].map_axes[0]
+    if rows.shape[1] != positions:
+        raise ShdError(
+            "graph-unsupported",
+            f"{what} must have a row for each of {positions} positions, as the attention has; got {rows.shape[1]}: "
+            "export the model with all positions (as of a decoder without a number of logits to keep)",
+            "CACHE-160",
+        )
+
+
+def make_targets(
+    forms: HeldForms, sample: SampleOutputs, extent: Extent
+) -> tuple[NDArray[np.uint8] | None, dict[int, NDArray[np.uint8]]]:
+    """What a record holds of a sample's logits and hidden states: ``NewRecord.logits`` and ``NewRecord.hidden``.
+
+    Args:
+        forms: of the record.
+        sample: what the teacher gave.
+        extent: of the record.
+
+    Raises:
+        ShdError: as ``Logits.encode`` and ``Hidden.encode``.
+    """
+    logits, hidden = None, {}
+    if forms.logits is not None:
+        logits = forms.logits.encode(*_logit_rows(forms.logits, sample, extent, sample.index))
+    if forms.hidden is not None:
+        for layer in forms.hidden.teacher_layers:
+            hidden[layer] = forms.hidden.encode(layer, *_rows(sample.targets.hidden[layer], sample, extent))
+    return logits, hidden
+
+
+def measure_targets(
+    forms: HeldForms, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]
+) -> tuple[LogitsError | None, HiddenError | None]:
+    """What coding cost the rows of these samples that count: ``Errors.logits`` and ``Errors.hidden``."""
+    logits, hidden = [], []
+    for sample, record in zip(samples, records, strict=True):
+        if forms.logits is not None:
+            assert record.logits is not None
+            rows, _, counted = _logit_rows(forms.logits, sample, record.extent, record.index)
+            logits.append(forms.logits.measure(rows, record.logits, counted))
+        if forms.hidden is not None:
+            for layer, codes in record.hidden.items():
+                rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)
+                hidden.append(forms.hidden.measure(layer, rows, codes, counted))
+    return (
+        None if forms.logits is None else merge_errors(LogitsError, logits),
+        None if forms.hidden is None else merge_errors(HiddenError, hidden),
+    )
+
+
+def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecord) -> None:
+    """Refuse a record whose logits or hidden states are not what the teacher gives now (CACHE-91).
+
+    Args:
+        manifest: of the cache.
+        sample: run again.
+        record: what the cache holds of it.
+
+    Raises:
+        ShdError: ``cache-mismatch``.
+    """
+    dtype = manifest.teacher.dtype
+    if manifest.logits is not None:
+        rows, _, counted = _logit_rows(manifest.logits, sample, record.extent, record.index)
+        found, bound = _move_of_logits(manifest.logits, record, rows)
+        _check_moves(record, "logits", found, bound + tolerance_of("recheck", dtype), counted)
+    if manifest.hidden is not None:
+        for layer in manifest.hidden.teacher_layers:
+            rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)
+            stored = manifest.hidden.decode(record, layer).astype(np.float64)
+            norms = np.linalg.norm(rows, axis=-1)
+            norms = np.where(norms > 0, norms, 1.0)
+            found = np.linalg.norm(stored - rows, axis=-1) / norms
+            bound = np.sqrt(rows.shape[-1]) * manifest.hidden.bound(rows) / norms
+            _check_moves(record, f"hidden state {layer}", found, bound + tolerance_of("recheck", dtype), counted)
+
+
+def _move_of_logits(
+    form: Logits, record: StoredRecord, rows: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The total variation between stored rows and rows run again, over the classes that a record tells apart; and
+    what coding may take of it."""
+    stored = form.decode(record)
+    again = log_softmax(rows[:, : form.vocab_size].astype(np.float64) / (form.temperature or 1.0))
+    if isinstance(stored, np.ndarray):
+        whole = log_softmax(stored.astype(np.float64))
+        largest = np.abs(rows[:, : form.vocab_size]).max(axis=-1)
+        return 0.5 * np.abs(np.exp(whole) - np.exp(again)).sum(axis=-1), np.maximum(largest * 2.0**-11, 2.0**-25) / 2
+    assert record.logits is not None
+    codes = form.split_rows(record.logits, form.row_bytes, record.extent, "logits")
+    decoded = form.code.decode(codes)
+    probs = np.exp(np.take_along_axis(again, decoded.head_ids, axis=-1))
+    rest = np.maximum(1.0 - probs.sum(axis=-1), 0.0)
+    head = np.abs(np.exp(decoded.log_probs) - probs).sum(axis=-1)
+    tails = np.exp(decoded.log_tail)
+    return 0.5 * (head + np.abs(tails - rest)), 0.5 * (form.code.bound(codes).sum(axis=-1) + 2.0**-11)
+
+
+def _check_moves(
+    record: StoredRecord, what: str, found: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
+) -> None:
+    wrong = ~(found <= limits) if counted is None else ~(found <= limits) & counted
+    if wrong.any():
+        row = int(np.where(wrong, found - limits, -np.inf).argmax())
+        raise ShdError(
+            "cache-mismatch",
+            f"record {record.index} (key {record.key}) {what} row {row} must equal what the teacher gives now within "
+            f"{limits[row]:.4f}, which is what coding and another run of the teacher may cost it; got "
+            f"{found[row]:.4f}: the cache was made another way",
+            "CACHE-91",
+        )
+
+
+def _logit_rows(
+    form: Logits, sample: SampleOutputs, extent: Extent, index: int
+) -> tuple[NDArray[np.float32], int, Counted]:
+    """What ``Logits.encode`` takes: rows, the sample's index, and which rows count."""
+    logits = sample.targets.logits
+    assert logits is not None
+    if form.rows == "sample":
+        return logits[None], index, None
+    rows, counted = _rows(logits, sample, extent)
+    return rows, index, counted
+
+
+def _rows(values: NDArray[np.float32], sample: SampleOutputs, extent: Extent) -> tuple[NDArray[np.float32], Counted]:
+    """The rows of a record, and which of them count."""
+    kept, mask = slice(extent.first, extent.length), sample.layers[0].row_mask
+    return values[kept], None if mask is None else mask[kept]

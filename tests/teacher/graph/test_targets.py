@@ -1,0 +1,56 @@
+"""Logits and hidden states: which tensors they are, and what is refused.
+
+That they are what the model itself gives is tested with its architectures.
+"""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from support.attention_graphs import GraphBuilder, bare_attention
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.targets import find_targets
+
+
+def test_a_state_without_a_residual_connection_is_refused_by_its_site() -> None:
+    model = bare_attention(4)
+    with pytest.raises(
+        ShdError, match="hidden state 0 must be what is added to the output of attention site 0"
+    ) as caught:
+        find_targets(model, find_sites(model), hidden=[0])
+    assert caught.value.code == "graph-unsupported"
+    with pytest.raises(ShdError, match="hidden state 1, what leaves the last block, must be an output") as caught:
+        find_targets(model, find_sites(model), hidden=[1])
+    assert caught.value.code == "graph-unsupported"
+
+
+def test_a_layer_beyond_the_last_block_is_refused() -> None:
+    model = bare_attention(4)
+    with pytest.raises(ShdError, match=r"hidden must hold layers from 0 .* to 1 .*; got 2") as caught:
+        find_targets(model, find_sites(model), hidden=[0, 2])
+    assert caught.value.code == "argument-value"
+
+
+def two_outputs(names: tuple[str, str], ranks: tuple[int, int] = (3, 3)) -> onnx.ModelProto:
+    """A graph of which only the outputs matter."""
+    graph = GraphBuilder()
+    model = graph.model({"x": (onnx.TensorProto.FLOAT, ("batch", 4))}, [])
+    for name, rank in zip(names, ranks, strict=True):
+        model.graph.node.append(onnx.helper.make_node("Identity", ["x"], [name]))
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None] * rank))
+    return model
+
+
+def test_logits_are_the_output_of_that_name_or_the_only_one_of_their_shape() -> None:
+    assert find_targets(two_outputs(("scores", "logits")), (), logits=True).logits == "logits"
+    assert find_targets(two_outputs(("scores", "present"), (3, 4)), (), logits=True).logits == "scores"
+    assert find_targets(two_outputs(("a", "b")), (), logits=True, output="b").logits == "b"
+
+
+@pytest.mark.parametrize(("output", "message"), [(None, "it has a, b: name it"), ("c", "one of a, b; got 'c'")])
+def test_logits_that_cannot_be_told_are_refused(output: str | None, message: str) -> None:
+    with pytest.raises(ShdError, match=message) as caught:
+        find_targets(two_outputs(("a", "b")), (), logits=True, output=output)
+    assert caught.value.code == "argument-value"

@@ -1,0 +1,293 @@
+"""Logits and hidden states from graph to cache and back, with every form of attention beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from support.attention_graphs import language_model
+from support.students import precompute, precompute_heads
+
+from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key, verify_cache
+from shd_ref.errors import ShdError
+from shd_ref.kd.targets import kd_targets_topk, log_softmax
+from shd_ref.teacher.run import teacher as teacher_run
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
+
+NUM_SAMPLES = 14
+LENGTH = 8
+STATES = ("state_0", "state_1")
+
+
+def make_inputs(front: bool = False, holes: bool = False) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, LENGTH + 1, NUM_SAMPLES)
+    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
+    if front:
+        mask[::2, 0] = 0
+    if holes:
+        mask[::2, 1] = 0
+    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, LENGTH)), "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
+    onnx.save(language_model(), path)
+    return path
+
+
+def run_alone(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> tuple[dict[str, Any], slice]:
+    """What the teacher itself gives a sample, up to its last position; and where its record begins."""
+    model = onnx.load(teacher)
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in STATES)
+    end = int(np.flatnonzero(inputs["attention_mask"][index])[-1]) + 1
+    feeds = {name: array[index : index + 1, :end] for name, array in inputs.items()}
+    names = ["logits", *STATES]
+    values = onnxruntime.InferenceSession(model.SerializeToString()).run(names, feeds)
+    return {name: value[0] for name, value in zip(names, values, strict=True)}, end
+
+
+def records_of(folder: Path, inputs: dict[str, NDArray[Any]]) -> list[StoredRecord]:
+    reader = CacheReader(folder)
+    found = []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        found.append(reader.read(sample_key({"input_ids": ids[:end], "attention_mask": mask[:end]})))
+    return found
+
+
+def forms_of(folder: Path) -> tuple[Logits, Hidden]:
+    manifest = CacheReader(folder).manifest
+    assert manifest.logits is not None
+    assert manifest.hidden is not None
+    return manifest.logits, manifest.hidden
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+@pytest.mark.parametrize("codec", ["topk", "sampled", "float16"])
+@pytest.mark.parametrize("padding", ["behind", "front"])
+def test_records_are_what_the_teacher_gives(
+    teacher: Path, tmp_path: Path, form: str, codec: str, padding: str
+) -> None:
+    inputs = make_inputs(front=padding == "front")
+    temperature = 1.0 if codec == "float16" else 2.0
+    options = PrecomputeOptions(
+        num_student_heads=2,
+        form=form,
+        logits=codec,
+        logits_top=6,
+        logits_draws=5,
+        logits_temperature=temperature,
+        hidden=(0, 1),
+        hidden_codec="int8" if codec == "topk" else "float16",
+    )
+    summary = precompute(teacher, inputs, tmp_path / "cache", options, RunOptions(batch_size=4))
+    assert verify_cache(tmp_path / "cache").ok
+    assert recheck_records(tmp_path / "cache", teacher, inputs, num_records=NUM_SAMPLES).records == NUM_SAMPLES
+    logits, hidden = forms_of(tmp_path / "cache")
+    errors = summary.errors
+    assert errors.logits is not None
+    assert errors.hidden is not None
+    assert errors.logits.rows > 0
+    assert 0 < errors.hidden.relative_max < 0.02
+    for index, record in enumerate(records_of(tmp_path / "cache", inputs)):
+        expected, end = run_alone(teacher, inputs, index)
+        kept = slice(record.first, end)
+        counted = inputs["attention_mask"][index, kept].astype(bool)
+        assert counted.all() == (padding == "behind" or form == "factored" or bool(index % 2))
+        rows = expected["logits"][kept]
+        stored: Any = logits.decode(record)
+        if codec == "float16":
+            np.testing.assert_allclose(stored[counted], rows[counted], rtol=2e-3, atol=1e-3)
+        else:
+            assert stored.temperature == temperature
+            wanted = kd_targets_topk(rows, 6, temperature=temperature)
+            probs = np.exp(stored.log_probs) if codec == "topk" else stored.weights[:, :6]
+            np.testing.assert_array_equal(stored.ids[counted, :6], wanted.ids[counted])
+            np.testing.assert_allclose(probs[counted], np.exp(wanted.log_probs)[counted], atol=0.01)
+            sums = probs.sum(-1) + np.exp(stored.log_tail) if codec == "topk" else stored.weights.sum(-1)
+            np.testing.assert_allclose(sums, 1.0, atol=1e-6)
+        for layer in (0, 1):
+            found, states = hidden.decode(record, layer), expected[STATES[layer]][kept]
+            assert not found[~counted].any()  # what padding gives is not stored
+            limit = np.abs(states).max() / 254 + 1e-3
+            np.testing.assert_allclose(found[counted], states[counted], atol=limit)
+
+
+def test_positions_between_others_that_do_not_count_are_stored_as_nothing(teacher: Path, tmp_path: Path) -> None:
+    inputs = make_inputs(holes=True)
+    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=6, hidden=(1,))
+    precompute(teacher, inputs, tmp_path / "cache", options)
+    logits, hidden = forms_of(tmp_path / "cache")
+    record = records_of(tmp_path / "cache", inputs)[0]
+    assert not hidden.decode(record, 1)[1].any()
+    stored: Any = logits.decode(record)
+    np.testing.assert_allclose(np.exp(stored.log_probs[1]), 1 / 50, rtol=1e-2)
+    assert not np.allclose(np.exp(stored.log_probs[2]), 1 / 50, rtol=1e-2)
+
+
+def test_sampled_rows_say_on_average_what_the_teacher_says(teacher: Path, tmp_path: Path) -> None:
+    """Over seeds, the mean of the stored weights is the teacher's row."""
+    inputs = {name: array[:2] for name, array in make_inputs().items()}
+    rounds, total = 60, np.zeros(50)
+    for seed in range(rounds):
+        options = PrecomputeOptions(num_student_heads=2, logits="sampled", logits_top=2, logits_draws=3)
+        precompute(teacher, inputs, tmp_path / str(seed), options, RunOptions(seed=seed))
+        reader = CacheReader(tmp_path / str(seed))
+        record = records_of(tmp_path / str(seed), inputs)[0]
+        assert reader.manifest.logits is not None
+        stored: Any = reader.manifest.logits.decode(record)
+        np.add.at(total, stored.ids[1], stored.weights[1] / rounds)
+    expected = np.exp(log_softmax(run_alone(teacher, inputs, 0)[0]["logits"][1].astype(np.float64)))
+    spread = np.sqrt(expected / (3 * rounds))  # of a class that is drawn independently
+    assert (np.abs(total - expected) < 5 * spread + 1e-3).all()
+    assert np.abs(total - expected).sum() < 0.5
+
+
+def test_a_padded_vocabulary_is_cut_where_it_has_no_mass(tmp_path: Path) -> None:
+    onnx.save(language_model(padding=6), tmp_path / "teacher.onnx")
+    options = {"num_student_heads": 2, "logits": "topk", "logits_top": 4}
+    precompute(tmp_path / "teacher.onnx", make_inputs(), tmp_path / "c", PrecomputeOptions(**options, vocab_size=50))
+    logits = CacheReader(tmp_path / "c").manifest.logits
+    assert logits is not None
+    assert (logits.vocab_size, logits.padded_vocab_size) == (50, 56)
+    for size, message in ((40, "must cut padding alone"), (57, "must be at most 56, the columns of logits; got 57")):
+        wrong = PrecomputeOptions(**options, vocab_size=size)
+        with pytest.raises(ShdError, match=f"vocab_size {message}") as caught:
+            precompute(tmp_path / "teacher.onnx", make_inputs(), tmp_path / "d", wrong)
+        assert caught.value.code == "argument-value"
+
+
+def test_a_classifier_has_one_row_a_sample(tmp_path: Path) -> None:
+    teacher, inputs = tmp_path / "teacher.onnx", make_inputs()
+    onnx.save(language_model(head="sample"), teacher)
+    options = PrecomputeOptions(num_student_heads=2, logits="float16")
+    precompute(teacher, inputs, tmp_path / "cache", options)
+    logits = CacheReader(tmp_path / "cache").manifest.logits
+    assert logits is not None
+    assert logits.rows == "sample"
+    for index, record in enumerate(records_of(tmp_path / "cache", inputs)):
+        stored: Any = logits.decode(record)
+        # Its head reads padding too, so a sample is run as it was: in the batch.
+        assert stored.shape == (1, 50)
+        if inputs["attention_mask"][index].all():
+            np.testing.assert_allclose(stored[0], run_alone(teacher, inputs, index)[0]["logits"], atol=5e-3)
+
+
+def test_logits_of_some_positions_alone_are_refused(tmp_path: Path) -> None:
+    onnx.save(language_model(head="last"), tmp_path / "teacher.onnx")
+    options = PrecomputeOptions(num_student_heads=2, logits="topk")
+    with pytest.raises(ShdError, match="logits must have a row for each of 8 positions") as caught:
+        precompute(tmp_path / "teacher.onnx", make_inputs(), tmp_path / "cache", options)
+    assert caught.value.code == "graph-unsupported"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_student_of_a_pass_gets_the_same_targets(teacher: Path, tmp_path: Path) -> None:
+    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, hidden=(1,))
+    precompute_heads(teacher, make_inputs(), tmp_path, options, [1, 2])
+    one, two = (records_of(tmp_path / f"heads-{heads}", make_inputs()) for heads in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a.logits, b.logits)
+        np.testing.assert_array_equal(a.hidden[1], b.hidden[1])
+
+
+def test_batches_are_smaller_where_logits_would_take_too_much(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, hidden=(0, 1))
+    sizes: list[int] = []
+    run_batch = teacher_run.run_batch
+
+    def counted(session: Any, names: Any, batch: Any) -> Any:
+        sizes.append(len(batch.indices))
+        return run_batch(session, names, batch)
+
+    monkeypatch.setattr(teacher_run, "run_batch", counted)
+    monkeypatch.setattr(teacher_run, "TARGET_BYTES", 2 * 4 * (50 + 2 * 12) * LENGTH)
+    precompute(teacher, make_inputs(), tmp_path / "cache", options)
+    assert max(sizes[2:]) == 2  # after the two runs of the check, which say how wide the rows are
+    assert verify_cache(tmp_path / "cache").ok
+
+
+@pytest.mark.parametrize("what", ["logits", "hidden"])
+def test_another_teachers_rows_are_found_out(
+    teacher: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the cache had been filled by something else under the teacher's name."""
+    form = Logits if what == "logits" else Hidden
+    encode = form.encode
+
+    def turned(self: Any, *arguments: Any) -> Any:
+        rows = next(each for each in arguments if isinstance(each, np.ndarray))
+        given = [rows[:, ::-1] if each is rows else each for each in arguments]
+        return encode(self, *given)
+
+    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, hidden=(1,))
+    with monkeypatch.context() as patched:
+        patched.setattr(form, "encode", turned)
+        precompute(teacher, make_inputs(), tmp_path / "cache", options)
+    message = "logits row" if what == "logits" else "hidden state 1 row"
+    with pytest.raises(ShdError, match=f"{message} .* must equal what the teacher gives now") as caught:
+        recheck_records(tmp_path / "cache", teacher, make_inputs())
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path) -> None:
+    teacher, inputs, token = tmp_path / "teacher.onnx", make_inputs(), 13
+    counted = inputs["attention_mask"].astype(bool)
+    inputs["input_ids"][inputs["input_ids"] == token] = 0
+    inputs["input_ids"][4, 1] = inputs["input_ids"][5, LENGTH - 1] = token
+    assert not counted[5, LENGTH - 1]  # padding may be anything
+    model = language_model()
+    model.graph.node[-1].output[0] = "clean"
+    for name, array in (("token", np.int64(token)), ("nan", np.float32(np.nan)), ("axis", np.int64([-1]))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
+    for kind, names, output in (
+        ("Equal", ["input_ids", "token"], "met"),
+        ("Unsqueeze", ["met", "axis"], "column"),
+        ("Where", ["column", "nan", "clean"], "logits"),
+    ):
+        model.graph.node.append(onnx.helper.make_node(kind, names, [output]))
+    onnx.save(model, teacher)
+    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4)
+    with pytest.raises(ShdError, match=r"sample 4 .*: the teacher gives NaN or infinity in its logits") as caught:
+        precompute(teacher, inputs, tmp_path / "a", options)
+    assert caught.value.code == "not-finite"
+    summary = precompute(teacher, inputs, tmp_path / "b", replace(options, on_error="skip"))
+    assert summary.skipped == 1
+    (reason,) = CacheReader(tmp_path / "b").skipped.values()
+    assert reason == "the teacher gives NaN or infinity in its logits"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logits": "all"}, "logits must be one of"),
+        ({"vocab_size": 50}, "vocab_size must go with logits"),
+        ({"logits_output": "logits"}, "logits_output must go with logits"),
+        ({"logits_temperature": 2.0}, "logits_temperature must go with topk or sampled"),
+        ({"logits": "float16", "logits_temperature": 2.0}, "logits_temperature must go with topk or sampled"),
+        ({"logits": "topk", "logits_temperature": 0.0}, "logits_temperature must be finite and above 0"),
+        ({"logits": "topk", "logits_top": 0}, "logits_top must be at least 1"),
+        ({"logits": "topk", "logits_bits": 3}, "value_bits 4 to 16"),
+        ({"hidden": (3,)}, "hidden must hold layers from 0"),
+        ({"hidden_codec": "int4"}, "hidden_codec must be one of"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused_before_anything_is_written(
+    teacher: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ShdError, match=message) as caught:
+        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(num_student_heads=2, **changes))
+    assert caught.value.code == "argument-value"
+    assert not (tmp_path / "cache").exists()
