@@ -152,9 +152,10 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
     kind, optional = _strip_none(get_args(hint)[0])
     metavar = shown.metavar or _PLAIN.get(kind)
     if get_origin(kind) is tuple and name not in PARSERS:
-        readers[name] = functools.partial(
+        reader = functools.partial(
             read_list, option_of(name), kind=get_args(kind)[0], choices=shown.choices, least=shown.least
         )
+        readers[name] = lambda value: None if value is None else reader(value)
         metavar = metavar or ("N,..." if get_args(kind)[0] is int else f"{name.upper()},...")
         if isinstance(default, tuple):
             optional, default = optional or not default, ",".join(map(str, default)) or None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shd_ref.commands.derive import Without
-from shd_ref.commands.options import InputOptions, StudentHeads, TeacherPath, refuse_nothing
+from shd_ref.commands.derive import Without, option_of
+from shd_ref.commands.options import InputOptions, TeacherPath, refuse_nothing
 from shd_ref.commands.terminal import console, print_remarks, show_progress
 from shd_ref.commands.words import option_words
 from shd_ref.errors import ShdError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 def precompute(
     teacher: TeacherPath,
     inputs: InputOptions,
-    student_heads: StudentHeads,
     options: Annotated[partial[PrecomputeOptions], Without("num_student_heads")],
     run: RunOptions,
     out: Annotated[
@@ -36,6 +35,13 @@ def precompute(
             callback=refuse_nothing,
         ),
     ],
+    student_heads: Annotated[
+        tuple[int, ...] | None, Shown("Heads of the student, at most the teacher's; several as 4,6.")
+    ] = None,
+    student: Annotated[
+        Path | None,
+        Shown("A student of shd-torch shrink, in place of its heads, layers, pairs and plans: a folder."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing; measure a few samples and say what it would cost.")
     ] = False,
@@ -53,6 +59,10 @@ def precompute(
     The merge happens inside the graph. The first batch is compared with the NumPy reference, and a difference above
     tolerance refuses the run. Stop it at any moment, also with kill -9: the same command goes on where it stopped.
     """
+    if student is not None:
+        options, student_heads = _read_student(student, options, student_heads)
+    if student_heads is None:
+        raise ShdError("argument-value", "--student-heads must be given, or --student with a student's folder")
     if engine != "ray" and workers is not None:
         raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
     from shd_ref.teacher.precompute.engine import students_of
@@ -62,7 +72,8 @@ def precompute(
     if dry_run:
         _measure(teacher, source, [options(num_student_heads=heads) for heads in student_heads], run)
         return
-    print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in student_heads))
+    if student is None:
+        print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in student_heads))
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
         summaries = _run(teacher, inputs, source, out, options, student_heads, run, engine, workers, told)
@@ -70,6 +81,36 @@ def precompute(
     # As they were said: actors were given whole paths.
     several = students_of(out, options(num_student_heads=1), student_heads) if len(student_heads) > 1 else []
     _print_summaries(summaries, teacher, inputs, [str(folder) for folder, _ in several] or [out])
+
+
+def _read_student(
+    folder: Path, options: partial[PrecomputeOptions], student_heads: tuple[int, ...] | None
+) -> tuple[partial[PrecomputeOptions], tuple[int, ...]]:
+    """The options with what ``shrink.json`` says (STUDENT-6)."""
+    from shd_ref.shrink.student import read_student
+
+    given = {"num_student_heads": student_heads}
+    given |= {name: options.keywords[name] for name in ("num_student_layers", "layer_pairs", "sites")}
+    for name, value in given.items():
+        if value is not None:
+            raise ShdError(
+                "argument-value",
+                f"{option_of(name)} must not be given with --student, which says it; got {value!r}",
+                "STUDENT-6",
+            )
+    if options.keywords["plan"] != PrecomputeOptions.plan:
+        raise ShdError(
+            "argument-value",
+            f"--plan must not be given with --student, which says it; got {options.keywords['plan']!r}",
+            "STUDENT-6",
+        )
+    made = read_student(folder)
+    fixed: dict[str, Any] = {
+        "num_student_layers": made.num_layers,
+        "layer_pairs": made.layer_pairs,
+        "plans": made.plans,
+    }
+    return partial(options.func, **options.keywords | fixed), (made.num_heads,)
 
 
 def _measure(teacher: Path, source: Source, students: list[PrecomputeOptions], run: RunOptions) -> None:

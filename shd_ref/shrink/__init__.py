@@ -2,7 +2,8 @@
 
 Pure functions on arrays, float64: ``heads`` with ``factors`` and ``align``, ``ffn``, ``width``, ``depth``,
 ``predictor``. Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as the FFN's
-chapter does. Imports the reference; start with ``heads.py``.
+chapter does. ``student`` reads what
+a student was made as. Imports the reference; start with ``heads.py``.
 """
 
 from shd_ref.shrink.align import align_output

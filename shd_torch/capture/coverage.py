@@ -56,7 +56,10 @@ def _find_attending_layers(path: str, stack: nn.ModuleList) -> dict[str, nn.Modu
 
 
 def _attends(layer: nn.Module) -> bool:
-    return any("attention" in type(part).__name__.lower() for part in layer.modules())
+    # A layer whose attention ``shrink`` dropped may keep the module around it.
+    parts = list(layer.modules())
+    dropped = any(getattr(part, "attention_is_dropped", False) for part in parts)
+    return not dropped and any("attention" in type(part).__name__.lower() for part in parts)
 
 
 def _is_encoder_of(path: str, seen: set[str]) -> bool:

@@ -119,6 +119,8 @@ class _Absent(nn.Module):
 class _NoAttention(nn.Module):
     """Adds nothing to the stream; ``name`` is the projection whose place is marked."""
 
+    attention_is_dropped = True  # for capture, which counts the layers that attend
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.add_module(name, _Absent())
@@ -210,8 +212,3 @@ def read_dropped(config: Any) -> Dropped:
     if not all(isinstance(part, list) for part in lists):
         raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}", "DEPTH-5")
     return Dropped(*(tuple(part) for part in lists))
-
-
-def count_attention_blocks(config: Any) -> int:
-    """How many attention calls a forward pass of a student makes: what SHD's layers are counted in (DEPTH-8)."""
-    return int(config.num_hidden_layers) - len(getattr(config, _LISTS[0], ()))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.plans import PLAN_KINDS, MergePlan, as_index, check_plan
 from shd_torch.checks import check_option, check_real
+
+Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
 
 
 def read_layer_map(layer_map: int | Iterable[tuple[int, int]]) -> int | tuple[tuple[int, int], ...]:
@@ -34,7 +37,7 @@ def read_layer_map(layer_map: int | Iterable[tuple[int, int]]) -> int | tuple[tu
     return pairs if count is None else count
 
 
-def read_plan(plan: str | Iterable[Iterable[Sequence[int]]] | None, num_student_heads: int) -> str | MergePlan | None:
+def read_plan(plan: str | Rounds | None, num_student_heads: int) -> str | MergePlan | None:
     """A kind of plan, or its rounds, which are checked in full (PLAN-1, PLAN-7)."""
     if plan is None or isinstance(plan, str):
         if plan is not None:
@@ -46,6 +49,25 @@ def read_plan(plan: str | Iterable[Iterable[Sequence[int]]] | None, num_student_
         raise ShdError("plan-invalid", f"plan must be rounds of pairs of integers; got {plan!r}", "PLAN-7") from None
     # Each pair makes one head of two, so that the rounds say how many heads they begin with.
     return check_plan(rounds, num_student_heads + sum(map(len, rounds)), num_student_heads)
+
+
+def read_plans(
+    plan: str | Rounds | Mapping[int, Rounds] | None,
+    num_student_heads: int,
+    layer_map: int | tuple[tuple[int, int], ...],
+) -> str | MergePlan | dict[int, str | MergePlan | None] | None:
+    """One plan for all layers, or that of each teacher layer."""
+    if not isinstance(plan, Mapping):
+        return read_plan(plan, num_student_heads)
+    paired = None if isinstance(layer_map, int) else {teacher for _, teacher in layer_map}
+    if paired is None or set(plan) != paired:
+        raise ShdError(
+            "plan-invalid",
+            "plan must hold the rounds of each teacher layer of an explicit layer_map, "
+            f"{'which is missing' if paired is None else sorted(paired)}; got those of {sorted(map(str, plan))}",
+            "PLAN-7",
+        )
+    return {layer: read_plan(rounds, num_student_heads) for layer, rounds in plan.items()}
 
 
 def read_projections(given: Mapping[int, Tensor] | None) -> dict[int, Tensor]:

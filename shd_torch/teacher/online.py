@@ -6,6 +6,7 @@ projection after it are all that alpha needs, and queries, keys and mixing are a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from shd_torch.maps.mixing import STRATEGIES
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Supervision
 from shd_torch.supervision.taught_layers import TaughtLayers
-from shd_torch.teacher.arguments import read_layer_map, read_plan, read_projections
+from shd_torch.teacher.arguments import Rounds, read_layer_map, read_plans, read_projections
 from shd_torch.teacher.outputs import LiveTargets, TargetReader, read_hidden_layers
 from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
 
@@ -111,7 +112,7 @@ class OnlineTeacher:
         num_student_heads: H_s, from 1 to H_t.
         layer_map: the number of student layers, paired as ``shd_torch.maps.layer_map`` does, or explicit pairs
             ``(student layer, teacher layer)``, zero-based; teacher layers are its attention calls in their order.
-        plan: as in ``squeeze_heads``.
+        plan: as in ``squeeze_heads``, or the rounds of each teacher layer that is paired, by its number.
         strategy: as in ``squeeze_heads``.
         alpha_rule: as in ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
@@ -133,7 +134,7 @@ class OnlineTeacher:
         num_student_heads: int,
         layer_map: int | Iterable[tuple[int, int]],
         *,
-        plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
+        plan: str | Rounds | Mapping[int, Rounds] | None = None,
         strategy: str = "shd",
         alpha_rule: str = "least_squares",
         alpha_per: str = "map",
@@ -151,17 +152,37 @@ class OnlineTeacher:
         self.num_student_heads = num_student_heads
         self._layer_map = read_layer_map(layer_map)
         self._squeeze: dict[str, Any] = {
-            "plan": read_plan(plan, num_student_heads),
             "strategy": strategy,
             "alpha_rule": alpha_rule,
             "alpha_per": alpha_per,
         }
+        self._plan = read_plans(plan, num_student_heads, self._layer_map)
         self._given = read_projections(output_projections)
         self.hidden_layers = read_hidden_layers(hidden_layers)
         self._targets = TargetReader(targets or LiveTargets())
         self._num_calls = 0
         self._projections: dict[int, Projection] = {}
         self._pairs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def for_student(
+        cls, model: nn.Module, student: str | os.PathLike[str] | Mapping[str, Any], **options: Any
+    ) -> OnlineTeacher:
+        """The teacher of a student that ``shrink`` made of it: heads, layer map and plans are the student's.
+
+        Args:
+            model: the teacher that was shrunk, or one with the same layers and heads.
+            student: the student's folder, or the report of ``shrink``.
+            **options: more of ``OnlineTeacher``.
+
+        Raises:
+            ShdError: ``read-failed``; as ``OnlineTeacher``.
+        """
+        from shd_ref.shrink.student import read_student
+
+        made = read_student(student)
+        plans = {teacher: plan for (_, teacher), plan in zip(made.layer_pairs, made.plans, strict=True)}
+        return cls(model, made.num_heads, made.layer_pairs, plan=plans, **options)
 
     @property
     def student_layers(self) -> TaughtLayers:
@@ -273,6 +294,7 @@ class OnlineTeacher:
                 self.num_student_heads,
                 query_mask=query_mask,
                 check=check,
+                plan=self._plan[layer] if isinstance(self._plan, dict) else self._plan,
                 **self._squeeze,
             )
         except ShdError as error:

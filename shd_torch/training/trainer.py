@@ -137,7 +137,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             cache,
             num_student_heads=getattr(config, "num_attention_heads", None),
             # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
-            num_student_layers=None if cache.manifest.attention.kinds else getattr(config, "num_hidden_layers", None),
+            num_student_layers=None if cache.manifest.attention.kinds else _count_attention(config),
             # Queries and keys are good at any temperature.
             temperature=self.temperature,
         )
@@ -416,6 +416,12 @@ class _Term:
     weight: Tensor
     weight_name: str
     logged: dict[str, Tensor]
+
+
+def _count_attention(config: Any) -> int | None:
+    """Attention calls of a forward pass; ``shrink`` may have dropped the attention of some layers (DEPTH-8)."""
+    layers = getattr(config, "num_hidden_layers", None)
+    return None if layers is None else layers - len(getattr(config, "dropped_attention", ()))
 
 
 def _find_width(model: Any) -> int | None:

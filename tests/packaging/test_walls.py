@@ -152,6 +152,7 @@ ALLOWED_IN_TORCH = {
     "shd_ref.errors",
     "shd_ref.layers",
     "shd_ref.plans",
+    "shd_ref.shrink.student",
     "shd_ref.teacher.run.options",
     "shd_ref.teacher.sources",
     "shd_ref.tokens",

@@ -1,0 +1,70 @@
+"""What ``shrink.json`` says to those that teach the student: heads, layers and plans (STUDENT-3, STUDENT-6)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shd_ref.cache.storage.documents import MAX_DOCUMENT_BYTES
+from shd_ref.errors import ShdError
+from shd_ref.layers import layer_map
+from shd_ref.plans import MergePlan, check_plan
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class ShrunkStudent:
+    """A student as its teaching sees it; layers are attention calls, zero-based.
+
+    Attributes:
+        num_heads: H_s.
+        num_layers: how many attention calls it makes.
+        layer_pairs: ``(student, teacher)``, one for each student layer, in order.
+        plans: the rounds of merges of each student layer.
+    """
+
+    num_heads: int
+    num_layers: int
+    layer_pairs: tuple[tuple[int, int], ...]
+    plans: tuple[MergePlan, ...]
+
+
+def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkStudent:
+    """What a student was made as.
+
+    Args:
+        source: the folder that ``shd-torch shrink`` wrote, its ``shrink.json``, or the report itself.
+
+    Raises:
+        ShdError: ``read-failed`` for what is not there, not such a file, or contradicts itself.
+    """
+    report, name = (source, "the report") if isinstance(source, Mapping) else _read(Path(source))
+    try:
+        if report["format"] != FORMAT:
+            raise ValueError(f"format {report['format']!r}, of which this release reads {FORMAT}")
+        heads, teacher = report["student"]["heads"], report["teacher"]
+        attending = [layer for layer in report["layers"] if layer["case"] != "dropped"]
+        pairs = layer_map(teacher["layers"], len(attending), report["layer_map"])
+        plans = tuple(check_plan(layer["plan"], teacher["heads"], heads) for layer in attending)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # ShdError is a ValueError
+        raise ShdError("read-failed", f"{name} must say how a student was shrunk: {error!r}", "STUDENT-6") from error
+    if [student for student, _ in pairs] != list(range(len(attending))):
+        raise ShdError("read-failed", f"{name} must pair every student layer; got {pairs}", "STUDENT-6")
+    return ShrunkStudent(heads, len(attending), pairs, plans)
+
+
+def _read(path: Path) -> tuple[Any, str]:
+    file = path / "shrink.json" if path.is_dir() else path
+    try:
+        if file.stat().st_size > MAX_DOCUMENT_BYTES:
+            raise ValueError(f"it must hold at most {MAX_DOCUMENT_BYTES} bytes")
+        return json.loads(file.read_bytes()), str(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ShdError(
+            "read-failed", f"student must be a folder of shd-torch shrink; got {str(path)!r}: {error}", "STUDENT-6"
+        ) from error
