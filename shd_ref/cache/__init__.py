@@ -5,6 +5,7 @@ manifest, receipts and seal. Callers use the files beside them: ``writer.py``, `
 Start reading with ``forms``. Needs numpy and xxhash; imports no deep-learning framework.
 """
 
+from shd_ref.cache.card import make_card, write_card
 from shd_ref.cache.codecs.codecs import (
     CODECS,
     DEFAULT_CODEC,
@@ -120,6 +121,7 @@ __all__ = [
     "factored_size",
     "kl_bound",
     "list_cache",
+    "make_card",
     "merge_caches",
     "merge_codec_errors",
     "pack",
@@ -135,4 +137,5 @@ __all__ = [
     "unpack",
     "unpack_factors",
     "verify_cache",
+    "write_card",
 ]

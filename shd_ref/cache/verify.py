@@ -17,6 +17,7 @@ from shd_ref.cache.shards import Stored, shard_header, shard_tensors
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import (
+    HUB_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
     RECEIPTS_NAME,
@@ -195,6 +196,8 @@ class _Verification:
         for name in names:
             if name in links:
                 self._note("path-unsafe", name, "it is a link; a cache holds none")
+            elif name in HUB_NAMES:
+                self._is_empty(name)  # a file, of any content
             elif name not in known and not (name == LOCK_NAME and self._is_empty(name)):
                 message = "no receipt knows this file: a writer died or is at work, or it is foreign"
                 self._note("cache-corrupt", name, message)

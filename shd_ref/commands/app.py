@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import shd_ref
-from shd_ref.commands.caches import export, ls, merge, seal
+from shd_ref.commands.caches import card, export, ls, merge, seal
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
 from shd_ref.commands.inspect import inspect
@@ -59,6 +59,7 @@ for _command, _panel in (
     (seal, FILES),
     (merge, FILES),
     (export, FILES),
+    (card, FILES),
 ):
     add_command(app, _command, panel=_panel)
 

@@ -1,4 +1,4 @@
-"""``shd ls``, ``shd seal``, ``shd merge`` and ``shd export``: caches as files, without their teacher."""
+"""``shd ls``, ``seal``, ``merge``, ``export`` and ``card``: caches as files, without their teacher."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shd_ref.cache import (
     export_webdataset,
     list_cache,
     merge_caches,
+    write_card,
 )
 from shd_ref.cache.listing import spans
 from shd_ref.commands.options import AsJson, CacheArgument, refuse_nothing
@@ -106,6 +107,22 @@ def export(
         f"{format}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
         f"{summary.present} files were there"
     )
+
+
+def card(
+    cache: CacheArgument,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also where there is one, which may have been edited.")
+    ] = False,
+) -> None:
+    """Write a sealed cache's README.md: the page that a hub shows where the folder is uploaded.
+
+    shd card cache/
+
+    Teacher, data, plan, codecs, errors and bytes a position, also as YAML; the licence is yours to fill in.
+    """
+    path = write_card(cache, replace=replace)
+    console.say(f"{path}: fill in the licence, then upload the folder")
 
 
 def _listing_table(listing: CacheListing) -> Table:

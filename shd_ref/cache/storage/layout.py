@@ -11,6 +11,9 @@ SEAL_NAME: Final = "SEALED.json"
 RECEIPTS_NAME: Final = "receipts"
 SHARDS_NAME: Final = "shards"
 LOCK_NAME: Final = ".lock"
+CARD_NAME: Final = "README.md"
+HUB_NAMES: Final = (CARD_NAME, ".gitattributes")
+"""Files of a cache on a hub, for people and for the hub: never read here (CACHE-180)."""
 
 MAX_SAMPLES: Final = 10**8
 MAX_SHARDS: Final = 10**6
