@@ -18,7 +18,7 @@ from shd_torch.maps.judged import Adapter
 from shd_torch.shrink.align import RIDGE, OutputFit
 from shd_torch.shrink.exponents import fit_mixing
 from shd_torch.shrink.heads import AttentionStatistics, squeeze_attention
-from shd_torch.shrink.layer import merge_linear
+from shd_torch.shrink.layer import keep_neurons, merge_linear, most_important, neuron_importance
 from shd_torch.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.sizes import choose_layers
 from shd_torch.shrink.weights import AttentionWeights
@@ -116,6 +116,22 @@ class ShrinkAdapter(Adapter):
         )
         matrix, bias = merge_linear(*parts)
         return matrix.mT, bias
+
+    def neuron_importance(self, activations: Tensor, second: Tensor) -> Tensor:
+        """FFN-4."""
+        return neuron_importance(activations.double().square().mean(0), second.double().mT)
+
+    def keep_neurons(
+        self, first: Mapping[str, Any], second: Mapping[str, Any], importance: Tensor, count: int
+    ) -> dict[str, Any]:
+        """FFN-5; there matrices are read as ``x W``."""
+        kept = most_important(importance.double(), count)
+        weight, bias = keep_neurons((first["weight"].mT, first.get("bias")), kept)
+        return {
+            "first": {"weight": weight.mT, "bias": bias},
+            "second": {"weight": second["weight"][:, kept], "bias": second.get("bias")},
+            "kept": kept.tolist(),
+        }
 
     def fold_norm(
         self, matrix: Tensor, scale: Tensor, shift: Tensor | None = None, bias: Tensor | None = None

@@ -165,10 +165,25 @@ def _read_ffn(work: Work, layer: nn.Module, squares: Tensor, *, is_linear: bool)
     matrix, bias = work.family.read_last(layer)
     if is_linear or work.sizes.neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
-    importance = squares.sqrt() * torch.linalg.vector_norm(matrix, dim=1)
-    best = importance.argsort(descending=True, stable=True)[: work.sizes.neurons].sort().values
-    cut = [(rows[:, best], None if offset is None else offset[best]) for rows, offset in readers]
+    best = most_important(neuron_importance(squares, matrix), work.sizes.neurons)
+    cut = [keep_neurons(reader, best) for reader in readers]
     return _Ffn(cut, (matrix[best], bias), best.tolist(), is_linear)
+
+
+def neuron_importance(squares: Tensor, matrix: Tensor) -> Tensor:
+    """What the output loses without a neuron, from the mean of its squares and its row of ``matrix`` (FFN-4)."""
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
+    return squares.sqrt() * norms
+
+
+def most_important(importance: Tensor, count: int) -> Tensor:
+    """The numbers of the neurons that stay, in their order; of equal ones the first (FFN-5)."""
+    return importance.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def keep_neurons(reader: tuple[Tensor, Tensor | None], kept: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A matrix ``(D, F)`` that makes neurons, and its bias, with those that stay (FFN-5)."""
+    return reader[0][:, kept], None if reader[1] is None else reader[1][kept]
 
 
 def _fill_layer(

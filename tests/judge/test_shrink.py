@@ -38,9 +38,9 @@ UNCOVERED = {
     *(f"DEPTH-{number}" for number in range(3, 10)),
     *(f"STUDENT-{number}" for number in range(1, 6)),
 }
-# What the binding leaves to the reference: MAP's numbers, the merge of an FFN, and the merged attention.
+# What the binding leaves to the reference: MAP's numbers, and the merged attention.
 NOT_BOUND = {
-    *("attend", "neuron_importance", "keep_neurons"),
+    "attend",
     *("fit_predictor", "cross_validate", "choose_degree", "best_split", "change_meaning", "study_noise"),
 }
 
