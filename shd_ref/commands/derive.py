@@ -155,7 +155,8 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
         reader = functools.partial(
             read_list, option_of(name), kind=get_args(kind)[0], choices=shown.choices, least=shown.least
         )
-        readers[name] = lambda value: None if value is None else reader(value)
+        # Nothing said is no value where the default is no value, and nothing where the default is nothing.
+        readers[name] = reader if isinstance(default, tuple) else lambda text: None if text is None else reader(text)
         metavar = metavar or ("N,..." if get_args(kind)[0] is int else f"{name.upper()},...")
         if isinstance(default, tuple):
             optional, default = optional or not default, ",".join(map(str, default)) or None

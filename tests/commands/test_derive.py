@@ -48,6 +48,21 @@ def bake(cake: Cake, quick: Annotated[bool, typer.Option("--quick")] = False) ->
     print(cake, quick)
 
 
+@dataclass(frozen=True)
+class Toppings:
+    nuts: Annotated[tuple[int, ...], Shown("Nuts.")] = ()
+    seeds: Annotated[tuple[int, ...] | None, Shown("Seeds.")] = None
+
+
+def top(toppings: Toppings) -> None:
+    print(toppings)
+
+
+def test_a_list_that_is_not_given_has_its_default() -> None:
+    assert run(top) == f"{Toppings()}\n"
+    assert run(top, "--nuts", "1,2", "--seeds", "3") == f"{Toppings((1, 2), (3,))}\n"
+
+
 def test_a_dataclass_stands_for_its_fields() -> None:
     assert run(bake, "--eggs", "3") == f"{Cake(3)} False\n"
     words = [
