@@ -3,7 +3,7 @@
 The teacher is stories260K (5 layers of 8 heads over 4 key/value heads, width 64). Students are made from 64 of its
 sequences; losses are cross entropies in nats a token on 128 others. Starts: the closed form, with and without
 alignment (specs/shrink.md); of each group the head with the largest output, and for width the channels with the
-largest activation; mean pooling of a group's weights; every second layer as it is; random weights.
+largest activation; mean pooling of a group's weights; Minitron's importance of heads; random weights.
 
 Prints a table and writes ``shrink_start.json`` beside this file, run by run: started again with the same settings it
 goes on where it stopped. python benchmarks/shrink_start.py [--samples 64] [--threads 1]
@@ -15,7 +15,6 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ import torch
 from torch import Tensor
 
 from shd_torch.shrink import shrink
-from shd_torch.shrink.heads import AttentionStatistics, Squeezed
-from shd_torch.shrink.merges import HeadMerge
-from shd_torch.shrink.weights import AttentionWeights
+from shd_torch.shrink.compare.rivals import RIVALS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
@@ -41,66 +38,13 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "4 heads, width 48": {"heads": 4, "hidden": 48},
     "4 heads, width 32": {"heads": 4, "hidden": 32},
 }
-
-
-def pick_heads(choose: Callable[[Tensor, AttentionWeights, list[int]], AttentionWeights]) -> Callable[..., Squeezed]:
-    """A rival that makes each student head from the weights of its group, one by one."""
-
-    def squeeze(
-        weights: AttentionWeights,
-        merge: HeadMerge,
-        statistics: AttentionStatistics,
-        num_kv_heads: int,
-        head_dim: int,
-        **_: Any,
-    ) -> Squeezed:
-        energy = statistics.gram.flatten()[:: sum(len(statistics.gram) ** power for power in range(4))]
-        made = [choose(energy, weights, list(group)) for group in merge.groups]
-        shared = [made[h * len(made) // num_kv_heads] for h in range(num_kv_heads)]
-        return Squeezed(
-            AttentionWeights(
-                torch.cat([each.query for each in made]),
-                torch.cat([each.key for each in shared]),
-                torch.cat([each.value for each in shared]),
-                torch.cat([each.output for each in made]),
-            ),
-            "picked",
-            False,
-        )
-
-    return squeeze
-
-
-def keep_head(energy: Tensor, weights: AttentionWeights, group: list[int]) -> AttentionWeights:
-    """The head with the largest output energy."""
-    best = max(group, key=lambda head: float(energy[head]))
-    kv = weights.read_by(best)
-    return AttentionWeights(weights.query[[best]], weights.key[[kv]], weights.value[[kv]], weights.output[[best]])
-
-
-def pool_heads(_: Tensor, weights: AttentionWeights, group: list[int]) -> AttentionWeights:
-    """The mean of the group's queries, keys and values, and the sum of its outputs."""
-    kv = [weights.read_by(head) for head in group]
-    return AttentionWeights(
-        weights.query[group].mean(0, keepdim=True),
-        weights.key[kv].mean(0, keepdim=True),
-        weights.value[kv].mean(0, keepdim=True),
-        weights.output[group].sum(0, keepdim=True),
-    )
-
-
-def keep_channels(moment: Tensor, width: int, _: str) -> Tensor:
-    """The channels with the largest activation in place of the principal axes."""
-    best = moment.diagonal().argsort(descending=True)[:width].sort().values
-    return torch.eye(len(moment), dtype=moment.dtype)[:, best]
-
-
 STARTS: dict[str, dict[str, Any]] = {
     "closed form": {"align": False},
     "closed form, aligned": {},
-    "kept heads": {"align": False, "squeezer": pick_heads(keep_head), "axes": keep_channels},
-    "kept heads, aligned": {"squeezer": pick_heads(keep_head), "axes": keep_channels},
-    "mean pooling": {"align": False, "squeezer": pick_heads(pool_heads), "axes": keep_channels},
+    "kept heads": {"align": False, **RIVALS["kept heads"]},
+    "kept heads, aligned": RIVALS["kept heads"],
+    "mean pooling": {"align": False, **RIVALS["mean pooling"]},
+    "Minitron importance": {"align": False, **RIVALS["Minitron importance"]},
     "random": {},
 }
 

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from shrink_start import SOURCE, keep_head, pick_heads
+from shrink_start import SOURCE
 from torch import Tensor
 
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import shrink
+from shd_torch.shrink.compare.rivals import RIVALS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
@@ -35,7 +36,7 @@ RESULT = Path(__file__).with_suffix(".json")
 SIZES: dict[str, Any] = {"heads": 4, "layers": [0, 2, 4]}
 STARTS: dict[str, dict[str, Any]] = {
     "closed form, aligned": {},
-    "kept heads": {"align": False, "squeezer": pick_heads(keep_head)},
+    "kept heads": {"align": False, **RIVALS["kept heads"]},
     "random": {},
 }
 MARKS = (25, 100, 200, 400, 700, 1000)
@@ -56,8 +57,7 @@ def make_start(teacher: Any, tokens: Tensor, start: str, seed: int) -> tuple[Any
 def train(teacher: Any, tokens: Tensor, start: str, shd: bool, steps: int, seed: int) -> dict[str, float]:
     """Losses of validation by number of steps."""
     student, report = make_start(teacher, tokens, start, seed)
-    (plan,) = {json.dumps(layer["plan"]) for layer in report["layers"]}  # grouped queries leave one plan
-    online = OnlineTeacher(teacher, SIZES["heads"], [tuple(p) for p in report["layer_map"]], plan=json.loads(plan))
+    online = OnlineTeacher.for_student(teacher, report)
     optimizer = torch.optim.AdamW(student.parameters(), RATES.get(start, RATE))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     windows = tokens[:-128].reshape(-1, LENGTH)

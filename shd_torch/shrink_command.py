@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
 from shd_ref.commands.parse import read_list
-from shd_ref.commands.terminal import console
+from shd_ref.commands.terminal import console, narrow_table, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 from shd_ref.teacher.sources.npz import open_npz
+
+if TYPE_CHECKING:
+    from shd_torch.shrink.compare import Start
+
+COMPARED = 128
+"""Samples that ``--compare`` uses, the first ones."""
 
 
 def shrink(
@@ -39,6 +46,9 @@ def shrink(
     ] = 0,
     samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 64,
     batch_size: Annotated[int, Shown("Samples that run together.", least=1)] = 16,
+    compare: Annotated[
+        Path | None, Shown("Other data in the same form: print a table of this start, its teacher and rivals on it.")
+    ] = None,
     no_align: Annotated[bool, typer.Option("--no-align", help="The closed form alone, nothing refitted.")] = False,
 ) -> None:
     """Make a smaller student that starts as its squeezed teacher, without training.
@@ -56,30 +66,27 @@ def shrink(
             message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
             raise ShdError("dependency-missing", message)
     inputs = read_inputs(data, samples)
+    held_out = None if compare is None else read_inputs(compare, COMPARED)
     from transformers.utils import logging
 
     from shd_torch.shrink import shrink as run
 
     quiet: Any = logging
     quiet.disable_progress_bar()
-    made = run(
-        str(teacher),
-        inputs,
-        heads=heads,
-        layers=read_layers(layers),
-        hidden=hidden,
-        neurons=neurons,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        drop_attention=_read_numbers("--drop-attention", drop_attention),
-        drop_activations=_read_numbers("--drop-activations", drop_activations),
-        plan=plan,
-        fit_samples=fit_samples,
-        align=not no_align,
-        batch_size=batch_size,
-        out=out,
-        progress=console.say,
-    )
+    sizes: dict[str, Any] = {
+        "heads": heads,
+        "layers": read_layers(layers),
+        "hidden": hidden,
+        "neurons": neurons,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "drop_attention": _read_numbers("--drop-attention", drop_attention),
+        "drop_activations": _read_numbers("--drop-activations", drop_activations),
+        "plan": plan,
+        "fit_samples": fit_samples,
+        "align": not no_align,
+    }
+    made = run(str(teacher), inputs, **sizes, batch_size=batch_size, out=out, progress=console.say)
     before, after = (made.report[name] for name in ("teacher", "student"))
     for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
@@ -88,6 +95,25 @@ def shrink(
     console.say(f"{out}: the student, and shrink.json")
     if drop_attention or drop_activations:
         console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")
+    if held_out is not None:
+        from shd_torch.shrink.compare import compare_starts
+
+        with show_progress("starts") as (on_start,):
+            starts = compare_starts(
+                str(teacher), inputs, held_out, made, batch_size=batch_size, progress=on_start, **sizes
+            )
+        print_starts(starts)
+
+
+def print_starts(starts: Sequence[Start]) -> None:
+    """The table of ``--compare``."""
+    table = narrow_table(caption=f"{starts[0].measure} before any training; time and operations of one sample")
+    for number, heading in enumerate(("start", "loss", "parameters", "MFLOPs", "ms")):
+        table.add_column(heading, justify="right" if number else "left")
+    for start in starts:
+        cost = f"{start.parameters:,}", f"{start.flops / 1e6:,.2f}", f"{1e3 * start.seconds:.3f}"
+        table.add_row(start.name, f"{start.loss:.4f}", *cost)
+    console.print(table)
 
 
 def read_layers(text: str | None) -> int | tuple[int, ...] | None:

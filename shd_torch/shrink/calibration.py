@@ -41,7 +41,7 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
     """Every batch as the first layer gets it, with the arguments of all layers; the layers run, the streams go."""
     layers = family.layers_of(model)
     device = next(model.parameters()).device
-    inputs = _read_data(data)
+    inputs = read_data(data)
     found = []
     with _attention(model, "eager"):  # it gets its masks as tensors
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
@@ -50,7 +50,7 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
     return found
 
 
-def _read_data(data: Any) -> dict[str, Tensor]:
+def read_data(data: Any) -> dict[str, Tensor]:
     """Inputs by name, as tensors with equally many samples."""
     if not isinstance(data, Mapping):
         raise ShdError(
@@ -180,6 +180,7 @@ def study_layer(
     augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
     bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
+    lengths = torch.zeros_like(sizes)
     squares = torch.zeros(len(family.read_last(layer)[0]), dtype=torch.float64, device=device)
     trace = LayerTrace([], [], [], [], [], squares)
     samples: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -190,8 +191,8 @@ def study_layer(
             _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
             first = slice(fit_samples - sum(len(item[0]) for item in samples))
             if first.stop > 0:
-                outputs = value_outputs(values[first].double(), weights.output.flatten(0, 1))
-                samples.append((probs[first].double(), outputs, batch.counted[first]))
+                given = value_outputs(values[first].double(), weights.output.flatten(0, 1))
+                samples.append((probs[first].double(), given, batch.counted[first]))
             there = batch.counted[..., None]
             x = read[0].double() * there
             mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
@@ -200,6 +201,8 @@ def study_layer(
             augmented += ones.mT @ ones
             centred += away.mT @ away
             sizes += ((x.flatten(0, 1) @ weights.query + bias) * there.flatten(0, 1)).square().sum((1, 2))
+            outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
+            lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
             squares += (read[3].double() * there).square().sum((0, 1))
             kept = (read[0], read[1], read[2], read[4] if len(read) > 4 else out, out)
             for parts, part in zip(
@@ -213,7 +216,8 @@ def study_layer(
         raise ShdError("not-finite", f"the teacher must give finite numbers; got NaN or infinity in layer {number}")
     query_size = (sizes / rows / weights.head_dim).sqrt()
     length = max(stream.shape[1] for stream in streams)
-    return AttentionStatistics(gram, augmented / rows, centred / rows, query_size, length, samples), trace
+    moments = augmented / rows, centred / rows
+    return AttentionStatistics(gram, *moments, query_size, length, samples, lengths / rows), trace
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:

@@ -32,6 +32,7 @@ class AttentionStatistics:
         length: of the longest sample.
         samples: maps ``(B, H, L, S)``, value outputs ``(B, H, S, D)`` and which rows count ``(B, L)``, batch by
             batch, of the samples on which exponents are fitted (HEAD-21).
+        output_size: mean length of each head's output before the projection ``(H,)``, for comparisons.
     """
 
     gram: Tensor
@@ -40,6 +41,7 @@ class AttentionStatistics:
     query_size: Tensor
     length: int
     samples: Sequence[Sequence[Tensor]] = ()
+    output_size: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

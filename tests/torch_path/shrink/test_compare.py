@@ -1,0 +1,152 @@
+"""Rival starts, and the table that compares them: rivals are exact where theirs is the right idea."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+
+from support.shrink.models import make_data, make_teacher
+
+from shd_ref.errors import ShdError
+from shd_torch.shrink import shrink
+from shd_torch.shrink.compare import compare_starts
+from shd_torch.shrink.compare.rivals import RIVALS
+
+FAMILIES = ["llama", "qwen3", "gpt2", "bert", "vit", "dinov2"]
+
+
+def run(model: Any, data: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(**data).logits
+    return out if "attention_mask" not in data else out[data["attention_mask"].bool()]
+
+
+def heads_of(teacher: Any, name: str, part: str) -> list[Tensor]:
+    """Rows of queries ``(4, 6, 24)``, or columns of the output ``(4, 6, 24)``, of every layer, as views."""
+    names = {
+        "llama": ("self_attn.q_proj", "self_attn.o_proj"),
+        "bert": ("attention.self.query", "attention.output.dense"),
+        "vit": ("attention.q_proj", "attention.o_proj"),
+    }[name]
+    layers = next(module for module in teacher.modules() if isinstance(module, torch.nn.ModuleList))
+    modules = [layer.get_submodule(names[part == "output"]) for layer in layers]
+    return [(module.weight.T if part == "output" else module.weight).unflatten(0, (4, 6)) for module in modules]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("rival", RIVALS)
+def test_all_heads_are_the_teacher(rival: str, name: str) -> None:
+    teacher, data = make_teacher(name), make_data(name)
+    student = shrink(teacher, data, **RIVALS[rival], align=False).student
+    torch.testing.assert_close(run(student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("rival", RIVALS)
+def test_rivals_of_every_size(rival: str, name: str) -> None:
+    teacher, data = make_teacher(name), make_data(name)
+    options: dict[str, Any] = {"heads": 2, "layers": 2} | ({} if name == "bert" else {"hidden": 16})
+    student = shrink(teacher, data, **options, **RIVALS[rival], align=False).student
+    assert torch.isfinite(run(student, data)).all()
+    assert student.config.num_attention_heads == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_kept_heads_lose_nothing_where_the_others_say_nothing(name: str) -> None:
+    """Heads 1 and 2 have no output; a head of another length (BERT) keeps its scale."""
+    teacher, data = make_teacher(name), make_data(name)
+    with torch.no_grad():
+        for output in heads_of(teacher, name, "output"):
+            output[1:3] = 0.0
+    made = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["kept heads"])
+    assert {layer["case"] for layer in made.report["layers"]} == {"picked"}
+    torch.testing.assert_close(run(made.student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+
+
+def test_pooled_heads_lose_nothing_where_they_are_equal() -> None:
+    teacher, data = make_teacher("llama"), make_data("llama")
+    with torch.no_grad():
+        for query in heads_of(teacher, "llama", "query"):
+            query[1::2] = query[::2]
+        for module in teacher.modules():
+            if hasattr(module, "q_proj"):
+                module.q_proj.bias.view(4, 6)[1::2] = module.q_proj.bias.view(4, 6)[::2]
+    student = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["mean pooling"]).student
+    torch.testing.assert_close(run(student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+
+
+def test_important_heads_are_those_with_long_outputs() -> None:
+    """In BERT any two heads may stay, also of one group."""
+    teacher, data = make_teacher("bert"), make_data("bert")
+    with torch.no_grad():
+        for layer in teacher.bert.encoder.layer:
+            for part in (layer.attention.self.value.weight, layer.attention.self.value.bias):
+                part[12:] = 0.0  # heads 2 and 3: their outputs are zeros
+    student = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["Minitron importance"]).student
+    torch.testing.assert_close(run(student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+    kept = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["kept heads"]).student
+    assert float((run(kept, data) - run(teacher, data)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "measure", "options"),
+    [
+        ("llama", "cross entropy", {"heads": 2, "layers": [0, 2]}),
+        ("bert", "KL from the teacher", {"heads": 2, "drop_attention": [1], "drop_activations": [0]}),
+        ("vit", "KL from the teacher", {"hidden": 16, "align": False}),
+    ],
+)
+def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
+    teacher, data = make_teacher(name).float().train(), make_data(name, samples=16)
+    data = {key: part.float() if part.is_floating_point() else part for key, part in data.items()}
+    held_out = make_data(name, samples=5, seed=9)
+    made = shrink(teacher, data, **options)
+    told: list[tuple[int, int]] = []
+    starts = compare_starts(
+        teacher, data, held_out, made, batch_size=2, progress=lambda *n: told.append(n), **options
+    )
+    rows = {start.name: start for start in starts}
+    assert list(rows)[:2] == ["teacher", "this student"]
+    assert list(rows)[-1] == "random"
+    assert set(RIVALS) <= set(rows)
+    assert ("closed form" in rows) == options.get("align", True)
+    assert ("layers 0, 2 as they are" in rows) == (name == "llama")
+    assert told == [(number + 1, len(rows)) for number in range(len(rows))]
+    assert {start.measure for start in starts} == {measure}
+    assert all(start.seconds > 0 for start in starts)
+    assert teacher.training
+    first, second = starts[:2]
+    assert second.parameters == made.report["student"]["parameters"] < first.parameters
+    assert second.flops < first.flops
+    if name != "llama":
+        assert first.loss == pytest.approx(0.0, abs=1e-6)
+        assert 0 < second.loss < rows["random"].loss
+        return
+    kept = {key: part[:1] for key, part in held_out.items()}  # by hand: a row counts where it and the next are real
+    logits = run(teacher.eval(), kept).log_softmax(-1)
+    wanted = -logits[:-1].gather(1, kept["input_ids"][:, 1 : len(logits)].T).mean()
+    (alone,) = compare_starts(teacher, data, kept, made, **options)[:1]
+    assert alone.loss == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_models_without_logits_are_compared_by_hidden_states(tmp_path: Any) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.BertModel(make_teacher("bert").config).bfloat16().save_pretrained(tmp_path / "teacher")
+    data = make_data("bert")
+    made = shrink(tmp_path / "teacher", data, heads=2)
+    starts = compare_starts(tmp_path / "teacher", data, make_data("bert", seed=3), made, heads=2)
+    assert {start.measure for start in starts} == {"1 - cosine"}
+    assert starts[0].loss == pytest.approx(0.0, abs=1e-6)
+    assert 0 < starts[1].loss < starts[-1].loss
+    assert isinstance(made.student, transformers.BertModel)
+    for held_out in ({"input_ids": data["input_ids"] + 90}, {"pixels": data["input_ids"]}):
+        with pytest.raises(ShdError) as error:
+            compare_starts(tmp_path / "teacher", data, held_out, made, heads=2)
+        assert error.value.code == "inputs-invalid"
