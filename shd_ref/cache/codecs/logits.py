@@ -17,8 +17,11 @@ from shd_ref.tolerances import load_tolerances
 
 LOGITS_CODECS: Final = ("topk", "sampled", "float16")
 
-_HELD_NUMBERS: Final = 1 << 21
-"""Numbers of a few rows that are worked on at once: those of a whole sample may take gigabytes."""
+_HELD_NUMBERS: Final = 1 << 18
+"""Numbers of a few rows that are worked on at once, in a processor's cache: a whole sample's may take gigabytes."""
+
+_BLOCK: Final = 64
+"""Neighbours of which the largest is looked at first, where few of many numbers are wanted."""
 
 _HELD_BYTES: Final = 1 << 20
 """Coded bytes that are decoded at once: on the way every bit is a number."""
@@ -121,36 +124,44 @@ def logits_error(
 
 
 def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
-    values = logits.astype(np.float64) / temperature
     ids = np.stack([_largest(row, head) for row in logits])
-    kept = np.take_along_axis(values, ids, -1)
-    np.put_along_axis(values, ids, -np.inf, -1)
-    peak = values.max(axis=-1, keepdims=True)  # of the rest, so that a tail of any size has a logarithm
-    shares = np.exp(values - np.where(np.isneginf(peak), 0.0, peak))
-    sums = shares.sum(axis=-1)
+    kept = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
+    # The rest in single precision where the teacher's is no better: its sum is stored in binary16.
+    rest = logits.astype(np.promote_types(logits.dtype, np.float32))
+    np.put_along_axis(rest, ids, -np.inf, -1)
+    peak = rest.max(axis=-1, keepdims=True)  # of the rest, so that a tail of any size has a logarithm
+    rest -= np.where(np.isneginf(peak), 0.0, peak).astype(rest.dtype)
+    if temperature != 1:
+        rest /= rest.dtype.type(temperature)
+    shares = np.exp(rest)
+    sums, peaks = shares.sum(axis=-1, dtype=np.float64), peak[:, 0].astype(np.float64) / temperature
     with np.errstate(divide="ignore"):  # there may be no rest
-        rest = np.log(sums) + peak[:, 0]
-    whole = np.logaddexp(rest, _logsumexp(kept))
-    log_probs, log_tail = kept - whole[:, None], rest - whole
-    drawn = np.zeros(uniforms.shape, np.int64)
+        log_rest = np.log(sums) + peaks
+    whole = np.logaddexp(log_rest, _logsumexp(kept))
+    log_probs, log_tail = kept - whole[:, None], log_rest - whole
+    drawn, entropy = np.zeros(uniforms.shape, np.int64), np.zeros(len(sums))
     if uniforms.shape[1]:
-        running = shares.cumsum(axis=-1)
+        running = shares.cumsum(axis=-1, dtype=np.float64)
         for row, (edges, points) in enumerate(zip(running, uniforms, strict=True)):
             found = np.searchsorted(edges, points * edges[-1], side="right")
             # A product may round up to the whole sum: the last class that has a share is meant.
             drawn[row] = np.minimum(found, np.searchsorted(edges, edges[-1]))
-    heads, tails = np.exp(log_probs), np.exp(log_tail)
-    mean = (heads * kept).sum(axis=-1) + tails * np.divide(
-        (shares * np.where(shares > 0, values, 0.0)).sum(axis=-1), sums, out=np.zeros(len(sums)), where=sums > 0
-    )
-    return Picked(ids, log_probs, log_tail, drawn, np.maximum(whole - mean, 0.0))
+        np.put_along_axis(rest, ids, 0.0, -1)
+        mean = (shares * rest).sum(axis=-1, dtype=np.float64) / sums + peaks
+        entropy = np.maximum(whole - (np.exp(log_probs) * kept).sum(axis=-1) - np.exp(log_tail) * mean, 0.0)
+    return Picked(ids, log_probs, log_tail, drawn, entropy)
 
 
 def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
     """The ids of the largest numbers, ascending; of equal ones at the edge the lower ids, on every machine."""
     if not count:
         return np.zeros(0, np.int64)
-    edge = np.partition(row, len(row) - count)[len(row) - count]
+    candidates = row
+    whole = len(row) // _BLOCK
+    if whole > count:  # as many blocks hold a number of at least this: few others do
+        largest = row[: whole * _BLOCK].reshape(whole, _BLOCK).max(axis=1)
+        candidates = row[row >= np.partition(largest, whole - count)[whole - count]]
+    edge = np.partition(candidates, len(candidates) - count)[len(candidates) - count]
     ids: NDArray[np.int64] = np.flatnonzero(row >= edge)
     if len(ids) > count:
         equal = ids[row[ids] == edge]
