@@ -123,6 +123,27 @@ def logits_error(
     return merge_errors(LogitsError, (_error(logits[rows], temperature, decode(rows)) for rows in slices))
 
 
+def rows_moved(
+    logits: NDArray[Any], temperature: float, uniforms: Array, decode: Callable[[slice], DecodedRows | NDArray[Any]]
+) -> Array:
+    """How far stored rows are from a teacher's, in total variation ``(R,)``, as far as a record tells (CACHE-91).
+
+    Args:
+        logits: as in ``logits_error``, of a run of the teacher.
+        temperature: T.
+        uniforms: ``(R, draws)``, those that classes were drawn with: a class that another would have been drawn in
+            place of counts by how far its share lies from the uniform.
+        decode: as in ``logits_error``.
+    """
+    slices = _slices(*logits.shape)
+    return np.concatenate(
+        [
+            _moved(_log_softmax(logits[rows], temperature), temperature, decode(rows), uniforms[rows])
+            for rows in slices
+        ]
+    )
+
+
 def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
     ids = np.stack([_largest(row, head) for row in logits])
     kept = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
@@ -172,17 +193,8 @@ def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
 def _error(logits: NDArray[Any], temperature: float, found: DecodedRows | NDArray[Any]) -> LogitsError:
     log_p = _log_softmax(logits, temperature)
     p = np.exp(log_p)
-    if isinstance(found, np.ndarray):
-        log_classes, log_coded = log_p, _log_softmax(found, temperature)
-        said = np.exp(log_coded)
-    else:
-        rest = p.copy()
-        np.put_along_axis(rest, found.head_ids, 0.0, -1)
-        with np.errstate(divide="ignore"):
-            log_rest = np.log(rest.sum(axis=-1, keepdims=True))
-        log_classes = np.concatenate((np.take_along_axis(log_p, found.head_ids, -1), log_rest), axis=-1)
-        log_coded = np.concatenate((found.log_probs, found.log_tail[:, None]), axis=-1)
-        said = _expand(found, p.shape[1])
+    log_classes, log_coded = _told_apart(log_p, temperature, found)
+    said = np.exp(log_coded) if isinstance(found, np.ndarray) else _expand(found, p.shape[1])
     classes = np.exp(log_classes)
     ratios = np.zeros_like(classes)
     np.subtract(log_classes, log_coded, out=ratios, where=classes > 0)
@@ -190,6 +202,37 @@ def _error(logits: NDArray[Any], temperature: float, found: DecodedRows | NDArra
     tv = np.abs(classes - np.exp(log_coded)).sum(axis=-1) / 2
     gradient = np.linalg.norm(said - p, axis=-1) / np.linalg.norm(p, axis=-1)
     return LogitsError(float(kl.mean()), float(kl.max()), float(tv.mean()), float(gradient.mean()), len(p))
+
+
+def _told_apart(log_p: Array, temperature: float, found: DecodedRows | NDArray[Any]) -> tuple[Array, Array]:
+    """Log-probabilities of the classes that a record tells apart, the teacher's and the record's."""
+    if isinstance(found, np.ndarray):
+        return log_p, _log_softmax(found, temperature)
+    with np.errstate(divide="ignore"):
+        log_rest = np.log(_rest(log_p, found).sum(axis=-1, keepdims=True))
+    exact = np.concatenate((np.take_along_axis(log_p, found.head_ids, -1), log_rest), axis=-1)
+    return exact, np.concatenate((found.log_probs, found.log_tail[:, None]), axis=-1)
+
+
+def _rest(log_p: Array, found: DecodedRows) -> Array:
+    """Probabilities with zeros in place of the head's."""
+    rest = np.exp(log_p)
+    np.put_along_axis(rest, found.head_ids, 0.0, -1)
+    return rest
+
+
+def _moved(log_p: Array, temperature: float, found: DecodedRows | NDArray[Any], uniforms: Array) -> Array:
+    exact, coded = _told_apart(log_p, temperature, found)
+    moved: Array = np.abs(np.exp(exact) - np.exp(coded)).sum(axis=-1) / 2
+    if isinstance(found, np.ndarray) or not uniforms.shape[1]:
+        return moved
+    rest = _rest(log_p, found)
+    running = rest.cumsum(axis=-1)
+    points, upper = uniforms * running[:, -1:], np.take_along_axis(running, found.draw_ids, -1)
+    lower = upper - np.take_along_axis(rest, found.draw_ids, -1)
+    # Rows that differ by some total variation differ by as much in a running sum, and in what a point is a share of.
+    moved = np.maximum(moved, np.maximum(lower - points, points - upper).max(axis=-1) / 2)
+    return moved
 
 
 def _expand(rows: DecodedRows, vocab_size: int) -> Array:

@@ -19,8 +19,9 @@ from shd_ref.cache.codecs.logits import (
     draw_uniforms,
     logits_error,
     pick_classes,
+    rows_moved,
 )
-from shd_ref.cache.codecs.vectors import to_float16
+from shd_ref.cache.codecs.vectors import largest_move, to_float16
 from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
 from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
@@ -168,10 +169,7 @@ class Logits(Rows):
             ShdError: ``argument-value`` where the record was read without logits; ``cache-corrupt`` for rows that no
                 encoder writes.
         """
-        if record.logits is None:
-            message = f"record {record.index} must be read with logits to decode them; got none"
-            raise ShdError("argument-value", message, "CACHE-161")
-        found = self._decode(self.split_rows(record.logits, self.row_bytes, record.extent, "logits"))
+        found = self._decode(self._rows_of(record))
         if isinstance(found, np.ndarray):
             return found
         assert self.temperature is not None
@@ -181,6 +179,33 @@ class Logits(Rows):
         assert found.entropy is not None
         ids, weights = found.slots()
         return SampledTargets(ids, weights, found.entropy, self.temperature, self.vocab_size)
+
+    def compare(
+        self, record: StoredRecord, rows: NDArray[np.floating[Any]]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """How far a record is from rows that the teacher gives now, and how far coding alone may take it.
+
+        Args:
+            record: of the same sample.
+            rows: as for ``encode``.
+
+        Returns:
+            Total variation of each row ``(R,)`` over the classes that the record tells apart, draws included, and
+            its bound (CACHE-91, CACHE-171).
+
+        Raises:
+            ShdError: as ``decode``; ``argument-shape`` for another number of rows.
+        """
+        codes, temperature = self._rows_of(record), self.temperature or 1.0
+        logits = as_rows("logits", rows, self.padded_vocab_size or self.vocab_size)[:, : self.vocab_size]
+        if len(logits) != len(codes):
+            raise ShdError("argument-shape", f"rows must be {len(codes)}; got {len(logits)}", "CACHE-160")
+        uniforms = draw_uniforms(record.index, len(codes), self.draws, self.seed or 0)
+        moved = rows_moved(logits, temperature, uniforms, lambda some: self._decode(codes[some]))
+        if self.codec == "float16":
+            return moved, largest_move("float16", logits) / temperature / 2
+        # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
+        return moved, (self.code.bound(codes).sum(axis=-1) + 2.0**-11) / 2
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         """A record decoded, as an export holds it."""
@@ -215,6 +240,12 @@ class Logits(Rows):
             raise ShdError("not-finite", "logits must be finite; got NaN or infinity", "CACHE-165")
         check_padding(rows if counted is None else rows[counted], self.vocab_size, self.temperature or 1.0)
         return kept
+
+    def _rows_of(self, record: StoredRecord) -> NDArray[np.uint8]:
+        if record.logits is None:
+            message = f"record {record.index} must be read with logits to decode them; got none"
+            raise ShdError("argument-value", message, "CACHE-161")
+        return self.split_rows(record.logits, self.row_bytes, record.extent, "logits")
 
     def _decode(self, rows: NDArray[np.uint8]) -> Any:
         """``DecodedRows``, or logits."""

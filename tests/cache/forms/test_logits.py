@@ -170,6 +170,44 @@ def test_errors_are_measured_as_the_format_says(codec: str) -> None:
     assert (error.kl_max, error.rows) == (error.kl_mean, 1)
 
 
+COMPARED = CODECS | {"drawn alone": replace(SAMPLED, head=0), "all kept": replace(TOPK, head=VOCABULARY)}
+
+
+@pytest.mark.parametrize("codec", COMPARED)
+def test_a_run_of_the_teacher_is_told_from_another(codec: str) -> None:
+    """What coding may move is let pass, and with it what two runs differ by; nothing else is."""
+    form = COMPARED[codec]
+    rows = rows_of(form)[: 9 if form.rows == "positions" else 1]
+    temperature = form.temperature or 1.0
+    record = stored(form, form.encode(rows, 0))
+    moved, bound = form.compare(record, rows)
+    assert moved.shape == bound.shape == (len(rows),)
+    assert (moved <= bound).all()
+    assert (bound < 0.2).all()
+
+    def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
+        p = np.exp(logits[:, :VOCABULARY].astype(np.float64) / temperature)
+        return p / p.sum(axis=-1, keepdims=True)
+
+    again = rows + (0.01 * np.random.default_rng(8).standard_normal(rows.shape)).astype(np.float32)
+    between = np.abs(softmax(rows) - softmax(again)).sum(axis=-1) / 2
+    assert (form.compare(record, again)[0] <= bound + between).all()
+    for other in (rows_of(form, seed=4)[: len(rows)], -rows):
+        found, limit = form.compare(record, other)
+        assert (found > limit + 0.01).any()
+    with pytest.raises(ShdError, match="rows must be"):
+        form.compare(record, np.concatenate((rows, rows)))
+
+
+def test_draws_of_another_seed_or_sample_are_told() -> None:
+    form = replace(SAMPLED, head=0)
+    rows = rows_of(form)
+    record = stored(form, form.encode(rows, 0))
+    for other in (replace(record, index=5), stored(form, replace(form, seed=30).encode(rows, 0))):
+        found, limit = form.compare(other, rows)
+        assert (found > limit + 0.005).any()
+
+
 @pytest.mark.parametrize("codec", ["topk", "sampled"])
 def test_rows_that_do_not_count_are_rows_of_zeros_and_cost_nothing(codec: str) -> None:
     form = CODECS[codec]

@@ -23,7 +23,6 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.errors import ShdError
-from shd_ref.kd.targets import log_softmax
 from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -195,7 +194,7 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
     dtype = manifest.teacher.dtype
     if manifest.logits is not None:
         rows, _, counted = _logit_rows(manifest.logits, sample, record.extent, record.index)
-        found, bound = _move_of_logits(manifest.logits, record, rows)
+        found, bound = manifest.logits.compare(record, rows)
         _check_moves(record, "logits", found, bound + tolerance_of("recheck", dtype), counted)
     if manifest.hidden is not None:
         for layer in manifest.hidden.teacher_layers:
@@ -206,27 +205,6 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
             found = np.linalg.norm(stored - rows, axis=-1) / norms
             bound = np.sqrt(rows.shape[-1]) * manifest.hidden.bound(rows) / norms
             _check_moves(record, f"hidden state {layer}", found, bound + tolerance_of("recheck", dtype), counted)
-
-
-def _move_of_logits(
-    form: Logits, record: StoredRecord, rows: NDArray[Any]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The total variation between stored rows and rows run again, over the classes that a record tells apart; and
-    what coding may take of it."""
-    stored = form.decode(record)
-    again = log_softmax(rows[:, : form.vocab_size].astype(np.float64) / (form.temperature or 1.0))
-    if isinstance(stored, np.ndarray):
-        whole = log_softmax(stored.astype(np.float64))
-        largest = np.abs(rows[:, : form.vocab_size]).max(axis=-1)
-        return 0.5 * np.abs(np.exp(whole) - np.exp(again)).sum(axis=-1), np.maximum(largest * 2.0**-11, 2.0**-25) / 2
-    assert record.logits is not None
-    codes = form.split_rows(record.logits, form.row_bytes, record.extent, "logits")
-    decoded = form.code.decode(codes)
-    probs = np.exp(np.take_along_axis(again, decoded.head_ids, axis=-1))
-    rest = np.maximum(1.0 - probs.sum(axis=-1), 0.0)
-    head = np.abs(np.exp(decoded.log_probs) - probs).sum(axis=-1)
-    tails = np.exp(decoded.log_tail)
-    return 0.5 * (head + np.abs(tails - rest)), 0.5 * (form.code.bound(codes).sum(axis=-1) + 2.0**-11)
 
 
 def _check_moves(
