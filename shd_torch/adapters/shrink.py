@@ -40,16 +40,7 @@ class ShrinkAdapter(Adapter):
     ) -> dict[str, Any]:
         """HEAD-7, HEAD-18."""
         layer = _weights(weights)
-        size = torch.ones(layer.num_heads) if query_size is None else query_size
-        return _squeezed(
-            layer,
-            merge,
-            layer.num_kv_heads,
-            layer.head_dim,
-            ("queries", "copied"),
-            size,
-            query_norm=size is query_size,
-        )
+        return _squeezed(layer, merge, layer.num_kv_heads, layer.head_dim, ("queries", "copied"), query_size)
 
     def concatenate_heads(
         self, weights: Mapping[str, Any], merge: Mapping[str, Any], head_dim: int
@@ -77,8 +68,8 @@ class ShrinkAdapter(Adapter):
             if rotary.get("layout", "half") != "half" or 2 * len(rotary["frequencies"]) != layer.head_dim:
                 raise NotImplementedError("pairs lie in halves of the whole head")
             slow = rotary.get("slow")
-            turning = torch.ones(len(rotary["frequencies"])) if slow is None else 1.0 - slow.double()
-            frequencies = 2.0 * turning  # over one position: above the angle of a slow pair, or 0
+            turning = torch.ones_like(rotary["frequencies"]) if slow is None else ~slow
+            frequencies = 2.0 * turning.double()  # over one position: above the angle of a slow pair, or 0
         cases = ("low-rank", "side-by-side") if rotary is None else ("rotary",)
         return _squeezed(
             layer, merge, num_kv_heads, head_dim, cases, moments=(moment, key_moment), frequencies=frequencies
@@ -137,7 +128,7 @@ class ShrinkAdapter(Adapter):
         self, matrix: Tensor, scale: Tensor, shift: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """WIDTH-1."""
-        turn = Turn(torch.eye(len(matrix), dtype=torch.float64), "rms", 0.0)
+        turn = Turn(torch.eye(len(matrix), dtype=torch.float64, device=matrix.device), "rms", 0.0)
         return turn.read(_norm(scale, shift), matrix.double(), None if bias is None else bias.double())
 
     def principal_axes(self, moment: Tensor, width: int, norm: str = "rms") -> Tensor:
@@ -147,7 +138,7 @@ class ShrinkAdapter(Adapter):
     def kept_scale(self, moment: Tensor, basis: Tensor) -> float:
         """WIDTH-5; rows with this moment are its root's."""
         values, vectors = torch.linalg.eigh(moment.double())
-        norm: Any = _norm(torch.zeros(len(moment)), None)
+        norm: Any = _norm(torch.zeros_like(moment[0]), None)
         Turn(basis.double(), "rms", 0.0).write_norm(norm, values.clamp_min(0).sqrt()[:, None] * vectors.mT)
         return float(norm.weight[0])
 
@@ -195,20 +186,25 @@ def _squeezed(
     *,
     moments: tuple[Tensor, Tensor] | None = None,
     frequencies: Tensor | None = None,
-    query_norm: bool = False,
 ) -> dict[str, Any]:
     """The student's layer, where the binding chooses one of these cases for it."""
-    width, heads = layer.query.shape[1], layer.num_heads
-    augmented, centred = moments or (torch.eye(width + 1), torch.eye(width))
+    unused = layer.query.new_zeros(0)
+    augmented, centred = moments or (unused, unused)
     statistics = AttentionStatistics(
-        gram=torch.zeros(heads, heads, heads, heads),
+        gram=unused,
         augmented=augmented.double(),
         centred=centred.double(),
-        query_size=(torch.ones(heads) if query_size is None else query_size).double(),
+        query_size=(unused if query_size is None else query_size).double(),
         length=1,
     )
     found = squeeze_attention(
-        layer, _merge(merge), statistics, num_kv_heads, head_dim, frequencies=frequencies, query_norm=query_norm
+        layer,
+        _merge(merge),
+        statistics,
+        num_kv_heads,
+        head_dim,
+        frequencies=frequencies,
+        query_norm=query_size is not None,
     )
     if found.case not in cases:
         raise ShdError("shrink-unsupported", f"merge must allow the case {cases[0]}; got {found.case}", "HEAD-7")

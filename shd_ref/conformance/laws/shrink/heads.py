@@ -21,6 +21,7 @@ WIDE = ("float64", "float32")
 _FORMS = ("logit_forms", "value_forms", "constant")
 _ALONG = ((0, 2), (3, 1), (4, 5, 6), (7,))
 _ACROSS = ((0, 5), (1,), (4, 3), (2,))
+_DIFFERENCES = ((1, 0, 0), (-1, 0, 1), (-1, 1, 0), (1, 1, 1))
 _CAUSAL = np.tri(7, dtype=np.bool_)
 
 
@@ -180,6 +181,18 @@ def _pooled(trial: Trial) -> None:
     twice = trial.call("pooled_mixing", gram=trial.rounded(2.0 * gram), plan=plan)
     trial.agree(twice["mixing"], mixing, "alpha", "C of every sample twice", times=2)
     exactly(answer["groups"], [[4, 1, 0], [2, 3], [5]], "groups")
+    parts = [_gram(trial, 2, 1, seed) for seed in (6182, 6184)]
+    alone = [as_array(trial.call("pooled_mixing", gram=part, plan=[[[0, 1]]])["mixing"], "mixing") for part in parts]
+    sizes = [_merged_size(part) for part in parts]
+    both = trial.call("pooled_mixing", gram=trial.rounded(parts[0] + parts[1]), plan=[[[0, 1]]])
+    mean = (sizes[0] * alone[0] + sizes[1] * alone[1]) / (sizes[0] + sizes[1])
+    trial.agree(both["mixing"], mean, "alpha", "C of two samples, against the mean weighted with ||M||^2", times=2)
+
+
+def _merged_size(gram: Array) -> float:
+    """``||M||^2`` of the pair 0 and 1, with M the difference of their maps over both value outputs."""
+    g = gram.astype(np.float64)
+    return float(sum(s * g[i, j, k, m] for s, i, k in _DIFFERENCES for j in (0, 1) for m in (0, 1)))
 
 
 def _inside(trial: Trial) -> None:
@@ -274,7 +287,13 @@ LAWS: tuple[Law, ...] = (
         "Equal heads merge to themselves, with and without rotary positions.",
         _equal_heads,
     ),
-    part_law("pooled", "pooled_mixing", "HEAD-3", "C is convex, and does not count samples.", _pooled),
+    part_law(
+        "pooled",
+        "pooled_mixing",
+        "HEAD-3",
+        "C is convex, does not count samples, and is their weighted mean.",
+        _pooled,
+    ),
     part_law("inside", "grouped_plan pooled_mixing", "HEAD-4 HEAD-5", "No group crosses a key head.", _inside),
     part_law("fitted", "fit_mixing", "HEAD-21", "The fit is a minimum, and not above its start.", _fitted),
 )

@@ -242,7 +242,7 @@ def low_rank_heads() -> WideBook:
     for biases in ("", "qkv", "qkvo"):
         book.valid(
             f"own-keys-{biases or 'bare'}",
-            "each student head has keys of its own",
+            "each student head has its own keys",
             "HEAD-11 HEAD-12 HEAD-13",
             "key-moment-uncentred rank-cut bias-left-out",
             inputs={
@@ -373,7 +373,11 @@ def pooled_mixing() -> WideBook:
         ("none", "no round: every head alone", 3, []),
     ):
         book.valid(
-            name, comment, "HEAD-3 GRAM-2 GRAM-4", "mean-of-alphas", inputs={"gram": _pool(heads), "plan": plan}
+            name,
+            comment,
+            "HEAD-3 GRAM-2 GRAM-4",
+            "alpha-swapped pool-in-place",
+            inputs={"gram": _pool(heads), "plan": plan},
         )
     good = {"gram": _pool(3), "plan": [[[0, 1]]]}
     book.invalid(

@@ -1,4 +1,4 @@
-"""Cases of chapter PRED of ``specs/shrink.md``; fits are made in float64, whatever the dtype of an implementation."""
+"""Cases of chapter PRED of ``specs/shrink.md``; fits are made in float64 by implementations of every dtype."""
 
 from __future__ import annotations
 
