@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from shd_ref.cache import Manifest, Maps, StoredRecord, packed_size
+from shd_ref.cache import NO_ATTENTION, Factors, Manifest, StoredRecord, packed_size
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
 from shd_torch.supervision.stored_rows import StoredRows, find_rows, row_blobs
@@ -28,7 +28,7 @@ class CodedSupervision:
         buffer: uint8, the packed codes layer by layer, sample by sample; then rows of logits and hidden states.
         lengths: positions of each sample.
         layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
-            with another number of layers than the cache was made for.
+            with another number of layers than the cache was made for. None of a cache without attention.
         num_student_heads: H_s.
         codec: of the cache.
         support: ``"full"`` or ``"causal"``.
@@ -160,7 +160,10 @@ class CodedSupervision:
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
         positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
-        return positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+        mask = positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
+        if self.rows is not None and any(self.rows.firsts):
+            mask &= positions >= torch.tensor(self.rows.firsts, device=self.buffer.device)[:, None]
+        return mask
 
 
 class ReadBatch(list[tuple[Any, StoredRecord]]):
@@ -189,23 +192,27 @@ def pack_records(
     """The records of a batch in one buffer, layer by layer, so that they cross processes and devices once."""
     records = [record for _, record in batch]
     form = manifest.attention
-    if not isinstance(form, Maps):
+    if isinstance(form, Factors):
         return pack_factored(records, manifest, layers)
     buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
     codes = [record.blobs[layer] for layer in layers for record in records]
     if buffer is None:
         buffer = torch.from_numpy(np.concatenate([*codes, *row_blobs(records)]))
+    rows = find_rows(records, manifest, sum(map(len, codes)))
+    lengths = tuple(record.length for record in records)
+    if form is NO_ATTENTION:
+        return CodedSupervision(buffer, lengths, taught_layers(manifest), 0, "float32", "full", rows=rows)
     columns = [form.column(layer) for layer in layers] if any(record.shapes for record in records) else []
     return CodedSupervision(
         buffer=buffer,
-        lengths=tuple(record.length for record in records),
+        lengths=lengths,
         layers=taught_layers(manifest, layers),
         num_student_heads=form.num_student_heads,
         codec=form.codec,
         support=form.support,
         temperature=form.bound_temperature,
         shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
-        rows=find_rows(records, manifest, sum(map(len, codes))),
+        rows=rows,
     )
 
 

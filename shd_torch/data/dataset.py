@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from shd_ref.cache import CacheReader, Manifest, Maps, StoredRecord, sample_key, trim_inputs
+from shd_ref.cache import CacheReader, Factors, Manifest, StoredRecord, sample_key, trim_inputs
 from shd_ref.errors import ShdError
 from shd_ref.plans import MergePlan
 from shd_torch.data.batches import CachedSupervision, ReadBatch, allocate_codes, pack_records
@@ -44,7 +44,7 @@ class CacheJoin:
             raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-51")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
-        self.layers = taught_layers(manifest, manifest.attention.student_layers if layers is None else layers)
+        self.layers = taught_layers(manifest, layers)
         self.logits = manifest.logits if logits else None
         held = [] if manifest.hidden is None else manifest.hidden.teacher_layers
         self.hidden_layers = tuple(held if hidden is None else sorted(set(hidden)))
@@ -175,7 +175,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         wanted = list(indices)
         # Queries and keys are taken apart again; records in memory, or of a subclass's own making, have no buffer.
         is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
-        if not is_own or self._records is not None or not isinstance(self.cache.manifest.attention, Maps):
+        if not is_own or self._records is not None or isinstance(self.cache.manifest.attention, Factors):
             return [self[index] for index in wanted]
         buffers: list[Tensor] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self, TypeAlias, TypeVar
 
-from shd_ref.cache import Manifest
+from shd_ref.cache import NO_ATTENTION, Manifest
 from shd_ref.errors import ShdError
 
 Kinds: TypeAlias = tuple[tuple[str, int], ...]
@@ -118,7 +118,15 @@ def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
     return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())
 
 
-def taught_layers(manifest: Manifest, numbers: Iterable[int]) -> TaughtLayers:
-    """Some layers of a cache, with the student that its manifest was made for."""
+def taught_layers(manifest: Manifest, numbers: Iterable[int] | None = None) -> TaughtLayers:
+    """Some layers of a cache, by default all, with the student that its manifest was made for.
+
+    Raises:
+        ShdError: ``argument-value`` for numbers of a cache without attention, which teaches no layer.
+    """
+    if numbers is None:
+        if manifest.attention is NO_ATTENTION:
+            return TaughtLayers(())
+        numbers = manifest.attention.student_layers
     kinds = tuple((each.kind, each.num_student_layers) for each in manifest.attention.kinds)
     return TaughtLayers(numbers, manifest.attention.num_student_layers, kinds)

@@ -107,7 +107,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "(DataParallel): start it with torchrun or accelerate",
             )
         if isinstance(self.train_dataset, CacheJoin):
-            self._check_cache(self.train_dataset.cache)
+            if self.beta is not None and (self.train_dataset.layers or not self.teachers):
+                self._check_cache(self.train_dataset.cache)
             self._check_rows(self.train_dataset)
             if self.accelerator.dispatch_batches:
                 raise ShdError(
@@ -243,7 +244,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if captured is not None:
             masks = {layer: mask_of_rows(given, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
             keywords = LayerKeywords(**({"check": self._checks} | self.kl))
-            kls = layer_kls(captured, taught, loss_mask=masks, temperature=self.temperature, **keywords)
+            of_attention = [each for each in taught if each.layers]
+            kls = layer_kls(captured, of_attention, loss_mask=masks, temperature=self.temperature, **keywords)
             terms.append(self._attention_term(kls, base / parts, inputs))
             self._record.count_alphas(counts, online, count_rows(inputs))
         if self.kd is not None:

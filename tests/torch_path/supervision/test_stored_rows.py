@@ -25,7 +25,7 @@ from support.makers import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import CacheReader, Logits
+from shd_ref.cache import NO_ATTENTION, CacheReader, Logits
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
 from shd_torch.data.batches import CachedSupervision
 from shd_torch.kd import SampledTargets, TopkTargets
@@ -35,6 +35,7 @@ INDICES = (3, 0, 7, 3)
 WHOLE = replace(ALL_CLASSES, rows="positions")
 BESIDE: dict[str, dict[str, Any]] = FORMS | {"whole": {"logits": WHOLE, "hidden": FORMS["topk"]["hidden"]}}
 ATTENTION: dict[str, dict[str, Any]] = {
+    "none": {"attention": NO_ATTENTION},
     "maps": {},
     "u4": {"codec": "u4", "support": "causal"},
     "factored": {"factors": FACTORS},
@@ -94,15 +95,21 @@ def assert_decodes(batch: CachedSupervision, reader: CacheReader, indices: tuple
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_decodes_what_the_reference_does(tmp_path: Path, attention: str, beside: str) -> None:
-    write_cache(tmp_path, job(8, **ATTENTION[attention], **BESIDE[beside]))
+    manifest = job(8, **ATTENTION[attention], **BESIDE[beside])
+    write_cache(tmp_path, manifest)
     reader = CacheReader(tmp_path)
-    for options in ({}, {"preload": True}, {"layers": [2]}):
+    held = manifest.attention is not NO_ATTENTION
+    for options in ({}, {"preload": True}, {"layers": [2]} if held else {}):
         dataset = joined(tmp_path, **options)
         (batch,) = batches(dataset, sampler=INDICES, batch_size=4)
         for size in (None, 12):
             assert_decodes(batch, reader, INDICES, size)
         maps = [layer.probs() for layer in batch.supervise()]
         assert len(maps) == len(dataset.layers)
+        starts = torch.tensor([padding_of(manifest, index) for index in INDICES])
+        positions = torch.arange(max(map(length_of, INDICES)))
+        stored = positions < torch.tensor([length_of(index) for index in INDICES])[:, None]
+        assert torch.equal(batch.query_mask(), stored & (positions >= starts[:, None]))
         alone = joined(tmp_path, logits=False, hidden=[], **options)
         (bare,) = batches(alone, sampler=INDICES, batch_size=4)
         assert bare.targets() is None
