@@ -49,7 +49,8 @@ def check_samples(
     pending = [*sites, *(targets or {})]
     for indices in _pairs(inputs):
         batch = inputs.batch(indices)
-        entries = max((site.num_heads or 1) for site in sites.values()) * max(inputs.longest_axis(indices), 1) ** 2
+        heads = max((site.num_heads or 1 for site in sites.values()), default=1)
+        entries = heads * max(inputs.longest_axis(indices), 1) ** 2
         rows = len(batch.arrays[inputs.names[0]])
         # What is supplied beside the data may be a single flag, or hold the samples on another axis.
         sampled = [name for name, array in batch.arrays.items() if name in inputs.names or len(array.shape[:2]) == 2]
