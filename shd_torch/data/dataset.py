@@ -55,6 +55,12 @@ class CacheJoin:
                 f"{list(self.hidden_layers)}: precompute it with them",
                 "CACHE-81",
             )
+        if not (self.layers or self.logits is not None or self.hidden_layers):
+            raise ShdError(
+                "argument-value",
+                f"layers, logits and hidden must leave something to read of {self.cache.folder}; got nothing",
+                "CACHE-160",
+            )
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 
+from support.binding.allocations import Live  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import shd_ref.kd  # noqa: E402
 import shd_torch.kd  # noqa: E402
@@ -193,30 +192,6 @@ def test_ids_of_a_narrow_dtype() -> None:
     for dtype in (torch.uint8, torch.uint16, torch.int32):
         assert shd_torch.kd.kd_loss(topk._replace(ids=topk.ids.to(dtype)), tensor(STUDENT)) == wanted
     assert shd_torch.kd.kd_loss(topk._asdict(), tensor(STUDENT)) == wanted
-
-
-class Live(TorchDispatchMode):
-    """The most bytes that were alive at once, of what operations made; the tensors given were there before."""
-
-    def __init__(self, *held: Tensor) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in held}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for made in found if isinstance(found, list | tuple) else (found,):
-            storage = made.untyped_storage() if isinstance(made, Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
-        return found
-
-    def drop(self, name: int, size: int) -> None:
-        self.known.discard(name)
-        self.now -= size
 
 
 @pytest.mark.parametrize("kind", ["logits", "topk", "sampled"])

@@ -16,10 +16,10 @@ from support.students import precompute
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
 
 
-def make_model(heads: int, seed: int, layers: int = 2, width: int = 16) -> Any:
+def make_model(heads: int, seed: int, layers: int = 2, width: int = 16, vocabulary: int = 30) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=30,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=24,
         num_hidden_layers=layers,
@@ -55,15 +55,23 @@ def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-def write_cache(folder: Path) -> Path:
+def write_cache(folder: Path, **more: Any) -> Path:
+    """The cache of ``make_samples`` by an exported teacher, merged maps as they are; more options of precompute."""
+    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
+    if not (folder / "teacher.onnx").exists():
+        export(folder)
+    options = PrecomputeOptions(**({"num_student_heads": 2, "codec": "float32"} | more))
+    name = "-".join(["cache", *(f"{key}={value}" for key, value in more.items())])
+    precompute(folder / "teacher.onnx", arrays, folder / name, options, RunOptions(num_threads=1))
+    return folder / name
+
+
+def export(folder: Path) -> None:
     arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
     example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
     teacher = make_model(4, seed=1).eval()
     teacher.set_attn_implementation("eager")
     export_teacher(teacher, example, folder / "teacher.onnx")
-    options = PrecomputeOptions(num_student_heads=2, codec="float32")
-    precompute(folder / "teacher.onnx", arrays, folder / "cache", options, RunOptions(num_threads=1))
-    return folder / "cache"
 
 
 def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:

@@ -1,0 +1,257 @@
+"""A step without a teacher in memory: a cache of attention, logits and hidden states teaches as the live one does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from support.binding.allocations import Live
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights, write_cache
+from support.makers import ALONE, TOPK, job, key_of, length_of
+from support.makers import write_cache as write_made
+
+import shd_torch.kd.chunks
+from shd_ref.cache import CacheReader
+from shd_torch import (
+    HiddenTerm,
+    KdTerm,
+    LiveTargets,
+    OnlineTeacher,
+    ShdError,
+    SupervisedDataset,
+    SupervisedStream,
+    hidden_loss,
+)
+
+WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
+TOP = {"logits": "topk", "logits_top": 8, "logits_temperature": 2.0, "logits_bits": 16}
+HIDDEN = {"hidden": (0, 1, 2), "hidden_codec": "float16"}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "topk": ({**TOP, **HIDDEN}, {"head": 8, "temperature": 2.0}),
+    "float16": ({"logits": "float16", **HIDDEN}, {}),
+    "factored": ({**TOP, **HIDDEN, "form": "factored", "factored_codec": "float16"}, {"head": 8, "temperature": 2.0}),
+}
+"""Options of precompute, and what keeps the same classes of a live teacher."""
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder, made = tmp_path_factory.mktemp("forms"), {}
+
+    def cache(**options: Any) -> Path:
+        key = str(options)
+        if key not in made:
+            made[key] = write_cache(folder, **options)
+        return made[key]
+
+    return cache
+
+
+def live(**targets: Any) -> OnlineTeacher:
+    return OnlineTeacher(make_model(4, seed=1), 2, 2, targets=LiveTargets(**targets), hidden_layers=[0, 1, 2])
+
+
+def terms(**options: Any) -> dict[str, Any]:
+    return {
+        "beta": 0.3,
+        "kd": KdTerm(0.5, temperature=2.0, **options),
+        "hidden": HiddenTerm([(1, 1), (2, 2)], weight=0.1),
+    }
+
+
+def assert_same_run(one: Any, other: Any, rel: float = 1e-3) -> None:
+    for first, second in zip(one.state.log_history[:-1], other.state.log_history[:-1], strict=True):
+        for key in ("loss", "base_loss", "shd_loss", "kd_loss", "hidden_loss"):
+            assert first[key] == pytest.approx(second[key], rel=rel), key
+    moved = 0.0
+    for (name, value), start in zip(weights(other).items(), make_model(2, seed=2).state_dict().values(), strict=True):
+        moved = max(moved, float((value - start).abs().max()))
+        # A hundredth of what the step itself changed, and single precision.
+        allowed = 1e-2 * float((value - start).abs().max()) + 1e-6
+        assert float((weights(one)[name] - value).abs().max()) <= allowed, name
+    assert moved > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cache_teaches_as_the_live_teacher_does(form: str, cached: Callable[..., Path], tmp_path: Path) -> None:
+    options, kept = FORMS[form]
+    joined = SupervisedDataset(make_samples(), cached(**options))
+    free = make_trainer(tmp_path, train=joined, arguments={**WHOLE, "max_steps": 2}, **terms())
+    held = make_trainer(
+        tmp_path, train=make_samples(), teacher=live(**kept), arguments={**WHOLE, "max_steps": 2}, **terms()
+    )
+    free.train()
+    held.train()
+    assert_same_run(free, held)
+
+
+@pytest.mark.parametrize("form", ["topk", "float16"])
+def test_loss_and_gradient_are_within_the_stated_error(form: str, cached: Callable[..., Path]) -> None:
+    """By Pinsker a row is within sqrt(2 KL) of the teacher's, and its gradient within w times that."""
+    options, kept = FORMS[form]
+    reader = CacheReader(cached(**options))
+    dataset, batch = SupervisedDataset(make_samples(), reader), pad(make_samples())
+    _, supervision = dataset.collate_with(pad)([dataset[index] for index in range(8)])
+    mask = batch["attention_mask"].bool()
+    seen = {name: value for name, value in batch.items() if name != "labels"}
+    online, term = live(**kept)(**seen), KdTerm(temperature=2.0)
+    logits = torch.randn(8, 12, 30, generator=torch.Generator().manual_seed(0))
+    found = []
+    for targets in (supervision.targets(), online.targets()):
+        z = logits.clone().requires_grad_()
+        loss = term.loss([targets], z, loss_mask=mask, check=True)
+        loss.backward()
+        found.append((loss.detach(), z.grad))
+    assert reader.errors.logits is not None
+    # Receipts measure float16 logits at T = 1; dividing them by 2 halves their rounding, and so does not raise it.
+    rows = math.sqrt(2 * reader.errors.logits.kl_max)
+    difference = (found[0][1] - found[1][1]).abs().sum(-1)
+    assert float(difference.max()) <= 2.0 / int(mask.sum()) * rows + 1e-7
+    assert float(difference[~mask].max()) == 0.0
+    spread = float(logits.abs().max()) + 10  # of the logarithms that the difference is weighed with
+    assert abs(float(found[0][0] - found[1][0])) <= 4.0 * rows * spread
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=0)
+    states, wanted = supervision.hidden_states(), online.hidden_states()
+    assert list(states) == list(wanted) == [0, 1, 2]
+    assert reader.errors.hidden is not None
+    for layer, state in states.items():
+        off = (state - wanted[layer])[mask].norm(dim=-1) / wanted[layer][mask].norm(dim=-1)
+        assert float(off.max()) <= reader.errors.hidden.relative_max + 1e-5
+        assert float(hidden_loss(state, wanted[layer], loss_mask=mask)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+@pytest.mark.parametrize("way", ["stream", "accumulated", "bf16", "compiled", "preloaded", "next_labels", "workers"])
+def test_pairs_of_options(way: str, cached: Callable[..., Path], tmp_path: Path) -> None:
+    options, kept = FORMS["topk"]
+    more: dict[str, Any] = {
+        "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "bf16": {"bf16": True},
+        "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+        "workers": {"dataloader_num_workers": 1},
+    }.get(way, {})
+    train: Any = SupervisedDataset(make_samples(), cached(**options), preload=way == "preloaded")
+    if way == "stream":
+        train = SupervisedStream(make_samples(), cached(**options))
+    given = terms(rows="next_labels" if way == "next_labels" else "positions")
+    free = make_trainer(tmp_path, train=train, arguments={**WHOLE, **more}, **given)
+    same = {"bf16": more.get("bf16", False)}
+    held = make_trainer(tmp_path, train=make_samples(), teacher=live(**kept), arguments={**WHOLE, **same}, **given)
+    free.train()
+    held.train()
+    assert_same_run(free, held)
+
+
+def test_a_cache_and_a_live_teacher_are_averaged(cached: Callable[..., Path], tmp_path: Path) -> None:
+    """Two equal teachers are one; a cache without logits leaves KD to the live one."""
+    options, kept = FORMS["topk"]
+    alone = make_trainer(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **terms())
+    alone.train()
+    for made in (options, {}):
+        both = make_trainer(
+            tmp_path,
+            train=SupervisedDataset(make_samples(), cached(**made)),
+            teacher=live(**kept),
+            arguments=WHOLE,
+            **terms(),
+        )
+        both.train()
+        assert_same_run(both, alone)
+
+
+def test_sampled_targets_teach_on_average(cached: Callable[..., Path], tmp_path: Path) -> None:
+    options = {"logits": "sampled", "logits_top": 4, "logits_draws": 16}
+    joined = SupervisedDataset(make_samples(), cached(**options))
+    drawn = make_trainer(tmp_path, train=joined, kd=KdTerm(), arguments=WHOLE)
+    whole = make_trainer(tmp_path, train=make_samples(), teacher=live(), kd=KdTerm(), arguments=WHOLE)
+    drawn.train()
+    whole.train()
+    values = [trainer.state.log_history[0]["kd_loss"] for trainer in (drawn, whole)]
+    assert values[0] == pytest.approx(values[1], abs=0.1)  # 68 rows, each an unbiased estimate
+
+
+def test_without_attention_logits_teach_alone(tmp_path: Path) -> None:
+    """A cache of logits and hidden states alone, with padding in front of some samples."""
+    write_made(tmp_path / "cache", job(8, **ALONE["topk"]))
+    samples = []
+    for index in range(8):
+        ids = torch.arange(index, index + length_of(index))
+        samples.append({"input_ids": ids, "labels": ids})
+    joined = SupervisedDataset(samples, tmp_path / "cache", hidden=[])
+    assert joined.keys[3] == key_of(3)
+    trainer = make_trainer(
+        tmp_path,
+        train=joined,
+        model=make_model(2, seed=2, vocabulary=TOPK.vocab_size),
+        kd=KdTerm(),
+        collate=lambda batch: {
+            name: torch.nn.utils.rnn.pad_sequence([s[name] for s in batch], batch_first=True, padding_value=fill)
+            for name, fill in (("input_ids", 0), ("labels", -100))
+        },
+        arguments=WHOLE,
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["kd_loss"] > 0
+    with pytest.raises(ShdError, match="must hold attention") as caught:
+        make_trainer(tmp_path, train=joined, beta=0.1)
+    assert caught.value.code == "argument-value"
+
+
+def test_what_a_cache_cannot_teach_is_refused_before_the_first_step(
+    cached: Callable[..., Path], tmp_path: Path
+) -> None:
+    def refusal(options: dict[str, Any], read: dict[str, Any] | None = None, **given: Any) -> ShdError:
+        joined = SupervisedDataset(make_samples(), cached(**options), **(read or {}))
+        with pytest.raises(ShdError) as caught:
+            make_trainer(tmp_path, train=joined, **given)
+        return caught.value
+
+    sampled = {"logits": "sampled", "logits_top": 4, "logits_draws": 16}
+    for error, code, words in (
+        (refusal({}, kd=KdTerm()), "cache-mismatch", "precompute with --logits"),
+        (refusal(TOP | HIDDEN, {"logits": False}, kd=KdTerm()), "cache-mismatch", "logits=True"),
+        (refusal(TOP | HIDDEN, kd=KdTerm(temperature=1.0)), "argument-value", "temperature 2 of"),
+        (refusal(sampled, kd=KdTerm(divergence="jsd")), "argument-value", "biased estimate"),
+        (refusal(sampled, kd=KdTerm(divergence="reverse_kl")), "argument-value", "biased estimate"),
+        (refusal({}, hidden=HiddenTerm([(1, 1)])), "cache-mismatch", "precompute with --hidden"),
+        (refusal(TOP | HIDDEN, {"hidden": [1]}, hidden=HiddenTerm([(1, 2)])), "cache-mismatch", "got [1]"),
+    ):
+        assert error.code == code
+        assert words in str(error)
+
+
+@pytest.mark.parametrize("name", ["topk", "sampled"])
+def test_no_wide_copy_of_the_logits_is_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding, loss and gradient hold no more than the gradient of the student's logits, in their own dtype."""
+    from support.makers import FORMS as MADE
+
+    monkeypatch.setitem(shd_torch.kd.chunks._ENTRIES, "cpu", 4000)
+    write_made(tmp_path / "cache", job(8, **MADE[name]))
+    samples = [{"input_ids": torch.arange(index, index + length_of(index))} for index in range(8)]
+    joined = SupervisedDataset(samples, tmp_path / "cache", hidden=[])
+    many = [joined[index % 8] for index in range(800)]
+    _, supervision = joined.collate_with(lambda batch: batch)(many)
+    mask = supervision.query_mask()
+    z = torch.randn(*mask.shape, 37, dtype=torch.bfloat16, requires_grad=True)
+    with Live(z, supervision.buffer, mask) as making:
+        targets = supervision.targets()
+    slots = targets.ids.shape[-1]
+    held = list(targets[:3])
+    with Live(z, mask, *held) as training:
+        KdTerm().loss([targets], z, loss_mask=mask, check=False).backward()
+    wide = 4 * z.numel()
+    assert sum(field.nbytes for field in held) <= mask.numel() * (12 * slots + 4)
+    assert training.most < z.nbytes + wide / 4
+    assert making.most < 16 * sum(field.nbytes for field in held)
