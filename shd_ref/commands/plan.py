@@ -1,17 +1,26 @@
-"""``shd plan``: what a cache would cost, before anyone writes it."""
+"""``shd plan``: what a cache would cost, before anyone writes it, and which to make."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shlex
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 from shd_ref.commands.derive import Without
 from shd_ref.commands.options import AsJson, InputOptions, StudentHeads, TeacherPath
 from shd_ref.commands.terminal import print_remarks
-from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions, Shown
+from shd_ref.commands.words import option_words
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.options import PlanOptions
+
+if TYPE_CHECKING:
+    from shd_ref.teacher.study.forecast import Forecast
+
+STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs")
+"""Options in whose place a student's folder stands."""
 
 
 def plan(
@@ -23,37 +32,62 @@ def plan(
         Without("num_student_heads", "form", "factored_codec", "codec", "compression", "on_error", "seed_column"),
     ],
     run: Annotated[RunOptions, Without("samples_per_shard", "shards")],
-    samples: Annotated[int, Shown("Samples that the teacher runs on.", least=1)] = 8,
-    read_bandwidth: Annotated[
-        float, Shown("Bytes that storage can feed one training device, in MB a second, above 0.")
-    ] = 500.0,
+    wanted: PlanOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a few samples: bytes, time and error of every codec, and whether a cache pays at all.
+    """Measure a few samples: bytes, time and error of every form and codec; then say which to take, and why.
 
     shd plan teacher.onnx --inputs data.npz --student-heads 4
 
-    Break-even is the read bandwidth per training device below which the teacher, run while training, is faster.
+    Ends with the command that makes the cache, or advises to run the teacher while training where reading would take
+    longer, and with the memory of a training step.
     """
-    from shd_ref.commands.tables import print_forecast
+    from shd_ref.commands.forecast import print_forecast
     from shd_ref.teacher.study.forecast import forecast_cache
     from shd_ref.teacher.study.kept import advise_plan
 
-    if not read_bandwidth > 0:
-        raise ShdError("argument-value", f"--read-bandwidth must be above 0 MB a second; got {read_bandwidth}")
     source = inputs.open()
     for heads in student_heads:
-        forecast = forecast_cache(
-            teacher,
-            source,
-            options(num_student_heads=heads),
-            run,
-            num_samples=samples,
-            bandwidth=1e6 * read_bandwidth,
-        )
-        print_remarks(advise_plan(teacher, options(num_student_heads=heads)), *forecast.remarks)
+        asked = options(num_student_heads=heads)
+        forecast = forecast_cache(teacher, source, asked, run, wanted)
+        print_remarks(advise_plan(teacher, asked), *forecast.remarks)
+        command = precompute_command(teacher, inputs, asked, run, forecast)
         if as_json:
-            print(json.dumps(asdict(forecast)))
+            print(json.dumps(asdict(forecast) | {"command": command}))
         else:
-            print_forecast(forecast, heads)
+            print_forecast(forecast, heads, command)
     print_remarks(source.remark)
+
+
+def precompute_command(
+    teacher: Path,
+    inputs: InputOptions,
+    options: PrecomputeOptions,
+    run: RunOptions,
+    forecast: Forecast,
+    *,
+    out: str | None = None,
+    student: Path | None = None,
+) -> str | None:
+    """The command that makes the cache that is advised; None where none is.
+
+    Args:
+        teacher: the ``.onnx`` file.
+        inputs: where the samples come from.
+        options: what was forecast.
+        run: how.
+        forecast: what was found.
+        out: the cache.
+        student: the folder that heads, layers and plans were read from, if any.
+    """
+    if not forecast.advice.pays:
+        return None
+    default = PrecomputeOptions(1)
+    usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
+    asks = usual | forecast.taken.asks | {"compression": forecast.advice.compression}
+    asked = replace(options, **asks)  # type: ignore[arg-type]
+    words = option_words(inputs, asked, run, without=() if student is None else STUDENT_FIELDS)
+    words += [] if student is None else ["--student", str(student)]
+    return shlex.join(
+        ["shd", "precompute", str(teacher), *words, "--out", out or f"cache-{options.num_student_heads}"]
+    )

@@ -70,7 +70,8 @@ def precompute(
 
     source = inputs.open()
     if dry_run:
-        _measure(teacher, source, [options(num_student_heads=heads) for heads in student_heads], run)
+        asked = [options(num_student_heads=heads) for heads in student_heads]
+        _measure(teacher, inputs, source, asked, run, out, student)
         return
     if student is None:
         print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in student_heads))
@@ -113,14 +114,26 @@ def _read_student(
     return partial(options.func, **options.keywords | fixed), (made.num_heads,)
 
 
-def _measure(teacher: Path, source: Source, students: list[PrecomputeOptions], run: RunOptions) -> None:
-    from shd_ref.commands.tables import print_forecast
+def _measure(
+    teacher: Path,
+    inputs: InputOptions,
+    source: Source,
+    students: list[PrecomputeOptions],
+    run: RunOptions,
+    out: str,
+    student: Path | None,
+) -> None:
+    from shd_ref.commands.forecast import print_forecast
+    from shd_ref.commands.plan import precompute_command
     from shd_ref.teacher.study.forecast import forecast_cache
 
-    forecasts = [forecast_cache(teacher, source, options, run) for options in students]
-    for options, forecast in zip(students, forecasts, strict=True):
-        print_forecast(forecast, options.num_student_heads)
-    print_remarks(*(remark for forecast in forecasts for remark in forecast.remarks), source.remark)
+    for options in students:
+        forecast = forecast_cache(teacher, source, options, run)
+        place = out if len(students) == 1 else f"{out}-{options.num_student_heads}"
+        command = precompute_command(teacher, inputs, options, run, forecast, out=place, student=student)
+        print_forecast(forecast, options.num_student_heads, command)
+        print_remarks(*forecast.remarks)
+    print_remarks(source.remark)
 
 
 def _run(

@@ -1,16 +1,13 @@
-"""Tables that ``shd`` prints."""
+"""The table that ``shd precompute`` prints."""
 
 from __future__ import annotations
-
-from datetime import timedelta
 
 import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.commands.terminal import console, fact_table, marked, narrow_table
+from shd_ref.commands.terminal import fact_table, marked
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
-from shd_ref.teacher.study.forecast import CodecForecast, FactoredForecast, Forecast
 
 
 def summary_table(summary: PrecomputeSummary) -> Table:
@@ -54,74 +51,3 @@ def summary_table(summary: PrecomputeSummary) -> Table:
         f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
     )
     return table
-
-
-def print_forecast(forecast: Forecast, num_student_heads: int) -> None:
-    """What ``shd plan`` found, and what to do."""
-    console.print(
-        f"{num_student_heads} student heads; {forecast.num_samples} samples, {forecast.mean_length:.0f} positions on "
-        f"average, {forecast.max_length} at most, {forecast.support} support",
-        highlight=False,
-    )
-    console.print(_forecast_table(forecast))
-    console.print(_forecast_advice(forecast), highlight=False)
-
-
-def _forecast_table(forecast: Forecast) -> Table:
-    """A codec per row."""
-    table = narrow_table()
-    table.add_column("codec")
-    for column in (
-        "per\nsample",
-        "in all",
-        "with\nzstd",
-        "break-even\nread",
-        "KL a\nrow",
-        "largest\nKL",
-        "total\nvar.",
-    ):
-        table.add_column(column, justify="right")
-    for row in forecast.codecs:
-        table.add_row(
-            marked(row.codec, "bold", " <-") if row.codec == forecast.recommended else row.codec,
-            *_sizes(row),
-            "?" if row.zstd_ratio is None else f"x {row.zstd_ratio:.2f}",
-            f"{decimal(round(row.break_even))}/s",
-            *_errors(row),
-        )
-    for form in forecast.factored:
-        table.add_row(f"factored {form.codec}", *_sizes(form), "", "", *_errors(form))
-    return table
-
-
-def _sizes(row: CodecForecast | FactoredForecast) -> tuple[str, str]:
-    per_sample, total = decimal(round(row.bytes_per_sample)), decimal(round(row.total_bytes))
-    return per_sample.replace("bytes", "B"), total.replace("bytes", "B")
-
-
-def _errors(row: CodecForecast | FactoredForecast) -> tuple[str, str, str]:
-    return f"{row.error.kl_mean:.2g}", f"{row.error.kl_max:.2g}", f"{row.error.tv_mean:.2%}"
-
-
-def _forecast_advice(forecast: Forecast) -> str:
-    """What to do, in words."""
-    duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
-    (best,) = [row for row in forecast.codecs if row.codec == forecast.recommended]
-    milliseconds = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
-    times = (
-        f"teacher {milliseconds[0]:.3g} ms per sample, squeezed {milliseconds[1]:.3g} ms: {duration} in all "
-        f"on this machine (measured on {forecast.measured_samples} samples)"
-    )
-    verdict = (
-        f"store {best.codec}: {decimal(round(best.total_bytes))}, faster to read than the teacher is to run"
-        if forecast.pays
-        else f"run the teacher while training: reading {best.codec} pays only above "
-        f"{decimal(round(best.break_even))}/s per training device"
-    )
-    if forecast.form == "factored":
-        verdict += (
-            "\nat this length the teacher's queries and keys are smaller than its maps: store them "
-            "(shd precompute --form factored), if the errors above suit you"
-        )
-    fed = f"fed beside the data: {forecast.supplied}\n" if forecast.supplied else ""
-    return f"{fed}{times}\n{verdict}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -10,15 +10,20 @@ from shd_ref.commands.derive import option_of
 from shd_ref.teacher.run.options import Shown
 
 
-def option_words(*groups: Any) -> list[str]:
-    """The options that say what dataclasses hold: those of fields that are ``Shown`` and are not at their default."""
+def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
+    """The options that say what dataclasses hold: those of fields that are ``Shown`` and are not at their default.
+
+    Args:
+        *groups: dataclasses.
+        without: fields to leave out.
+    """
     words: list[str] = []
     for group in groups:
         hints = get_type_hints(type(group), include_extras=True)
         for field in fields(group):
             hint, value = hints[field.name], getattr(group, field.name)
             is_shown = get_origin(hint) is not None and any(isinstance(note, Shown) for note in get_args(hint)[1:])
-            if is_shown and (field.default is MISSING or value != field.default):
+            if is_shown and field.name not in without and (field.default is MISSING or value != field.default):
                 words += [option_of(field.name), write_value(field.name, value)]
     return words
 

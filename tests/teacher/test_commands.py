@@ -272,7 +272,7 @@ def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pyt
     ]
     assert "sealed: 12 samples" in shd("seal", cache)
     assert "same: 8 records" in shd("verify", cache, "--teacher", teacher, "--inputs", inputs)
-    assert "sqrt8-row <-" in shd("plan", *run)
+    assert "take: maps sqrt8-row" in shd("plan", *run)
     next((tmp_path / cache / "shards").rglob("*.safetensors")).write_bytes(b"")
     printed += [shd("verify", cache, code=1), shd("export", cache, "--out", "tars", code=1)]
     for number, output in enumerate(printed):

@@ -25,7 +25,10 @@ from shd_ref.plans import PLAN_KINDS, MergePlan
 CALIBRATION_SAMPLES: Final = 16
 """Enough for matched plans to settle: pairs are chosen by sums over all rows of all samples."""
 
-FORMS: Final = ("maps", "factored")
+CODECS_OF: Final = {"maps": ("codec", CODECS), "factored": ("factored_codec", FACTORED_CODECS)}
+"""By form: the field of ``PrecomputeOptions`` that names its codec, and what that can be."""
+
+FORMS: Final = tuple(CODECS_OF)
 """What records hold: merged maps, or the teacher's queries and keys."""
 
 LOGIT_FORMS: Final = ("none", "topk", "sampled", "float16")
@@ -227,7 +230,8 @@ class PrecomputeOptions:
     @property
     def stored_codec(self) -> str:
         """The codec of what records hold."""
-        return self.factored_codec if self.is_factored else self.codec
+        codec: str = getattr(self, CODECS_OF[self.form][0])
+        return codec
 
 
 @dataclass(frozen=True)

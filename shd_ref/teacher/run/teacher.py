@@ -89,12 +89,8 @@ class TeacherRun:
         sites, specs = find_sites(self.model), input_specs(self.model)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
-        if options.is_factored and self.site_kinds.kinds:
-            self._check_one_sequence()
         self.targets = self._find_targets(sites)
-        for _, site in self.layers:
-            check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
-        self.factors = _choose_factors(self.model, self.layers) if options.is_factored else ()
+        self.factors = self._choose_stored()
         self.num_teacher_heads = _common_heads(self.layers)
         for each in students:
             check_counts(self.num_teacher_heads, each.num_student_heads)
@@ -119,19 +115,23 @@ class TeacherRun:
         self._sessions: dict[bool, _Session] = {}
         self._target_columns = 0  # of logits and hidden states together, once a run has told
 
-    def as_factored(self) -> TeacherRun:
-        """The same teacher on the same inputs, in new sessions, with queries and keys in place of maps.
+    def storing(self, **changes: str) -> TeacherRun:
+        """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way.
+
+        Args:
+            **changes: the fields of ``PrecomputeOptions`` that say how: ``form``, and the codecs.
 
         Raises:
-            ShdError: ``graph-unsupported`` for maps that they do not make.
+            ShdError: ``argument-value``, ``graph-unsupported`` for a form or a codec that cannot hold what it gives.
         """
         other = copy.copy(self)
         other.students = tuple(
-            replace(each, options=replace(each.options, form="factored", alpha_per="map", temperature=1.0))
+            replace(each, options=replace(each.options, **changes))  # type: ignore[arg-type]
             for each in self.students
         )
         other.options = other.students[0].options
-        other.factors = _choose_factors(self.model, self.layers)
+        check_options(other.options)
+        other.factors = other._choose_stored()
         other._sessions = {}
         return other
 
@@ -352,6 +352,15 @@ class TeacherRun:
                         "registers), or it is made shorter: export a wrapper whose inputs and mask have a position "
                         "for each of them, such as a placeholder in front, or select other sites (--sites)",
                     )
+
+    def _choose_stored(self) -> tuple[SiteFactors, ...]:
+        """Refuse a form or a codec that cannot hold what the layers give; ``factors`` of the form."""
+        options = self.options
+        if options.is_factored and self.site_kinds.kinds:
+            self._check_one_sequence()
+        for _, site in self.layers:
+            check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
+        return _choose_factors(self.model, self.layers) if options.is_factored else ()
 
     def _check_one_sequence(self) -> None:
         for _, site in self.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,77 +12,52 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shd_ref.cache import (
-    CODECS,
-    FACTORED_CODECS,
-    CodecError,
-    Extent,
-    Factors,
-    codec_error,
-    decode,
-    encode,
-    merge_codec_errors,
-    pack,
-    packed_size,
-)
+from shd_ref.cache import CodecError, Errors, Extent, Factors, HiddenError, LogitsError, Maps, NewRecord
 from shd_ref.cache.codecs.compression import compress_blob
+from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.forms.maps import find_support
-from shd_ref.teacher.precompute.forms.targets import Forms
+from shd_ref.teacher.precompute.forms.targets import Forms, describe_hidden, describe_logits
 from shd_ref.teacher.precompute.manifest import describe_attention
-from shd_ref.teacher.precompute.records import make_records, measure_errors
+from shd_ref.teacher.precompute.records import make_records, maker_of, measure_errors
+from shd_ref.teacher.run.faults import find_faults
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.options import CODECS_OF, PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
+from shd_ref.teacher.study.advice import Advice, FormForecast, advise
+from shd_ref.teacher.study.memory import TrainingMemory, forecast_memory
+from shd_ref.teacher.study.options import PlanOptions
 
 READ_SAMPLES: Final = 1000
 """Samples whose lengths are read: spread over the data set where any row is at hand, else the first."""
 ROUNDS: Final = 3
 """Timed runs of every batch, after one that warms up; the median counts."""
-DEFAULT_BANDWIDTH: Final = 500e6
-"""Bytes a second that one training device can be fed from a good network file system."""
+
+_REFUSALS: Final = ("argument-value", "graph-unsupported", "inputs-invalid")
+"""Why a form or a codec may not be able to hold what a teacher gives."""
 
 
 @dataclass(frozen=True)
-class CodecForecast:
-    """One way to store the maps.
+class TargetForecast:
+    """What a record holds of another subject than attention.
 
     Attributes:
-        codec: one of ``CODECS``.
-        bytes_per_sample: of the mean sample, with its alphas and mixing.
+        subject: ``SUBJECT`` of its form.
+        codec: of its form.
+        bytes_per_token: of each position that counts.
         total_bytes: of the whole data set.
-        zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
-        break_even: bytes a second: a reader that is slower waits longer than the teacher would take.
         error: measured on the sampled rows.
     """
 
+    subject: str
     codec: str
-    bytes_per_sample: float
+    bytes_per_token: float
     total_bytes: float
-    zstd_ratio: float | None
-    break_even: float
-    error: CodecError
-
-
-@dataclass(frozen=True)
-class FactoredForecast:
-    """The other form of supervision: the teacher's queries and keys with the mixing matrix, in place of maps.
-
-    Attributes:
-        codec: ``float16``, or ``int8`` with a float32 scale per head and position.
-        bytes_per_sample: of the mean sample, with its alphas and mixing.
-        total_bytes: of the whole data set.
-        error: of the maps that they make, measured on the sampled rows as that of a codec.
-    """
-
-    codec: str
-    bytes_per_sample: float
-    total_bytes: float
-    error: CodecError
+    error: CodecError | LogitsError | HiddenError
 
 
 @dataclass(frozen=True)
@@ -91,19 +67,16 @@ class Forecast:
     Attributes:
         num_samples: in the data set.
         read_samples: of how many the lengths are known; the rest is extrapolated.
-        measured_samples: on how many the teacher ran.
+        measured_samples: on how many the teacher ran: evenly spread over the lengths.
         mean_length, max_length: positions.
         support: ``"full"`` or ``"causal"``.
         teacher_seconds: a sample, of the teacher as it is, in batches as asked for.
-        squeeze_seconds: a sample, of the squeezed graph.
-        codecs: by codec.
-        factored: empty where the maps are not what queries and keys make; without ``float16`` where numbers are too
-            large for it.
-        form: ``"maps"`` or ``"factored"``: which is smaller, ``sqrt8-row`` or int8 factors, whose errors are alike.
-            That turns with the length: ``L H_s`` bytes a row (half of it if causal) against about
-            ``d_k (H_t + H_kv)``.
-        recommended: the codec to take, see ``forecast_cache``.
-        pays: whether reading it is faster than running the teacher.
+        squeeze_seconds: a sample, of the squeezed graph of the way that is advised.
+        ways: all forms and codecs of attention that can hold what the teacher gives.
+        beside: what the same records hold beside attention, where it is asked for; ``ways`` count its bytes.
+        refused: those that cannot, and why.
+        advice: which to take.
+        memory: of a training step with it.
         remarks: see ``TeacherRun.remarks``.
         supplied: what is fed beside the data, in a line; empty for nothing.
     """
@@ -116,13 +89,18 @@ class Forecast:
     support: str
     teacher_seconds: float
     squeeze_seconds: float
-    codecs: tuple[CodecForecast, ...]
-    factored: tuple[FactoredForecast, ...]
-    form: str
-    recommended: str
-    pays: bool
+    ways: tuple[FormForecast, ...]
+    beside: tuple[TargetForecast, ...]
+    refused: tuple[str, ...]
+    advice: Advice
+    memory: TrainingMemory
     remarks: tuple[str, ...]
     supplied: str
+
+    @property
+    def taken(self) -> FormForecast:
+        """The way that is advised."""
+        return self.ways[self.advice.form]
 
 
 def forecast_cache(
@@ -130,69 +108,180 @@ def forecast_cache(
     inputs: Source | Arrays,
     options: PrecomputeOptions,
     run: RunOptions | None = None,
-    *,
-    num_samples: int = 8,
-    bandwidth: float = DEFAULT_BANDWIDTH,
+    plan: PlanOptions | None = None,
 ) -> Forecast:
-    """Measure a few samples and say what the cache of the whole data set would cost.
-
-    Recommended is ``sqrt8-row``, whose error a student's gradient does not notice (1 to 2 percent of it), unless
-    reading it would take longer than running the teacher and ``sqrt8-abs`` or ``u4`` would not.
+    """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
     Args:
         teacher: an ``.onnx`` file.
         inputs: as for ``precompute``.
-        options: what to make of the teacher; the codec does not matter.
+        options: what to make of the teacher; form and codec do not matter.
         run: how to run it.
-        num_samples: on how many samples the teacher runs.
-        bandwidth: bytes a second that a training device can be fed.
+        plan: what is measured, and what for.
 
     Raises:
         ShdError: as ``TeacherRun``; ``argument-value``, ``graph-unsupported``, ``not-finite``.
     """
-    if num_samples < 1 or not bandwidth > 0:
-        raise ShdError(
-            "argument-value",
-            f"num_samples must be at least 1 and bandwidth above 0; got {num_samples} and {bandwidth}",
-        )
+    plan = plan or PlanOptions()
+    plan.check()
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
-    work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), [options], run or RunOptions())
+    # Every codec codes the same maps, as the graph gives them for this one.
+    uncoded = replace(options, form="maps", codec="float32")
+    work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
     work.check_samples()
-    chosen = np.linspace(0, len(work.inputs) - 1, min(num_samples, len(work.inputs))).astype(int)
-    batches = list(work.batches(dict.fromkeys(chosen.tolist())))
-    outputs = [work.squeeze(batch, checked=True)[0] for batch in batches]
-    support = find_support(work, outputs[0])
-    merged = [maps for output in outputs for maps in _maps(work, output)]
-    if not all(np.isfinite(maps).all() for maps in merged):
-        raise ShdError(
-            "not-finite", "the teacher gives NaN or infinity on a sampled sample: look at the inputs", "MAP-5"
-        )
-    measured = sum(len(batch.indices) for batch in batches)
-    teacher_seconds = _time(_plain_runner(work), batches) / measured
-    squeeze_seconds = _time(work.squeeze, batches) / measured
-    lengths = work.inputs.lengths if work.inputs.lengths.any() else np.full(1, merged[0].shape[-1])
-    codecs = tuple(
-        _forecast_codec(codec, work, merged, support, lengths, len(source), teacher_seconds) for codec in CODECS
-    )
-    factored = () if work.site_kinds.kinds else _forecast_factored(work, batches, lengths, len(source))
-    recommended = _recommend(codecs, bandwidth)
+    chosen = _spread(work.inputs.lengths, plan.samples)
+    study = _Study(work, list(work.checked_batches(chosen)), len(source))
+    batches = list(work.batches(chosen))
+    study.teacher_seconds = _time(_plain_runner(work), batches) / len(chosen)
+    ways = [way for form in CODECS_OF for way in study.forecast(form)]
+    default = PrecomputeOptions(1)
+    usual = next((way for way in ways if (way.form, way.codec) == (default.form, default.stored_codec)), None)
+    advice = advise(ways, usual, plan.bandwidth, plan.max_error)
+    taken = ways[advice.form]
+    longest = int(study.lengths.max())
     return Forecast(
         num_samples=len(source),
         read_samples=len(work.inputs),
-        measured_samples=measured,
-        mean_length=float(lengths.mean()),
-        max_length=int(lengths.max()),
-        support=support,
-        teacher_seconds=teacher_seconds,
-        squeeze_seconds=squeeze_seconds,
-        codecs=codecs,
-        factored=factored,
-        form=_choose_form(codecs, factored),
-        recommended=recommended.codec,
-        pays=recommended.break_even <= bandwidth,
+        measured_samples=len(chosen),
+        mean_length=float(study.lengths.mean()),
+        max_length=longest,
+        support=study.support,
+        teacher_seconds=study.teacher_seconds,
+        squeeze_seconds=_time(work.storing(**taken.asks).squeeze, batches) / len(chosen),
+        ways=tuple(ways),
+        beside=study.beside,
+        refused=tuple(dict.fromkeys(study.refused)),
+        advice=advice,
+        memory=forecast_memory(work, taken.bytes_longest, longest, plan.train_batch, plan.num_student_parameters),
         remarks=work.remarks,
         supplied=work.inputs.supply,
     )
+
+
+class _Study:
+    """A few samples of a teacher, to be stored in every way.
+
+    Args:
+        work: gives maps before coding.
+        batches: small enough for check outputs.
+        num_samples: of the whole data set.
+    """
+
+    def __init__(self, work: TeacherRun, batches: Sequence[Batch], num_samples: int) -> None:
+        self._work, self._batches, self._num_samples = work, batches, num_samples
+        self.refused: list[str] = []
+        self.teacher_seconds = 1.0
+        self.support = "full"
+        self.beside: tuple[TargetForecast, ...] = ()
+        # Images have no lengths among their inputs: those of their maps.
+        self.lengths: NDArray[np.int64] = work.inputs.lengths
+
+    def forecast(self, form: str) -> Iterator[FormForecast]:
+        """The codecs of a form that can hold what the teacher gives; what cannot is noted in ``refused``.
+
+        Raises:
+            ShdError: ``not-finite``.
+        """
+        field, codecs = CODECS_OF[form]
+        outputs: list[StudentOutputs] = []
+        for codec in codecs:
+            asks = {"form": form, field: codec}
+            try:
+                work = self._work.storing(**asks)
+                outputs = outputs or self._run(work)
+                yield self._measure(work, outputs, asks)
+            except ShdError as error:
+                if error.code not in _REFUSALS:
+                    raise
+                self.refused.append(f"{form}: {error}")
+
+    def _run(self, work: TeacherRun) -> list[StudentOutputs]:
+        outputs = []
+        for batch in self._batches:
+            (output,) = work.squeeze(batch, checked=True)
+            for fault in find_faults(work, output):
+                raise fault.error()
+            outputs.append(output)
+        return outputs
+
+    def _measure(self, work: TeacherRun, outputs: Sequence[StudentOutputs], asks: dict[str, str]) -> FormForecast:
+        form = replace(describe_attention(work, outputs[0]), codec=work.options.stored_codec)
+        forms = Forms(form, describe_logits(work, outputs[0]), describe_hidden(work, outputs[0]))
+        held: list[Form] = [each for each in forms if each is not None]
+        records: list[NewRecord] = []
+        parts: list[Errors] = []
+        for output in outputs:
+            made = make_records(work, output, set(output.batch.indices), forms)
+            parts.append(measure_errors(work, output, made, forms))
+            records += made
+        errors = Errors.merged(parts)
+        extents = self._extents(work, form, records)
+        sizes_of = {each.SUBJECT: record_sizes(each, records[0], extents) for each in held}
+        sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)
+        self.support = form.support
+        if not self.lengths.any():
+            self.lengths = np.array([extent.length for extent in extents])
+        counted = self.lengths - (work.inputs.firsts if len(self.lengths) == len(work.inputs) else 0)
+        mean, tokens = float(sizes.mean()), float(counted.mean())
+        self.beside = tuple(
+            TargetForecast(
+                subject=each.SUBJECT,
+                codec=each.codec,
+                bytes_per_token=float(sizes_of[each.SUBJECT].mean()) / tokens,
+                total_bytes=float(sizes_of[each.SUBJECT].mean()) * self._num_samples,
+                error=errors.measured()[each.SUBJECT],
+            )
+            for each in held[1:]
+        )
+        return FormForecast(
+            form=form.form,
+            codec=form.codec,
+            asks=asks,
+            bytes_per_sample=mean,
+            bytes_per_token=mean / tokens,
+            bytes_longest=float(sizes.max()),
+            total_bytes=mean * self._num_samples,
+            zstd_ratio=_zstd_ratio([blob for record in records for each in held for blob in each.pack(record)]),
+            break_even=mean / self.teacher_seconds,
+            error=errors.attention,
+        )
+
+    def _extents(self, work: TeacherRun, form: Maps | Factors, records: Sequence[NewRecord]) -> list[Extent]:
+        """Of the records of all samples that were read; where lengths do not decide them, of those that were run."""
+        if records[0].shapes or not work.inputs.lengths.any():
+            return [record.extent for record in records]
+        maker = maker_of(form)
+        lengths, firsts = work.inputs.lengths.tolist(), work.inputs.firsts.tolist()
+        extents, none = map(Extent, lengths, firsts), TargetOutputs(None, {})
+        return [maker.extent(form, SampleOutputs(0, "", extent, (), none)) for extent in extents]
+
+
+def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
+    """Bytes of records of some extents, as the form says, before compression.
+
+    Args:
+        form: any.
+        record: one of them, which tells whether optional parts are there.
+        extents: of the records.
+    """
+    floats = iter(form.floats(record))
+    there = [part.dtype != F32 or next(floats) is not None for part in form.parts]
+    widths = [(4 if part.dtype == F32 else 1) * held for part, held in zip(form.parts, there, strict=True)]
+    return np.array(
+        [
+            sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
+            for extent in extents
+        ],
+        dtype=np.float64,
+    )
+
+
+def _spread(lengths: NDArray[np.int64], count: int) -> list[int]:
+    """Samples at even steps of the order of their lengths: few that stand for all."""
+    count = min(count, len(lengths))
+    places = ((np.arange(count) + 0.5) * len(lengths) / count).astype(int)
+    found: list[int] = np.argsort(lengths, kind="stable")[places].tolist()
+    return found
 
 
 class _SampledSource(Source):
@@ -214,95 +303,6 @@ class _SampledSource(Source):
             yield from islice(self._source.rows(columns), self._count)
 
 
-def _maps(work: TeacherRun, outputs: StudentOutputs) -> Iterator[Any]:
-    """The merged maps of every sample and layer, ``(H_s, rows, keys)`` float32, as they are stored (CACHE-129)."""
-    for number in range(len(outputs.batch.indices)):
-        sample = work.sample(outputs, number)
-        for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-            maps = np.array(layer.checked.merged[:, :rows, :keys], dtype=np.float32)
-            if layer.row_mask is not None:
-                maps[:, ~layer.row_mask[:rows]] = 0
-            yield maps
-
-
-def _forecast_codec(
-    codec: str,
-    work: TeacherRun,
-    merged: Sequence[Any],
-    support: str,
-    lengths: Any,
-    num_samples: int,
-    teacher_seconds: float,
-) -> CodecForecast:
-    heads, layers = work.options.num_student_heads, len(work.layers)
-    sizes = np.array([packed_size(codec, support, heads, int(length)) for length in lengths], dtype=np.float64)
-    if work.site_kinds.kinds:  # of two sequences: as in the samples that were run
-        sizes = np.array([packed_size(codec, support, heads, *maps.shape[1:]) for maps in merged], dtype=np.float64)
-    weights = sum(len(one_round) for one_round in work.students[0].plans[0])
-    if work.options.alpha_per == "map":
-        floats = 4.0 * (weights + heads * work.num_teacher_heads)
-    else:
-        floats = 4.0 * weights * float(lengths.mean())
-    per_sample = layers * (float(sizes.mean()) + floats)
-    codes = [encode(codec, maps) for maps in merged]
-    return CodecForecast(
-        codec=codec,
-        bytes_per_sample=per_sample,
-        total_bytes=per_sample * num_samples,
-        zstd_ratio=_zstd_ratio([pack(part, support, codec) for part in codes]),
-        break_even=per_sample / teacher_seconds,
-        error=merge_codec_errors(
-            codec_error(maps, decode(codec, part)) for maps, part in zip(merged, codes, strict=True)
-        ),
-    )
-
-
-def _forecast_factored(
-    work: TeacherRun, batches: Sequence[Batch], lengths: Any, num_samples: int
-) -> tuple[FactoredForecast, ...]:
-    try:
-        factored = work.as_factored()
-        outputs = [factored.squeeze(batch, checked=True)[0] for batch in batches]
-        form = describe_attention(factored, outputs[0])
-        assert isinstance(form, Factors)
-        errors = {codec: _factored_error(factored, outputs, replace(form, codec=codec)) for codec in FACTORED_CODECS}
-    except ShdError as error:
-        if error.code not in ("graph-unsupported", "inputs-invalid"):
-            raise
-        return ()
-    heads, pairs = work.num_teacher_heads, sum(len(one_round) for one_round in work.students[0].plans[0])
-    floats = 4.0 * len(work.layers) * (pairs + work.options.num_student_heads * heads)
-    counted = lengths - work.inputs.firsts
-    forecasts = []
-    for codec, measured in errors.items():
-        if measured is None:
-            continue
-        coded = replace(form, codec=codec)
-        sizes = [coded.held_size(Extent(int(length))) for length in counted]
-        per_sample = floats + float(np.mean(sizes))
-        forecasts.append(FactoredForecast(codec, per_sample, per_sample * num_samples, measured))
-    return tuple(forecasts)
-
-
-def _factored_error(work: TeacherRun, outputs: Sequence[StudentOutputs], form: Factors) -> CodecError | None:
-    """What coding costs the merged maps of the sampled samples; None where the codec cannot hold their numbers."""
-    errors = []
-    for output in outputs:
-        try:
-            records = make_records(work, output, set(output.batch.indices), Forms(form))
-        except ShdError as error:
-            if error.code != "argument-value":
-                raise
-            return None
-        errors.append(measure_errors(work, output, records, Forms(form)).attention)
-    return merge_codec_errors(errors)
-
-
-def _choose_form(codecs: Sequence[CodecForecast], factored: Sequence[FactoredForecast]) -> str:
-    (maps,) = [row.bytes_per_sample for row in codecs if row.codec == "sqrt8-row"]
-    return "factored" if any(row.codec == "int8" and row.bytes_per_sample < maps for row in factored) else "maps"
-
-
 def _zstd_ratio(blobs: Sequence[Any]) -> float | None:
     try:
         return sum(len(compress_blob(blob, "zstd")) for blob in blobs) / sum(map(len, blobs))
@@ -310,12 +310,6 @@ def _zstd_ratio(blobs: Sequence[Any]) -> float | None:
         if error.code != "dependency-missing":
             raise
         return None
-
-
-def _recommend(codecs: Sequence[CodecForecast], bandwidth: float) -> CodecForecast:
-    by_name = {forecast.codec: forecast for forecast in codecs}
-    preferred = [by_name[name] for name in ("sqrt8-row", "sqrt8-abs", "u4")]
-    return next((forecast for forecast in preferred if forecast.break_even <= bandwidth), preferred[0])
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:

@@ -100,7 +100,7 @@ def _compare(report: FidelityReport, options: PrecomputeOptions) -> str | None:
     best = report.recommended()[heads]
     best = best if best in offered else offered[0]
     used = next((one for one in offered if one.setting == _setting_of(options)), None)
-    found = f"{best.setting.title}: {report.measure} {best.cost:.4g}"
+    found = f"{best.setting.title}: {report.measure} {max(best.cost, 0.0):.4g}"
     if used is None:
         return (
             f"{heads} heads are merged in a way that shd fidelity has not measured; the best that it found on "

@@ -1,4 +1,4 @@
-"""The options of the fidelity test, kept where commands can show them without loading onnx."""
+"""The options of forecasts and of the fidelity test, kept where commands can show them without loading onnx."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from shd_ref.alpha import ALPHA_PER
+from shd_ref.errors import ShdError
 from shd_ref.matching import MATCHED_BY
 from shd_ref.mixing import STRATEGIES
 from shd_ref.teacher.run.options import (
@@ -18,6 +19,48 @@ from shd_ref.teacher.run.options import (
 )
 
 MEASURING: Final = "What is measured"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a forecast measures, and what for.
+
+    Attributes:
+        max_error: in (0, 1]. A percent is far below what separates a student's maps from its teacher's while it
+            learns, and what the merge itself moves.
+    """
+
+    samples: Annotated[int, Shown("Samples that the teacher runs on.", least=1)] = 8
+    read_bandwidth: Annotated[
+        float, Shown("Bytes that storage can feed one training device, in MB a second, above 0.")
+    ] = 500.0
+    max_error: Annotated[
+        float, Shown("Largest share of a row's probability that coding may move, on average, above 0.")
+    ] = 0.01
+    train_batch: Annotated[int, Shown("Samples of a training step, for its memory.", least=1)] = 16
+    num_student_parameters: Annotated[
+        int | None, Shown("Parameters of the student, for its memory. Default: as many as the teacher.", least=1)
+    ] = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a training device can be fed."""
+        return 1e6 * self.read_bandwidth
+
+    def check(self) -> None:
+        """Refuse what says nothing.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+        for name, least in (("samples", 1), ("train_batch", 1), ("num_student_parameters", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ShdError("argument-value", f"{name} must be at least {least}; got {value}")
+        if not 0 < self.read_bandwidth < float("inf"):
+            raise ShdError("argument-value", f"read_bandwidth must be above 0 MB a second; got {self.read_bandwidth}")
+        if not 0 < self.max_error <= 1:
+            raise ShdError("argument-value", f"max_error must be above 0, at most 1; got {self.max_error}")
 
 
 @dataclass(frozen=True)

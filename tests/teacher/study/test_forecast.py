@@ -1,23 +1,31 @@
-"""``shd plan`` and ``--dry-run``: what they say is what precompute then writes."""
+"""``shd plan`` and ``--dry-run``: what they say is what precompute then writes, and one way is advised."""
 
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import token_teacher
+from onnx import numpy_helper
+from support.attention_graphs import bare_attention, language_model, token_teacher
 from support.students import precompute
 from typer.testing import CliRunner
 
-from shd_ref.cache import CODECS, FACTORED_CODECS
+from shd_ref.cache import CacheReader, CodecError, Extent, NewRecord, Receipt
+from shd_ref.cache.forms.logits import Logits
+from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.forecast import Forecast, forecast_cache
+from shd_ref.teacher.run.options import CODECS_OF, PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.advice import FormForecast, advise
+from shd_ref.teacher.study.forecast import Forecast, forecast_cache, record_sizes
+from shd_ref.teacher.study.memory import count_weights
+from shd_ref.teacher.study.options import PlanOptions
 
 app = load_app()
 OPTIONS = PrecomputeOptions(num_student_heads=2)
@@ -36,95 +44,258 @@ def make_tokens(num_samples: int = 60) -> dict[str, Any]:
     return {"input_ids": rng.integers(0, 50, (num_samples, 20)) * mask, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_forecast_is_what_is_written(teacher: Path, tmp_path: Path, codec: str) -> None:
-    inputs = make_tokens()
-    forecast = forecast_cache(teacher, inputs, OPTIONS, num_samples=5)
+def stored_sizes(folder: Path) -> list[int]:
+    """Bytes of every record of a cache, alphas and mixing included."""
+    manifest = CacheReader(folder).manifest
+    shards = range(manifest.shards.num_shards)
+    receipts = [Receipt.read(open_storage(folder), shard, manifest) for shard in shards]
+    return [sum(size or 0 for size in record.sizes) for receipt in receipts for record in receipt.records]
+
+
+@pytest.mark.parametrize("front", [False, True], ids=["padding behind", "padding in front"])
+def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_path: Path, front: bool) -> None:
+    inputs = {name: array[:, ::-1] if front else array for name, array in make_tokens().items()}
+    counted = inputs["attention_mask"].sum()
+    forecast = forecast_cache(teacher, inputs, OPTIONS, plan=PlanOptions(samples=5))
     assert (forecast.num_samples, forecast.read_samples, forecast.measured_samples) == (60, 60, 5)
-    assert (forecast.mean_length, forecast.max_length) == (inputs["attention_mask"].sum(1).mean(), 20)
-    (row,) = [row for row in forecast.codecs if row.codec == codec]
-    options = PrecomputeOptions(num_student_heads=2, codec=codec)
-    summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
-    weights = 60 * 4 * (2 + 2 * 4)  # two alphas and a mixing matrix 2 x 4, in float32
-    assert row.total_bytes == pytest.approx(summary.coded_bytes + weights)
-    assert row.bytes_per_sample == pytest.approx(row.total_bytes / 60)
-    assert row.break_even == pytest.approx(row.bytes_per_sample / forecast.teacher_seconds)
-    assert row.error.kl_mean == pytest.approx(summary.errors.attention.kl_mean, rel=0.5, abs=1e-7)
+    assert (forecast.mean_length, forecast.max_length) == ((20, 20) if front else (counted / 60, 20))
+    assert [(way.form, way.codec) for way in forecast.ways] == [
+        (form, codec) for form, (_, codecs) in CODECS_OF.items() for codec in codecs
+    ]
+    for way in forecast.ways:
+        options = replace(OPTIONS, **way.asks)
+        assert (options.form, options.stored_codec) == (way.form, way.codec)
+        summary = precompute(teacher, inputs, tmp_path / way.title, options, RunOptions(samples_per_shard=20))
+        stored = stored_sizes(tmp_path / way.title)
+        assert way.total_bytes == pytest.approx(sum(stored))
+        assert (way.bytes_per_sample, way.bytes_longest) == (pytest.approx(sum(stored) / 60), max(stored))
+        assert way.bytes_per_token == pytest.approx(sum(stored) / counted)
+        assert way.break_even == pytest.approx(way.bytes_per_sample / forecast.teacher_seconds)
+        assert way.error.rows > 0
+        assert way.error.kl_mean == pytest.approx(summary.errors.attention.kl_mean, rel=0.5, abs=1e-7)
 
 
-@pytest.mark.parametrize("codec", FACTORED_CODECS)
-def test_the_forecast_of_queries_and_keys_is_what_is_written(teacher: Path, tmp_path: Path, codec: str) -> None:
-    inputs = make_tokens()
-    (row,) = [row for row in forecast_cache(teacher, inputs, OPTIONS).factored if row.codec == codec]
-    options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec=codec)
-    summary = precompute(teacher, inputs, tmp_path, options, RunOptions(samples_per_shard=10))
-    assert row.total_bytes == pytest.approx(summary.coded_bytes + 60 * 4 * (2 + 2 * 4))
-    assert row.error.rows > 0
-    assert row.error.kl_mean == pytest.approx(summary.errors.attention.kl_mean, rel=0.5, abs=1e-7)
-    assert row.error.kl_max > row.error.kl_mean > 0
+def test_weights_by_row_leave_maps_alone(teacher: Path, tmp_path: Path) -> None:
+    by_row = replace(OPTIONS, alpha_per="row")
+    forecast = forecast_cache(teacher, make_tokens(), by_row)
+    assert {way.form for way in forecast.ways} == {"maps"}
+    assert any("factored: alpha_per must be map" in reason for reason in forecast.refused)
+    precompute(teacher, make_tokens(), tmp_path, by_row)
+    (way,) = [way for way in forecast.ways if way.codec == "sqrt8-row"]
+    assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path)))
 
 
-def test_padding_in_front_costs_queries_and_keys_nothing(teacher: Path) -> None:
-    tokens = make_tokens(8)
-    behind, front = (
-        {name: array[:, ::step] for name, array in tokens.items()} | {"attention_mask": mask}
-        for step, mask in ((1, tokens["attention_mask"]), (-1, tokens["attention_mask"][:, ::-1]))
+def test_numbers_that_a_codec_cannot_hold_are_refused_and_said(tmp_path: Path) -> None:
+    """Queries beyond float16, with keys so small that the maps are ordinary."""
+    model = token_teacher()
+    factors = [node.input[1] for node in model.graph.node if node.op_type == "MatMul"][:2]
+    for tensor in model.graph.initializer:
+        if tensor.name in factors:
+            scale = 2.0**18 if tensor.name == factors[0] else 2.0**-18
+            tensor.CopyFrom(numpy_helper.from_array(scale * numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, tmp_path / "large.onnx")
+    forecast = forecast_cache(tmp_path / "large.onnx", make_tokens(), OPTIONS)
+    assert ("factored", "float16") not in {(way.form, way.codec) for way in forecast.ways}
+    assert ("factored", "int8") in {(way.form, way.codec) for way in forecast.ways}
+    assert any(reason.startswith("factored: ") and "float16" in reason for reason in forecast.refused)
+
+
+def test_samples_without_a_length_are_as_long_as_their_maps(tmp_path: Path) -> None:
+    """Maps whose inputs have no sequence axis that is known to be one; none is made of queries and keys."""
+    onnx.save(bare_attention(4), tmp_path / "bare.onnx")
+    rng = np.random.default_rng(0)
+    arrays = {
+        "logits_0": rng.normal(size=(6, 4, 5, 7)).astype(np.float32),
+        "values_0": rng.normal(size=(6, 4, 7, 4)).astype(np.float32),
+        "mask": np.ones((6, 5), dtype=np.int64),
+    }
+    forecast = forecast_cache(tmp_path / "bare.onnx", arrays, OPTIONS)
+    assert {way.form for way in forecast.ways} == {"maps"}
+    precompute(tmp_path / "bare.onnx", arrays, tmp_path / "cache", OPTIONS)
+    (way,) = [way for way in forecast.ways if way.codec == "sqrt8-row"]
+    assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path / "cache")))
+
+
+def test_logits_and_hidden_states_count_in_every_form(tmp_path: Path) -> None:
+    onnx.save(language_model(), tmp_path / "teacher.onnx")
+    options = replace(OPTIONS, logits="topk", logits_top=4, hidden=(0, 1), hidden_codec="int8")
+    forecast = forecast_cache(tmp_path / "teacher.onnx", make_tokens(), options)
+    assert [(each.subject, each.codec) for each in forecast.beside] == [("logits", "topk"), ("hidden", "int8")]
+    alone = forecast_cache(tmp_path / "teacher.onnx", make_tokens(), OPTIONS)
+    beside = sum(each.total_bytes for each in forecast.beside)
+    for way, other in zip(forecast.ways, alone.ways, strict=True):
+        assert way.total_bytes == pytest.approx(other.total_bytes + beside)
+    way = forecast.taken
+    summary = precompute(tmp_path / "teacher.onnx", make_tokens(), tmp_path / "cache", replace(options, **way.asks))
+    assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path / "cache")))
+    for each in forecast.beside:
+        measured = summary.errors.measured()[each.subject]
+        for name in ("gradient_mean", "relative_mean"):
+            if hasattr(measured, name):
+                assert getattr(each.error, name) == pytest.approx(getattr(measured, name), rel=0.5)
+
+
+def test_any_form_says_its_own_sizes() -> None:
+    """Nothing here knows logits: the size of a record follows from the parts that a form names."""
+    form = Logits(
+        codec="topk", rows="positions", tensor="logits", vocab_size=512, temperature=1.0, head=8, value_bits=8
     )
-    rows = [forecast_cache(teacher, inputs, OPTIONS).factored for inputs in (behind, front)]
-    assert [row.bytes_per_sample for row in rows[0]] == [row.bytes_per_sample for row in rows[1]]
-    assert rows[1][0].error.kl_max > 0
+    record = NewRecord(0, "0" * 32, 5, (), np.empty((0, 0), np.float32))
+    sizes = record_sizes(form, record, [Extent(5), Extent(9, first=2)])
+    assert sizes.tolist() == [5 * form.row_bytes, 7 * form.row_bytes]
 
 
-def test_a_long_data_set_is_read_in_part(teacher: Path) -> None:
-    forecast = forecast_cache(teacher, make_tokens(1300), OPTIONS, num_samples=3)
+def test_a_long_data_set_is_read_in_part_and_lengths_are_represented(teacher: Path) -> None:
+    forecast = forecast_cache(teacher, make_tokens(1300), OPTIONS, plan=PlanOptions(samples=3))
     assert (forecast.num_samples, forecast.read_samples) == (1300, 1000)
-    assert forecast.codecs[0].total_bytes == pytest.approx(1300 * forecast.codecs[0].bytes_per_sample)
+    assert forecast.ways[0].total_bytes == pytest.approx(1300 * forecast.ways[0].bytes_per_sample)
 
 
-def test_slow_storage_asks_for_smaller_codes_and_then_for_the_teacher(teacher: Path) -> None:
-    def forecast(bandwidth: float) -> Forecast:
-        return forecast_cache(teacher, make_tokens(), OPTIONS, num_samples=2, bandwidth=bandwidth)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples": 0},
+        {"read_bandwidth": 0.0},
+        {"read_bandwidth": float("nan")},
+        {"max_error": 0.0},
+        {"max_error": 1.5},
+        {"train_batch": 0},
+        {"num_student_parameters": 0},
+    ],
+)
+def test_what_says_nothing_is_refused(teacher: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ShdError, match=next(iter(changes))) as caught:
+        forecast_cache(teacher, make_tokens(), OPTIONS, plan=PlanOptions(**changes))
+    assert caught.value.code == "argument-value"
 
-    fast, slow = forecast(1e15), forecast(1e-3)
-    assert (fast.recommended, fast.pays) == ("sqrt8-row", True)
-    assert (slow.recommended, slow.pays) == ("sqrt8-row", False)
-    for changes in ({"num_samples": 0}, {"bandwidth": 0.0}, {"bandwidth": float("nan")}):
-        with pytest.raises(ShdError) as caught:
-            forecast_cache(teacher, make_tokens(), OPTIONS, **changes)
-        assert caught.value.code == "argument-value"
+
+def way(title: str, size: float, moved: float, zstd: float | None = None) -> FormForecast:
+    """A token a sample, and a teacher of a second a sample: break-even is the size."""
+    form, codec = title.split()
+    return FormForecast(form, codec, {}, size, size, size, size, zstd, size, CodecError(moved, moved, moved, 1))
+
+
+FLOAT32, SQRT8 = way("maps float32", 400, 0.0, 0.9), way("maps sqrt8-row", 100, 0.004, 0.6)
+U4, INT8 = way("maps u4", 50, 0.04, 0.5), way("factored int8", 60, 0.012, 0.95)
+FLOAT16 = way("factored float16", 90, 0.0004, 0.95)
+WAYS = [FLOAT32, SQRT8, U4, FLOAT16, INT8]
+
+
+def test_the_smallest_that_is_exact_enough_is_advised() -> None:
+    def taken(max_error: float, ways: list[FormForecast] = WAYS) -> str:
+        return ways[advise(ways, SQRT8, 1e9, max_error).form].title
+
+    assert taken(0.01) == "factored float16"
+    assert taken(0.02) == "factored int8"
+    assert taken(0.05) == "maps u4"
+    assert taken(1e-5) == "maps float32"
+    assert taken(1e-9, [SQRT8, U4]) == "maps sqrt8-row"  # none is: the nearest
+    coarse = way("maps sqrt8-abs", 90, 0.009)
+    assert taken(0.01, [coarse, *WAYS]) == "factored float16"  # as large, and more exact
+    reasons = " ".join(advise(WAYS, SQRT8, 1e9, 0.01).reasons)
+    for said in ("90 bytes a token", "0.04%", "10% smaller than maps sqrt8-row, the default, which moves 0.40%"):
+        assert said in reasons
+    assert "factored int8 would be 33% smaller, but moves 1.20%" in reasons
+
+
+def test_slow_storage_asks_for_compression_and_then_for_the_teacher() -> None:
+    fast, slow, slowest = (advise(WAYS, SQRT8, bandwidth, 0.01) for bandwidth in (90.0, 70.0, 50.0))
+    assert (WAYS[fast.form], fast.compression, fast.pays) == (FLOAT16, "none", True)
+    assert (WAYS[slow.form], slow.compression, slow.pays) == (SQRT8, "zstd", True)
+    assert (WAYS[slowest.form], slowest.compression, slowest.pays) == (FLOAT16, "none", False)
+    bare = [replace(each, zstd_ratio=None) for each in WAYS]  # without the package
+    assert not advise(bare, bare[1], 70.0, 0.01).pays
 
 
 def test_the_form_turns_with_the_length(teacher: Path) -> None:
-    """Four heads of width 3 with as many key heads, merged to two: 2 L bytes a row against 8 (3 + 4)."""
+    """Four heads of width 3 with as many key heads, merged to two: 2 L bytes a row against 8 (3 + 4) or 8 (2 x 3)."""
 
     def forecast(length: int) -> Forecast:
         tokens = np.random.default_rng(0).integers(0, 50, (4, length))
         inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
-        return forecast_cache(teacher, inputs, OPTIONS, num_samples=2)
+        return forecast_cache(teacher, inputs, OPTIONS, plan=PlanOptions(samples=2))
 
     short, long = forecast(20), forecast(60)
-    assert (short.form, long.form) == ("maps", "factored")
-    assert {row.codec: row.bytes_per_sample for row in long.factored} == {
+    assert (short.taken.title, long.taken.title) == ("maps sqrt8-row", "factored float16")
+    assert {way.codec: way.bytes_per_sample for way in long.ways if way.form == "factored"} == {
         "float16": 4 * (2 * 4 + 2) + 60 * 2 * 8 * 3,
         "int8": 4 * (2 * 4 + 2) + 60 * 8 * (3 + 4),
     }
 
 
-def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **make_tokens())
-    arguments = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
-    wide = {"COLUMNS": "200"}
-    table = CliRunner().invoke(app, ["plan", *arguments], env=wide)
-    assert table.exit_code == 0, table.output
-    for word in (*CODECS, "break-even", "60 samples", "ms per sample"):
-        assert word in table.output
-    dry = CliRunner().invoke(app, ["precompute", *arguments, "--dry-run", "--out", str(tmp_path / "cache")], env=wide)
-    assert dry.exit_code == 0, dry.output
-    assert "break-even" in dry.output
-    assert not (tmp_path / "cache").exists()
-    found = json.loads(CliRunner().invoke(app, ["plan", *arguments, "--json", "--samples", "2"]).output)
+def test_memory_counts_weights_codes_and_gradients(teacher: Path) -> None:
+    model = token_teacher()
+    floats = [numpy_helper.to_array(tensor) for tensor in model.graph.initializer]
+    weights = sum(array.size for array in floats if array.dtype == np.float32)
+    assert count_weights(model) == (weights, 4 * weights)
+    forecast = forecast_cache(teacher, make_tokens(), OPTIONS, plan=PlanOptions(train_batch=4))
+    memory, queries = forecast.memory, 4 * 20 * 2 * 3 * 4  # four samples of 20 positions, two heads of width 3
+    assert (memory.student_parameters, memory.is_assumed, memory.length) == (weights, True, 20)
+    assert (memory.student, memory.optimizer) == (4 * weights, 12 * weights)
+    assert memory.supervision == 4 * forecast.taken.bytes_longest + (2 + 6) * queries
+    assert memory.teacher == 4 * weights + 2 * 2 * queries
+    said = forecast_cache(teacher, make_tokens(), OPTIONS, plan=PlanOptions(num_student_parameters=1000)).memory
+    assert (said.student, said.is_assumed) == (4000, False)
+
+
+def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", **make_tokens())
+    arguments = [str(teacher), "--inputs", "data.npz", "--student-heads", "2"]
+
+    def shd(*words: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+        assert result.exit_code == code, result.output
+        return " ".join(result.output.split())
+
+    table = shd("plan", *arguments)
+    for word in (
+        *(codec for _, codecs in CODECS_OF.values() for codec in codecs),
+        "break-even",
+        "60 samples",
+        "take: ",
+    ):
+        assert word in table
+    dry = shd("precompute", *arguments, "--dry-run", "--out", "cache")
+    assert "take: maps sqrt8-row" in dry
+    assert "--out cache" in dry
+    assert not Path("cache").exists()
+    found = json.loads(shd("plan", *arguments, "--json", "--samples", "2"))
     assert found["measured_samples"] == 2
-    assert [row["codec"] for row in found["codecs"]] == list(CODECS)
-    refused = CliRunner().invoke(app, ["plan", str(teacher), "--inputs", "absent.npz", "--student-heads", "2"])
-    assert refused.exit_code == 1
-    assert "inputs-invalid" in refused.output
+    assert len(found["ways"]) == 7
+    slow = shd("plan", *arguments, "--read-bandwidth", "1e-9")
+    assert "take: no cache; run the teacher while training" in slow
+    assert "shd precompute" not in slow
+    assert "error (argument-value): --max-error must be" in shd("plan", *arguments, "--max-error", "2", code=1)
+    assert "inputs-invalid" in shd("plan", str(teacher), "--inputs", "absent.npz", "--student-heads", "2", code=1)
+
+
+def test_the_command_makes_the_cache_that_was_forecast(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 50, (20, 60))
+    np.savez("my data.npz", input_ids=tokens, attention_mask=np.ones_like(tokens))
+    given = [
+        str(teacher),
+        "--inputs",
+        "my data.npz",
+        "--student-heads",
+        "2",
+        "--plan",
+        "balanced",
+        "--layer-pairs",
+        "1:0",
+    ]
+    result = CliRunner().invoke(app, ["plan", *given, "--student-layers", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    shd, *words = shlex.split(found["command"])
+    assert shd == "shd"
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 0, made.output
+    form = CacheReader("cache-2").manifest.attention
+    taken = found["ways"][found["advice"]["form"]]
+    assert (form.form, form.codec) == (taken["form"], taken["codec"]) == ("factored", "float16")
+    assert (form.layers[0].student_layer, form.num_student_layers) == (1, 3)
+    assert sum(stored_sizes(Path("cache-2"))) == pytest.approx(taken["total_bytes"])

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import CodecError, CodedFactors, Extent, Maps, NewRecord, codec_error, decode, encode
+from shd_ref.cache.codecs.codecs import code_dtype
 from shd_ref.cache.codecs.distortion import merge_codec_errors, row_tv_bound
 from shd_ref.cache.forms.maps import cut_map
 from shd_ref.teacher.precompute.forms.maker import Maker
@@ -36,7 +37,7 @@ class MapsMaker(Maker[Maps]):
         return Extent(sample.extent.length, shapes=sample.extent.shapes if form.shapes == "own" else ())
 
     def make(self, form: Maps, sample: SampleOutputs) -> list[NDArray[Any] | CodedFactors]:
-        """Codes ``(H_s, rows, keys)``.
+        """Codes ``(H_s, rows, keys)``, of a graph that codes so, or of one that gives float32 maps.
 
         Raises:
             ShdError: ``support-mismatch`` for a teacher that attends to padding.
@@ -47,7 +48,8 @@ class MapsMaker(Maker[Maps]):
             where = f"record {sample.index} layer {layer.layer.student_layer}"
             # Rows of padding may also look at padding at the end: they are emptied before that is refused.
             codes = cut_map(_without_padding(layer.codes[:, :rows], layer), rows, keys, where)
-            made.append(np.ascontiguousarray(codes) if form.codec == CODED_IN_GRAPH else encode(form.codec, codes))
+            in_graph = form.codec == CODED_IN_GRAPH and codes.dtype == code_dtype(CODED_IN_GRAPH)
+            made.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
         return made
 
     def measure(self, form: Maps, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:

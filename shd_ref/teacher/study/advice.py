@@ -1,0 +1,122 @@
+"""Which way of storing to take: one answer, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shd_ref.cache import CodecError
+
+
+@dataclass(frozen=True)
+class FormForecast:
+    """One way to store what supervises a student.
+
+    Attributes:
+        form: of its records.
+        codec: of the form.
+        asks: the fields of ``PrecomputeOptions`` that ask for it.
+        bytes_per_sample: of the mean sample's record, all that it holds.
+        bytes_per_token: the same for each position that counts.
+        bytes_longest: of the longest sample.
+        total_bytes: of the whole data set.
+        zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
+        break_even: bytes a second: a reader that is slower waits longer than the teacher would take.
+        error: of the maps, measured on the sampled rows.
+    """
+
+    form: str
+    codec: str
+    asks: dict[str, str]
+    bytes_per_sample: float
+    bytes_per_token: float
+    bytes_longest: float
+    total_bytes: float
+    zstd_ratio: float | None
+    break_even: float
+    error: CodecError
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.form} {self.codec}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        form: its place among the ways that were forecast.
+        compression: ``"none"``, or ``"zstd"`` where plain codes are read too slowly.
+        pays: whether reading it is faster than running the teacher; else the teacher is to be run while training.
+        reasons: in sentences.
+    """
+
+    form: int
+    compression: str
+    pays: bool
+    reasons: tuple[str, ...]
+
+
+def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: float, max_error: float) -> Advice:
+    """The smallest way that is exact enough and that a training device reads faster than the teacher would run.
+
+    Compression is for those that are read too slowly without it: it takes time of its own. Equal sizes go to the
+    more exact.
+
+    Args:
+        ways: those that can hold what the teacher gives, at least one.
+        usual: what ``precompute`` does unasked, to be compared with; None where it cannot.
+        bandwidth: bytes a second that a training device is fed.
+        max_error: the largest mean total variation of a row.
+    """
+    exact = [way for way in ways if way.error.tv_mean <= max_error]
+    ordered = sorted(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
+    if not ordered:  # whatever is asked for, float32 is near it
+        ordered = [min(ways, key=lambda way: (way.error.tv_mean, way.bytes_per_sample))]
+    packed = [way for way in ordered if way.zstd_ratio is not None and way.break_even * way.zstd_ratio <= bandwidth]
+    packed.sort(key=lambda way: way.bytes_per_sample * (way.zstd_ratio or 1.0))
+    plain = ordered[0].break_even <= bandwidth
+    taken = ordered[0] if plain or not packed else packed[0]
+    compression = "none" if plain or not packed else "zstd"
+    pays = plain or bool(packed)
+    reasons = [*_compare(taken, ways, usual, max_error, compression), _say_reading(taken, bandwidth, compression)]
+    return Advice(ways.index(taken), compression, pays, tuple(reasons))
+
+
+def _compare(
+    taken: FormForecast, ways: Sequence[FormForecast], usual: FormForecast | None, max_error: float, compression: str
+) -> list[str]:
+    """Beside the limit, beside the usual way, and beside those that were too coarse."""
+    error = taken.error.tv_mean
+    what = f"{taken.bytes_per_token:.0f} bytes a token, and coding moves {_percent(error)} of a row's probability"
+    if error > max_error:
+        return [f"{what}: none of these reaches {_percent(max_error)}, and this one is nearest"]
+    reasons = [f"{what}: the smallest{' with zstd' * (compression != 'none')} of those below {_percent(max_error)}"]
+    if usual is not None and usual is not taken:
+        change = 1 - taken.bytes_per_sample / usual.bytes_per_sample
+        size = f"{abs(change):.0%} {'smaller' if change >= 0 else 'larger'}"
+        reasons.append(f"{size} than {usual.title}, the default, which moves {_percent(usual.error.tv_mean)}")
+    coarser = [way for way in ways if way.error.tv_mean > max_error and way.bytes_per_sample < taken.bytes_per_sample]
+    for way in sorted(coarser, key=lambda way: way.error.tv_mean):
+        smaller = 1 - way.bytes_per_sample / taken.bytes_per_sample
+        reasons.append(f"{way.title} would be {smaller:.0%} smaller, but moves {_percent(way.error.tv_mean)}")
+    return reasons
+
+
+def _say_reading(taken: FormForecast, bandwidth: float, compression: str) -> str:
+    ratio = (taken.zstd_ratio or 1.0) if compression != "none" else 1.0
+    least, fed = _megabytes(taken.break_even * ratio), _megabytes(bandwidth)
+    if taken.break_even * ratio > bandwidth:
+        return f"reading it keeps up with the teacher from {least} for each training device, which gets {fed}"
+    packed = f" compressed, {_megabytes(taken.break_even)} without," if compression != "none" else ""
+    return f"read faster than the teacher runs, from {least}{packed} for each training device ({fed} assumed)"
+
+
+def _megabytes(rate: float) -> str:
+    return f"{rate / 1e6:.3g} MB/s"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.00005 else "0%" if share == 0 else f"{100 * share:.1g}%"
