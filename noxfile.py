@@ -32,6 +32,7 @@ TORCHLESS_TESTS = (
     "tests/teacher",
     "tests/report",
     "tests/kd",
+    "tests/recipes",
     "tests/shrink",
 )
 
@@ -170,7 +171,8 @@ def release(session: nox.Session) -> None:
     (wheel,) = [name for name in files if name.endswith(".whl")]
     session.run(python, "-m", "pip", "install", "-c", CONSTRAINTS, f"{wheel}[teacher]", external=True)
     with session.chdir(out):
-        for module, part in (("shd_ref", "shd"), ("shd_ref.kd", "kd"), ("shd_ref.shrink", "shrink")):
+        for part in ("shd", "kd", "recipes", "shrink"):
+            module = "shd_ref" if part == "shd" else f"shd_ref.{part}"
             session.run(python, "-m", "shd_ref.conformance", "--impl", module, "--part", part, external=True)
         session.run(str(clean / "bin" / "shd"), "--version", external=True)
     session.log(f"ready to upload: {', '.join(files)}")

@@ -80,6 +80,26 @@ KD_OUTPUTS: dict[str, tuple[str, ...]] = {
 }
 """The operations of ``specs/kd.md``, the same way."""
 
+RECIPES_OUTPUTS: dict[str, tuple[str, ...]] = {
+    "babyllama": ("cross_entropy", "kd"),
+    "cross_entropy": ("cross_entropy",),
+    "deit_hard": ("cross_entropy", "kd"),
+    "deit_soft": ("cross_entropy", "kd"),
+    "diffusion": ("mse", "bound", "kd"),
+    "gkd": ("jsd",),
+    "image_kd": ("cross_entropy", "kd"),
+    "language_kd": ("cross_entropy", "kd"),
+    "linear_betas": ("betas",),
+    "minillm_advantages": ("advantages",),
+    "minillm_policy": ("policy", "reverse_kl"),
+    "minillm_rollout": ("tokens", "mask", "log_probs", "rewards", "weights"),
+    "nkd": ("cross_entropy", "target", "nontarget"),
+    "noised": ("x_t",),
+    "vitkd": ("mimic", "generate"),
+    "vkd": ("cross_entropy", "kd", "features"),
+}
+"""The operations of ``specs/recipes.md``, the same way; a term is a record of its ``value`` and its ``weight``."""
+
 LAYER = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 """The fields of an attention layer's weights (HEAD-1); a bias may be None."""
 

@@ -15,6 +15,7 @@ VECTORS_VERSION = "1"
 PARTS: dict[str, tuple[str, str]] = {
     "shd": ("shd.md", f"v{VECTORS_VERSION}"),
     "kd": ("kd.md", f"kd-v{VECTORS_VERSION}"),
+    "recipes": ("recipes.md", f"recipes-v{VECTORS_VERSION}"),
     "shrink": ("shrink.md", f"shrink-v{VECTORS_VERSION}"),
 }
 """Parts of the specification, each with its page and its folder of vectors; all but ``shd`` are optional."""

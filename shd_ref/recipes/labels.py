@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.attention import Array, Mask, as_float
+from shd_ref.attention import Array, Mask, as_float, dtype_name
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 
@@ -64,7 +64,7 @@ def check_all_count(labels: Labels, recipe: str) -> None:
 
 def _soft(given: NDArray[Any]) -> Labels:
     soft = as_float(given, "labels")
-    sums, bound = soft.sum(axis=-1), row_sum_tolerance(given.dtype.name)
+    sums, bound = soft.sum(axis=-1), row_sum_tolerance(dtype_name(given))
     if (soft < 0).any() or (np.abs(sums - 1) > bound).any():
         raise ShdError(
             "not-a-distribution", f"labels must be at least 0 and sum to 1 within {bound:g} in every row", "REC-5"

@@ -5,7 +5,8 @@ The loss on pre-training text beside it is ``language_kd`` (REC-8).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -112,7 +113,7 @@ def minillm_advantages(
 def minillm_policy(
     student_logits: ArrayLike,
     teacher_logits: ArrayLike,
-    rollout: Rollout,
+    rollout: Rollout | Mapping[str, Any],
     *,
     clip: float = 0.2,
     discount: float = 0.95,
@@ -124,7 +125,7 @@ def minillm_policy(
     Args:
         student_logits: of the student that learns, on the rows of the rollout ``(B, R, V)``.
         teacher_logits: u ``(B, R, V)``.
-        rollout: as ``minillm_rollout`` gives it.
+        rollout: as ``minillm_rollout`` gives it, or its fields by name.
         clip: c, at least 0.
         discount: as in ``minillm_advantages``.
         whitening: as in ``minillm_advantages``.
@@ -138,6 +139,7 @@ def minillm_policy(
     """
     clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
     z, u = as_logits(student_logits, "student_logits"), as_logits(teacher_logits, "teacher_logits")
+    rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(z.shape, u.shape, rollout.tokens, rollout.mask)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening)
     ratio = np.exp(_at(log_softmax(z), ids, counted) - rollout.log_probs) * rollout.weights

@@ -62,7 +62,7 @@ def vitkd(
         )
     mimic = 0.0
     for number, (student, teacher) in enumerate(zip(student_layers, teacher_layers, strict=True)):
-        projected = _linear(as_float(student, f"student_layers[{number}]", ndim=3), given, f"mimic.{number}")
+        projected = _linear(as_float(student, f"student_layers[{number}]", ndim=3), given, f"mimic_{number}")
         target = as_float(teacher, f"teacher_layers[{number}]", ndim=3)
         if projected.shape != target.shape:
             raise ShdError(
@@ -75,8 +75,8 @@ def vitkd(
     masked = np.where(gone[..., None], given["mask_token"], _linear(last, given, "project"))
     height, width = check_grid(grid, tokens)
     picture = masked.transpose(0, 2, 1).reshape(batch, -1, height, width)
-    hidden = np.maximum(_convolve(picture, given["generate.0.weight"], given["generate.0.bias"]), 0.0)
-    made = _convolve(hidden, given["generate.2.weight"], given["generate.2.bias"])
+    hidden = np.maximum(_convolve(picture, given["generate_0_weight"], given["generate_0_bias"]), 0.0)
+    made = _convolve(hidden, given["generate_2_weight"], given["generate_2_bias"])
     error = ((made.reshape(batch, -1, tokens).transpose(0, 2, 1) - wanted) ** 2).sum(axis=-1)
     return {
         "mimic": Term(mimic, weights[0]),
@@ -85,8 +85,8 @@ def vitkd(
 
 
 def _check_parameters(given: Mapping[str, Array], layers: int) -> None:
-    linear = [*(f"mimic.{layer}" for layer in range(layers)), "project", "generate.0", "generate.2"]
-    wanted = {"mask_token", *(f"{name}.{part}" for name in linear for part in ("weight", "bias"))}
+    linear = [*(f"mimic_{layer}" for layer in range(layers)), "project", "generate_0", "generate_2"]
+    wanted = {"mask_token", *(f"{name}_{part}" for name in linear for part in ("weight", "bias"))}
     if not wanted <= given.keys():
         missing = ", ".join(sorted(wanted - given.keys()))
         raise ShdError("argument-value", f"parameters must hold {missing} as well", "REC-16")
@@ -124,7 +124,7 @@ def _removed_tokens(
 
 
 def _linear(x: Array, given: Mapping[str, Array], name: str) -> Array:
-    projected: Array = x @ given[f"{name}.weight"].T + given[f"{name}.bias"]
+    projected: Array = x @ given[f"{name}_weight"].T + given[f"{name}_bias"]
     return projected
 
 

@@ -8,7 +8,8 @@ pre-training text a cache will do.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ def minillm_advantages(
 def minillm_policy(
     student_logits: Tensor,
     teacher_logits: Tensor,
-    rollout: Rollout,
+    rollout: Rollout | Mapping[str, Any],
     *,
     clip: float = 0.2,
     discount: float = 0.95,
@@ -146,7 +147,7 @@ def minillm_policy(
     Args:
         student_logits: of the student that learns, on the rows of the rollout ``(B, R, V)``.
         teacher_logits: u ``(B, R, V)``.
-        rollout: as ``minillm_rollout`` gives it, or rows of it.
+        rollout: as ``minillm_rollout`` gives it, or its fields by name; or rows of them.
         clip: c, at least 0.
         discount: as in ``minillm_advantages``.
         whitening: as in ``minillm_advantages``.
@@ -169,6 +170,7 @@ def minillm_policy(
             "give it to language_kd, on the pre-training batch",
             "REC-3",
         )
+    rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
     log_probs = _at(student_logits, ids, counted)

@@ -1,10 +1,9 @@
 """Write ``specs/vectors/v1/<operation>.json``: inputs, and outputs that an independent oracle found.
 
-The oracle follows ``specs/shd.md``, with ``--part kd`` ``specs/kd.md`` (``vectors/kd-v1``), with ``--part shrink``
-``specs/shrink.md`` (``vectors/shrink-v1``); it imports nothing but the standard library. Run without ``--out`` to
-write the files in place, or with ``--out FOLDER`` to write them elsewhere. New cases are frozen with ``--freeze``:
-from then on an id stands for its inputs and answer. A case is withdrawn (``withdrawn="why"`` where it is defined),
-never edited.
+The oracle follows ``specs/shd.md``, with ``--part kd`` ``specs/kd.md`` (``vectors/kd-v1``), and so for ``recipes``
+and ``shrink``; it imports nothing but the standard library. Run without ``--out`` to write the files in place, or
+with ``--out FOLDER`` to write them elsewhere. New cases are frozen with ``--freeze``: from then on an id stands for
+its inputs and answer. A case is withdrawn (``withdrawn="why"`` where it is defined), never edited.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from book import dump, fingerprint
-from cases import alpha, bounds, gradients, gram, hidden, kd, loss, maps, mixing, plans, squeeze, tokens
+from cases import alpha, bounds, gradients, gram, hidden, kd, loss, maps, mixing, plans, recipes, squeeze, tokens
 from cases.full import add_full
 from cases.shrink import heads, layers, predictor
 
@@ -27,6 +26,7 @@ CHAPTERS = (alpha, bounds, gradients, gram, loss, maps, mixing, plans, squeeze, 
 PARTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "shd": (CHAPTERS, "v1"),
     "kd": ((kd, hidden), "kd-v1"),
+    "recipes": ((recipes,), "recipes-v1"),
     "shrink": ((heads, layers, predictor), "shrink-v1"),
 }
 

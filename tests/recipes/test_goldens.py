@@ -65,7 +65,9 @@ class Recipes:
     def vitkd(self, parameters: dict[str, Array], *arguments: Any) -> Any:
         """The projector with these parameters, in the reference's order of arguments."""
         if not self.is_torch:
-            return self("vitkd", *arguments[:4], parameters, arguments[4])
+            return self(
+                "vitkd", *arguments[:4], {n.replace(".", "_"): v for n, v in parameters.items()}, arguments[4]
+            )
         dims = (parameters["project.weight"].shape[1], parameters["project.weight"].shape[0])
         module = self.module.ViTKD(*dims).double()
         module.load_state_dict(

@@ -14,6 +14,7 @@ from shd_ref.conformance.laws import (
     merging,
     pairs,
     plans,
+    recipes,
     refusals,
     shapes,
     shrink,
@@ -37,7 +38,7 @@ LAWS: tuple[Law, ...] = (
 )
 """Every law of ``specs/shd.md``, by chapter."""
 
-LAWS_OF: dict[str, tuple[Law, ...]] = {"shd": LAWS, "kd": kd.LAWS, "shrink": shrink.LAWS}
+LAWS_OF: dict[str, tuple[Law, ...]] = {"shd": LAWS, "kd": kd.LAWS, "recipes": recipes.LAWS, "shrink": shrink.LAWS}
 """The laws of every part of the specification."""
 
 __all__ = ["LAWS", "LAWS_OF", "Law", "LawBrokenError", "Trial"]

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.conformance.adapter import KD_OUTPUTS, OUTPUTS, SHRINK_OUTPUTS, Subject, take_output
+from shd_ref.conformance.adapter import (
+    KD_OUTPUTS,
+    OUTPUTS,
+    RECIPES_OUTPUTS,
+    SHRINK_OUTPUTS,
+    Subject,
+    take_output,
+)
 from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, as_plain, compare_close
 from shd_ref.conformance.recipes import make_array
 from shd_ref.conformance.specification import DTYPES, agreement
@@ -69,7 +76,7 @@ class Trial:
 
     def call(self, operation: str, **inputs: Any) -> dict[str, Any]:
         """The operation's outputs by name, as they came."""
-        names = OUTPUTS.get(operation) or KD_OUTPUTS.get(operation) or SHRINK_OUTPUTS[operation]
+        names = {**OUTPUTS, **KD_OUTPUTS, **RECIPES_OUTPUTS, **SHRINK_OUTPUTS}[operation]
         answer = self.subject.run(operation, inputs)
         return {name: take_output(answer, name, names) for name in names}
 

@@ -1,6 +1,7 @@
 """Wrong implementations, to judge the judge: each is the reference with one mistake that somebody would make.
 
-They stand in text files, one a chapter, as ``read_chapter`` describes: here, and in ``tests/kd/mutants.txt``.
+They stand in text files, one a chapter, as ``read_chapter`` describes: here, in ``tests/kd/mutants.txt`` and in
+``tests/recipes/mutants.txt``.
 """
 
 from __future__ import annotations

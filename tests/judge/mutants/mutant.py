@@ -20,7 +20,7 @@ import numpy as np
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS, Result, Status, cases
-from shd_ref.conformance.adapter import KD_OUTPUTS, SHRINK_OUTPUTS, as_adapter
+from shd_ref.conformance.adapter import KD_OUTPUTS, RECIPES_OUTPUTS, SHRINK_OUTPUTS, as_adapter
 from shd_ref.conformance.runner import Item, run_item
 
 _SOURCES = Path(shd_ref.__file__).parent
@@ -49,6 +49,18 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "kd.hidden": ("hidden_loss",),
     "kd.loss": ("kd_loss",),
     "kd.targets": ("kd_targets_topk",),
+    "recipes.babyllama": ("babyllama",),
+    "recipes.cross_entropy": ("cross_entropy",),
+    "recipes.deit": ("deit_soft", "deit_hard"),
+    "recipes.diffusion": ("diffusion", "noised", "linear_betas"),
+    "recipes.gkd": ("gkd",),
+    "recipes.kd": ("language_kd", "image_kd"),
+    "recipes.labels": ("cross_entropy", "image_kd"),
+    "recipes.minillm": ("minillm_policy", "minillm_rollout", "minillm_advantages"),
+    "recipes.nkd": ("nkd",),
+    "recipes.terms": ("image_kd", "nkd"),
+    "recipes.vitkd": ("vitkd",),
+    "recipes.vkd": ("vkd",),
     "shrink.align": ("align_output",),
     "shrink.depth": ("kept_layers",),
     "shrink.exponents": ("fit_mixing",),
@@ -67,7 +79,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "shrink.weights": ("attend", "mix_queries", "low_rank_heads"),
     "shrink.width": ("fold_norm", "principal_axes", "kept_scale"),
 }
-_OUTPUTS = {"shd": OUTPUTS, "kd": KD_OUTPUTS, "shrink": SHRINK_OUTPUTS}
+_OUTPUTS = {"shd": OUTPUTS, "kd": KD_OUTPUTS, "recipes": RECIPES_OUTPUTS, "shrink": SHRINK_OUTPUTS}
 _NAMES = re.compile(rf"\bshd_ref\.({'|'.join(map(re.escape, SHOWN_BY))})\b")
 
 
