@@ -87,8 +87,7 @@ class ShrinkAdapter(Adapter):
 
     def fit_mixing(self, calibration: Any, merge: Mapping[str, Any]) -> dict[str, Any]:
         """HEAD-21."""
-        items = [(maps.double(), outputs.double(), *masks) for maps, outputs, *masks in calibration]
-        made = fit_mixing(items, _merge(merge))
+        made = fit_mixing(calibration, _merge(merge))
         return {"mixing": made.mixing, "groups": made.groups}
 
     def merge_linear(

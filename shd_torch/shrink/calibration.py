@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_torch.maps import value_outputs
 from shd_torch.maps.gram import gram_tensor
 from shd_torch.shrink.families import Family, base_of, find_part, has_part
 from shd_torch.shrink.heads import AttentionStatistics
@@ -169,7 +168,7 @@ def study_layer(
 ) -> tuple[AttentionStatistics, LayerTrace]:
     """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams.
 
-    The maps of the first ``fit_samples`` samples are kept, with their value outputs (HEAD-21).
+    The maps of the first ``fit_samples`` samples are kept, with their values (HEAD-21).
     """
     layer = family.layers_of(model)[number]
     width, heads = weights.query.shape[1], weights.num_heads
@@ -191,8 +190,7 @@ def study_layer(
             _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
             first = slice(fit_samples - sum(len(item[0]) for item in samples))
             if first.stop > 0:
-                given = value_outputs(values[first].double(), weights.output.flatten(0, 1))
-                samples.append((probs[first].double(), given, batch.counted[first]))
+                samples.append((probs[first], values[first], batch.counted[first]))
             there = batch.counted[..., None]
             x = read[0].double() * there
             mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)

@@ -16,28 +16,44 @@ SMALL_STEP = 1e-9
 """A step this short, in the largest change of a weight, ends the descent."""
 
 
-def fit_mixing(items: Sequence[Sequence[Tensor]], merge: HeadMerge) -> HeadMerge:
+def fit_mixing(items: Sequence[Sequence[Tensor]], merge: HeadMerge, projection: Tensor | None = None) -> HeadMerge:
     """The merge with fitted weights (HEAD-21).
 
     Args:
-        items: maps ``(B, H, L, S)`` and value outputs ``(B, H, S, D)``, float64, and where not every row counts a
-            boolean ``(B, L)``.
+        items: maps ``(B, H, L, S)`` and value outputs ``(B, H, S, D)``, and where not every row counts a boolean
+            ``(B, L)``; of any floating dtype, computed with in float64.
         merge: where the descent begins; the groups stay.
+        projection: W_O ``(H, d_v, D)``; the items then hold values ``(B, H_kv, S, d_v)`` in place of value outputs,
+            which would be many times as large.
     """
     mixing = merge.mixing.clone()
     for head, group in enumerate(merge.groups):
         if len(group) > 1:
             members = list(group)
-            parts = [part for item in items for part in _read_samples(item, members)]
+            turn = None if projection is None else _shorten(projection[members])
+            parts = [part for item in items for part in _read_samples(item, members, turn)]
             mixing[head, members] = _descend(parts, mixing[head, members])
     return replace(merge, mixing=mixing)
 
 
-def _read_samples(item: Sequence[Tensor], members: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _shorten(projection: Tensor) -> Tensor:
+    """A group's W_O ``(k, d_v, D)`` in coordinates of the rows that it spans: all lengths and angles stay."""
+    if projection.shape[0] * projection.shape[1] >= projection.shape[2]:
+        return projection
+    upper: Tensor = torch.linalg.qr(projection.flatten(0, 1).mT)[1]
+    return upper.mT.reshape(*projection.shape[:2], -1)
+
+
+def _read_samples(
+    item: Sequence[Tensor], members: list[int], projection: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Sample by sample the logarithms of a group's maps ``(k, L, S)``, its summed value outputs and its output."""
     found = []
+    per = item[0].shape[1] // item[1].shape[1]  # query heads of a value head
+    reads = [head // per for head in members]
     for sample in range(len(item[0])):
-        probs, outputs = item[0][sample, members], item[1][sample, members]
+        probs, outputs = item[0][sample, members].double(), item[1][sample, reads].double()
+        outputs = outputs if projection is None else outputs @ projection
         wanted = (probs @ outputs).sum(0)
         if len(item) > 2:
             probs, wanted = probs[:, item[2][sample]], wanted[item[2][sample]]

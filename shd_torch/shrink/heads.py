@@ -30,7 +30,7 @@ class AttentionStatistics:
         centred: of the inputs less their mean over the sample, ``(D, D)``.
         query_size: root mean square of each head's queries ``(H,)``.
         length: of the longest sample.
-        samples: maps ``(B, H, L, S)``, value outputs ``(B, H, S, D)`` and which rows count ``(B, L)``, batch by
+        samples: maps ``(B, H, L, S)``, values ``(B, H_kv, S, d_v)`` and which rows count ``(B, L)``, batch by
             batch, of the samples on which exponents are fitted (HEAD-21).
         output_size: mean length of each head's output before the projection ``(H,)``, for comparisons.
     """

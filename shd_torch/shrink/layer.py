@@ -89,7 +89,7 @@ def make_layer(
     squeezed = None
     if number not in work.dropped.attention:
         merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
-        merge = fit_mixing(statistics.samples, merge) if fitted else merge
+        merge = fit_mixing(statistics.samples, merge, weights.output) if fitted else merge
         squeezed = _squeeze(work, weights, merge, statistics)
         report = _report_heads(merge, squeezed)
     ffn = _read_ffn(work, layer, trace.neuron_squares, is_linear=number in work.dropped.activations)

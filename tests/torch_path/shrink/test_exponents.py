@@ -57,6 +57,19 @@ def test_both_packages_find_the_minimum(seed: int, causal: bool) -> None:
             assert error(items, group, weights) <= error(items, group, weights + 0.02 * (corner - weights)) + 1e-12
 
 
+@pytest.mark.parametrize("width", [4, 40])
+def test_values_in_place_of_value_outputs(width: int) -> None:
+    random = np.random.default_rng(1)
+    maps, _, counted = (torch.from_numpy(part) for part in draw(3, 4, causal=True))
+    values = torch.from_numpy(random.normal(size=(3, 2, 6, 5)))
+    projection = torch.from_numpy(random.normal(size=(4, 5, width)))
+    outputs = values.repeat_interleave(2, dim=1) @ projection
+    merge = HeadMerge((), ((0, 3), (1, 2)), torch.tensor([[0.5, 0, 0, 0.5], [0, 0.5, 0.5, 0]]).double())
+    found = fit_mixing([[maps, values, counted]], merge, projection).mixing
+    torch.testing.assert_close(found, fit_mixing([[maps, outputs, counted]], merge).mixing, atol=1e-6, rtol=0.0)
+    assert float((found - merge.mixing).abs().max()) > 1e-3
+
+
 def test_equal_maps_stay_where_they_are() -> None:
     maps, outputs, counted = draw(0, 2, causal=False)
     maps[:, 1] = maps[:, 0]
