@@ -14,18 +14,35 @@ pytest.importorskip("accelerate", reason="one example uses accelerate")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from support.binding.trainer_cases import make_model, make_samples, pad  # noqa: E402
+from support.binding.trainer_cases import make_model, make_samples, pad, write_cache  # noqa: E402
 
 import shd_torch  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "training.md"
-LOOP, TRAINER, LIGHTNING, LIVE, LOGITS = re.findall(
+LOOP, TRAINER, LIGHTNING, LIVE, FREE, FREE_TRAINER = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
 )
 
 
+@pytest.fixture(scope="module")
+def whole_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``shd precompute --logits topk --hidden 1,2`` writes."""
+    return write_cache(tmp_path_factory.mktemp("whole"), logits="topk", logits_top=8, hidden=(1, 2))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE, LOGITS], ids=["loop", "trainer", "live", "logits"])
+@pytest.mark.parametrize("example", [FREE, FREE_TRAINER], ids=["loop", "trainer"])
+def test_example_trains_without_a_teacher(example: str, whole_cache: Path, tmp_path: Path) -> None:
+    names = run_example(example, whole_cache, tmp_path)
+    if "trainer" in names:
+        logged = names["trainer"].state.log_history[0]
+        assert min(logged[f"{term}_loss"] for term in ("shd", "kd", "hidden")) > 0
+    else:
+        assert float(names["kd"].detach()) > 0 < float(names["states"].detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [LOOP, TRAINER, LIVE], ids=["loop", "trainer", "live"])
 def test_example_trains(example: str, trainer_cache: Path, tmp_path: Path) -> None:
     names = run_example(example, trainer_cache, tmp_path)
     if "trainer" in names:
