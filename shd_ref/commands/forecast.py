@@ -87,17 +87,18 @@ def _say_time(forecast: Forecast) -> None:
 
 
 def _say_memory(memory: TrainingMemory) -> None:
-    student, optimizer, supervision, teacher = (
-        decimal(size) for size in (memory.student, memory.optimizer, memory.supervision, memory.teacher)
+    student, optimizer, records, term, teacher = (
+        decimal(size).replace("bytes", "B")
+        for size in (memory.student, memory.optimizer, memory.records, memory.term, memory.teacher)
     )
     _say(
         f"memory of a step of {memory.batch_size} samples of {memory.length} positions, in float32 with AdamW, "
         "activations apart:"
     )
-    whose = "as many as the teacher (--student-parameters says otherwise)" if memory.is_assumed else "as was said"
+    whose = ", as many as the teacher (--student-parameters says otherwise)" if memory.is_assumed else ""
     _list(
         f"student {student}, its gradients and optimizer {optimizer}: {memory.student_parameters / 1e6:.3g} M "
-        f"parameters, {whose}",
-        f"SHD term about {supervision}",
-        f"were the teacher live: {teacher} more",
+        f"parameters{whose}",
+        f"SHD term about {term}",
+        f"records {records}; in their place a live teacher, {teacher}",
     )

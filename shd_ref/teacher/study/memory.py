@@ -28,9 +28,9 @@ class TrainingMemory:
         is_assumed: whether that is only the teacher's number, as none was given.
         student: weights.
         optimizer: gradients and both moments.
-        supervision: the SHD term: the codes of the batch, gradients of queries and keys of all taught layers, and one
-            layer's work.
-        teacher: what a live one would add: weights, and its queries and keys of the batch.
+        records: of the batch, each as large as the longest.
+        term: of SHD: gradients of queries and keys of all taught layers, and one layer's work; about.
+        teacher: what a live one would hold in place of ``records``: weights, and its queries and keys of the batch.
     """
 
     batch_size: int
@@ -39,7 +39,8 @@ class TrainingMemory:
     is_assumed: bool
     student: int
     optimizer: int
-    supervision: int
+    records: int
+    term: int
     teacher: int
 
 
@@ -61,7 +62,6 @@ def forecast_memory(
     # A student's head is taken to be as wide as the teacher's.
     own = [positions * work.options.num_student_heads * (site.d_k or site.d_v or 0) for _, site in work.layers]
     teachers = sum(positions * work.num_teacher_heads * (site.d_k or site.d_v or 0) for _, site in work.layers)
-    term = batch_size * record_bytes + 2 * sum(own) + _WORKING_ARRAYS * max(own)
     return TrainingMemory(
         batch_size=batch_size,
         length=length,
@@ -69,7 +69,8 @@ def forecast_memory(
         is_assumed=student_parameters is None,
         student=_FLOAT * student,
         optimizer=_FLOAT * _OPTIMIZER_FLOATS * student,
-        supervision=round(term),
+        records=round(batch_size * record_bytes),
+        term=2 * sum(own) + _WORKING_ARRAYS * max(own),
         teacher=weights + 2 * teachers,
     )
 

@@ -232,7 +232,7 @@ def test_memory_counts_weights_codes_and_gradients(teacher: Path) -> None:
     memory, queries = forecast.memory, 4 * 20 * 2 * 3 * 4  # four samples of 20 positions, two heads of width 3
     assert (memory.student_parameters, memory.is_assumed, memory.length) == (weights, True, 20)
     assert (memory.student, memory.optimizer) == (4 * weights, 12 * weights)
-    assert memory.supervision == 4 * forecast.taken.bytes_longest + (2 + 6) * queries
+    assert (memory.records, memory.term) == (4 * forecast.taken.bytes_longest, (2 + 6) * queries)
     assert memory.teacher == 4 * weights + 2 * 2 * queries
     said = forecast_cache(teacher, make_tokens(), OPTIONS, plan=PlanOptions(num_student_parameters=1000)).memory
     assert (said.student, said.is_assumed) == (4000, False)
