@@ -34,7 +34,7 @@ def summary_table(summary: PrecomputeSummary) -> Table:
     table.add_row(
         "residual",
         f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
-        f"(first {summary.compared_samples} samples)",
+        f"(of {summary.compared_samples} samples)",
     )
     error = summary.errors.attention
     table.add_row(

@@ -21,6 +21,7 @@ from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, static_shapes
 from shd_ref.teacher.graph.walk import Walk, walk_graph
 from shd_ref.teacher.opening.bounds import check_inferred
 from shd_ref.teacher.opening.external import read_graph
+from shd_ref.teacher.opening.inference import infer_shapes
 from shd_ref.teacher.opening.load import old_opset_reason
 from shd_ref.teacher.packages import ir, onnx
 
@@ -107,7 +108,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
     try:
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        inferred = infer_shapes(model)
     except Exception:  # inference raises what its C++ throws
         inferred = model  # a graph that inference rejects can still be probed
     check_inferred(inferred)

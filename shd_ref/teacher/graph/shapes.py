@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
+from shd_ref.teacher.opening.inference import infer_shapes
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.session import open_session
 
@@ -50,7 +51,7 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec
     """
     specs = input_specs(model)
     try:
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        inferred = infer_shapes(model)
     except Exception:  # inference raises what its C++ throws
         return specs
     values = [value for value in inferred.graph.value_info if value.name in maps]

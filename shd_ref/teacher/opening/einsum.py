@@ -12,6 +12,7 @@ from math import prod
 from typing import Final
 
 from shd_ref.teacher.body import Body
+from shd_ref.teacher.opening.inference import infer_shapes
 from shd_ref.teacher.opening.operators import MAP_CARRIERS, STANDARD_DOMAINS
 from shd_ref.teacher.packages import onnx
 
@@ -60,7 +61,7 @@ def rewrite_einsum(model: onnx.ModelProto) -> onnx.ModelProto:
 def _known_sizes(model: onnx.ModelProto) -> dict[str, list[int | None]]:
     """The size of each axis where it is a number, by tensor; tensors of unknown rank are missing."""
     try:
-        inferred = onnx.shape_inference.infer_shapes(model)
+        inferred = infer_shapes(model, data_prop=False)
     except Exception:  # inference raises what its C++ throws
         inferred = model
     sizes: dict[str, list[int | None]] = {

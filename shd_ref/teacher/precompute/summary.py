@@ -37,7 +37,7 @@ class PrecomputeSummary:
         alphas: alphas before clipping ``(n,)`` of the first shards; empty for strategies without any.
         num_clipped, num_degenerate: counted over them.
         errors: what coding cost, over the rows that were measured.
-        compared_samples: how many the first batch held, where teacher, reference and graph were all at hand.
+        compared_samples: how many of the first batch the reference squeezed too, against the graph.
         comparison: what it showed.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
         supplied: what was fed beside the data, as it follows from them (CACHE-36), in a line; empty for nothing.

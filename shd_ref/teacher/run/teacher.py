@@ -203,11 +203,17 @@ class TeacherRun:
         for chosen in self.groups(indices):
             yield self.inputs.batch(chosen)
 
-    def checked_batches(self, indices: Iterable[int]) -> Iterator[Batch]:
+    def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
         """The same in batches that are small enough for check outputs: those of large teachers are many times larger
-        than what is stored."""
+        than what is stored.
+
+        Args:
+            indices: the samples.
+            most: how many a batch may hold; a graph with a fixed batch takes no heed of it.
+        """
         for chosen in self.groups(indices):
             size = self.count_checked(chosen)
+            size = size if most is None or self.inputs.fixed_batch is not None else min(size, most)
             for start in range(0, len(chosen), size):
                 yield self.inputs.batch(chosen[start : start + size])
 
