@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 pytest.importorskip("transformers", reason="students and teachers are Hugging Face models")
 
-from support.binding.trainer_cases import make_model, make_samples, pad  # noqa: E402
+from support.binding.trainer_cases import make_model, make_samples, pad, write_cache  # noqa: E402
 
 import shd_torch.recipes as recipes  # noqa: E402
 from shd_torch import OnlineTeacher, ShdError, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
@@ -96,6 +96,30 @@ def test_a_cache_serves_pretraining_text_and_no_sampled_text(trainer_cache: Path
     with pytest.raises(ShdError, match="which no cache has seen") as caught:
         recipes.minillm_policy(logits, logits, rollout, shd=shd)
     assert caught.value.code == "argument-value"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logits", ["float16", "topk"])
+def test_a_cache_with_logits_needs_no_teacher(logits: str, cache_folder: Path) -> None:
+    """What the cache holds of logits and attention gives the terms that the teacher itself gives."""
+    joined = SupervisedDataset(make_samples(), write_cache(cache_folder, logits=logits, logits_top=8, logits_bits=16))
+    batch, supervision = joined.collate_with(pad)([joined[number] for number in range(4)])
+    student, seen = make_model(2, seed=2), {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with capture_attention(student, layers=supervision.layers) as captured:
+        z = student(**seen).logits
+    live = OnlineTeacher(make_model(4, seed=1), num_student_heads=2, layer_map=2)(**seen)
+    shds = [SHD(captured, taught, 0.02, loss_mask=batch["attention_mask"].bool()) for taught in (supervision, live)]
+    u = live.output.logits
+    for recipe, options in ((recipes.language_kd, {}), (recipes.gkd, {"mixing": 0.0})):
+        held = recipe(z, batch["labels"], supervision.targets(), shift=True, shd=shds[0], **options)
+        wanted = recipe(z, batch["labels"], u, shift=True, shd=shds[1], **options)
+        assert list(held) == list(wanted)
+        for name in wanted:
+            if logits == "topk" and name in ("kd", "jsd"):  # the tail is one class: at most the whole
+                assert 0 < held[name].value.item() < wanted[name].value.item()
+            else:
+                assert held[name].value.item() == pytest.approx(wanted[name].value.item(), rel=1e-3)
+        held.total.backward(retain_graph=True)
 
 
 def test_terms_add_and_scale(step: Step) -> None:
