@@ -133,6 +133,19 @@ def test_a_cache_that_is_not_whole_gets_none(tmp_path: Path) -> None:
         CacheWriter(tmp_path / "foreign", job())
 
 
+def test_a_cache_in_a_store_has_one_too(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("fsspec", reason="caches in object stores need the extra 'remote'")
+    manifest = job(**FORMS["topk"])
+    address = write_cache(f"memory://{request.node.name}", manifest)
+    assert write_card(address) == f"{address}/README.md"
+    assert verify_cache(address).ok
+    local = write_cache(tmp_path / "cache", manifest)
+    assert read_everything(CacheReader(address)) == read_everything(CacheReader(local))
+    with pytest.raises(ShdError) as caught:
+        write_card(address)
+    assert caught.value.code == "cache-exists"
+
+
 class Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

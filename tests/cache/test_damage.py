@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +173,22 @@ HOSTILE_RECORDS: dict[str, dict[str, Any]] = {
     "no length": {"length": 0},
     "absurd length": {"length": 2**40},
     "key is a path": {"key": "../../../../../etc/passwd"},
-    "blob is a path": {"alphas": "/etc/passwd"},
-    "blob without hash": {"alphas": [704, 720]},
-    "hash of another form": {"alphas": [704, 720, "0X23456789ABCDEF"]},
-    "blob backwards": {"alphas": [720, 704, "0" * 16]},
-    "blob elsewhere": {"alphas": [0, 16, "0" * 16]},
-    "blob beyond the file": {"alphas": [2**50, 2**50 + 16, "0" * 16]},
-    "layer missing": {"layers": [[864, 992, "0" * 16]]},
     "unknown member": {"path": "../x"},
+    "no blobs": {"blobs": []},
+    "blobs are a path": {"blobs": "/etc/passwd"},
+    "padding in front of maps": {"first": 1},
+    "shapes of their own": {"shapes": [[1, 1], [1, 1]]},
+}
+HOSTILE_BLOBS: dict[str, Callable[[list[Any]], Any]] = {
+    "is a path": lambda blob: "/etc/passwd",
+    "without hash": lambda blob: blob[:2],
+    "hash of another form": lambda blob: [*blob[:2], "0X23456789ABCDEF"],
+    "backwards": lambda blob: [blob[1], blob[0], blob[2]],
+    "elsewhere": lambda blob: [0, blob[1] - blob[0], blob[2]],
+    "beyond the file": lambda blob: [2**50, 2**50 + blob[1] - blob[0], blob[2]],
+    "larger": lambda blob: [blob[0], blob[1] + 1, blob[2]],
+    "smaller": lambda blob: [blob[0], blob[1] - 1, blob[2]],
+    "missing": lambda blob: None,
 }
 
 
@@ -188,6 +197,20 @@ def test_hostile_receipts_are_refused(folder: Path, name: str) -> None:
     path = folder / "receipts/000000.json"
     members = json.loads(path.read_bytes())
     members["records"][0] |= HOSTILE_RECORDS[name]
+    path.write_bytes(document(members))
+    (folder / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
+        CacheReader(folder, allow_partial=True)
+    assert caught.value.code == "cache-corrupt"
+
+
+@pytest.mark.parametrize("place", range(2, len(WHAT)), ids=WHAT[2:])
+@pytest.mark.parametrize("name", HOSTILE_BLOBS)
+def test_hostile_blobs_are_refused(folder: Path, name: str, place: int) -> None:
+    path = folder / "receipts/000000.json"
+    members = json.loads(path.read_bytes())
+    blobs = members["records"][0]["blobs"]
+    blobs[place] = HOSTILE_BLOBS[name](blobs[place])
     path.write_bytes(document(members))
     (folder / "SEALED.json").unlink()
     with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
