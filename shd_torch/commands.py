@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,26 +36,57 @@ def root() -> None:
 def export(
     model: Annotated[str, Shown("A Hugging Face model: a local folder, or a hub id.")],
     out: Annotated[Path, Shown("The graph to write, such as teacher.onnx.")],
-    opset: Annotated[int, typer.Option(help="ONNX opset.", min=18, max=22, metavar="N")] = 18,
+    opset: Annotated[int, typer.Option(help="ONNX opset of a teacher.", min=18, max=22, metavar="N")] = 18,
+    student: Annotated[
+        bool, typer.Option("--student", help="A trained student, to run: one fused operator an attention.")
+    ] = False,
+    beside: Annotated[
+        Path | None,
+        Shown("With --student: another graph of the same inputs, such as the teacher's, to time beside it."),
+    ] = None,
 ) -> None:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
 
     shd-torch export --model path/or/hub-id --out teacher.onnx
 
+    shd-torch export --model student --student --out student.onnx --beside teacher.onnx
+
     Eager attention, dynamic batch and sequence axes; the graph is compared with the model at two sizes. For any other
     PyTorch module use shd_torch.export_teacher.
     """
     _require("torch", extra="torch")
-    from shd_torch.export import example_inputs, export_teacher, load_hf_model
+    from shd_torch.export import example_inputs, export_student, export_teacher, load_hf_model
 
+    if beside is not None and not student:
+        raise ShdError("argument-value", f"--beside must go with --student; got {beside} without it")
     teacher = load_hf_model(model)
-    report = export_teacher(teacher, example_inputs(teacher), out, opset=opset)
-    console.say(f"{report.path}: {report.num_softmax} softmax nodes, opset {report.opset}, inputs {report.inputs}")
+    inputs = example_inputs(teacher)
+    report = export_student(teacher, inputs, out) if student else export_teacher(teacher, inputs, out, opset=opset)
+    attention = f"{report.num_fused} fused attention nodes, " if student else ""
+    attention += f"{report.num_softmax} softmax nodes"
+    console.say(f"{report.path}: {attention}, opset {report.opset}, inputs {report.inputs}")
     if report.max_difference is None:
         console.say("not compared with the model: onnxruntime is not installed")
     else:
         console.say(f"differs from the model by at most {report.max_difference:.2g} (allowed {report.tolerance:.2g})")
-    console.say(f"next: shd inspect {out}")
+    if not student:
+        console.say(f"next: shd inspect {out}")
+    if beside is not None:
+        _time_beside(out, beside, inputs)
+
+
+def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> None:
+    from shd_torch.export import time_graphs
+
+    # Eight samples, and texts of a few dozen tokens.
+    arrays = {
+        name: part.repeat(4, 4 if part.ndim == 2 else 1, *[1] * (part.ndim - 2)) for name, part in inputs.items()
+    }
+    seconds = time_graphs([out, beside], {name: part.numpy() for name, part in arrays.items()})
+    shape = tuple(next(iter(arrays.values())).shape)
+    for path, taken in zip((out, beside), seconds, strict=True):
+        console.say(f"{path}: {1e3 * taken:.2f} ms for {shape} in onnxruntime")
+    console.say(f"{seconds[1] / seconds[0]:.2f} times as fast")
 
 
 def demo(

@@ -1,17 +1,20 @@
-"""Export: a PyTorch teacher as an ONNX graph whose attention is spelled out, checked in onnxruntime.
+"""Export: a PyTorch model as an ONNX graph, checked in onnxruntime; a teacher's attention is spelled out.
 
 The tools that squeeze a teacher read its graph: they need each ``Softmax``, the values it meets and the output
 projection. So Hugging Face models are exported with "eager" attention, and opsets that would fuse attention into
-one operator are not offered.
+one operator are not offered for teachers. A trained student goes out with that operator.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import logging
 import os
+import statistics
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,12 +29,13 @@ from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
 
 OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
+FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What ``export_teacher`` wrote and how far it is from the model.
+    """What ``export_teacher`` or ``export_student`` wrote and how far it is from the model.
 
     Attributes:
         path: the ONNX file.
@@ -39,7 +43,8 @@ class ExportReport:
         inputs: names and shapes of the graph's inputs; a dynamic axis is given by its name.
         output: name of the graph's output.
         opset: the ONNX opset.
-        num_softmax: how many ``Softmax`` nodes it holds: at least one per attention layer.
+        num_softmax: how many ``Softmax`` nodes it holds: of a teacher at least one per attention layer.
+        num_fused: how many ``Attention`` nodes it holds: of a student one per attention layer, or none.
         checked_shapes: the input shapes it was compared with the model at; empty where onnxruntime is missing.
         max_difference: largest absolute difference of the output; None where onnxruntime is missing.
         tolerance: what was allowed: the published tolerance of the dtype times ``max(1, largest output)``.
@@ -51,6 +56,7 @@ class ExportReport:
     output: str
     opset: int
     num_softmax: int
+    num_fused: int
     checked_shapes: tuple[dict[str, tuple[int, ...]], ...]
     max_difference: float | None
     tolerance: float | None
@@ -89,6 +95,81 @@ def export_teacher(
     """
     if opset not in OPSETS:
         raise ShdError("argument-value", f"opset must be from {OPSETS[0]} to {OPSETS[-1]}; got {opset!r}")
+    return _export(model, example_inputs, path, dynamic, opset, "eager")
+
+
+def export_student(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+) -> ExportReport:
+    """Write a trained model as ONNX with one fused operator for each attention, and check it.
+
+    Where the exporter or onnxruntime cannot fuse, the attention is spelled out: ``num_fused`` is then 0.
+
+    Args:
+        model: as in ``export_teacher``; a Hugging Face model is exported with "sdpa" attention.
+        example_inputs: as in ``export_teacher``.
+        path: as in ``export_teacher``.
+        dynamic: as in ``export_teacher``.
+
+    Raises:
+        ShdError: as ``export_teacher``.
+    """
+    for opset in FUSED_OPSETS[:-1]:
+        try:
+            return _export(model, example_inputs, path, dynamic, opset, "sdpa")
+        except ShdError as error:
+            if error.code != "export-failed":
+                raise
+    return _export(model, example_inputs, path, dynamic, FUSED_OPSETS[-1], "sdpa")
+
+
+def time_graphs(
+    paths: Sequence[str | os.PathLike[str]], inputs: Mapping[str, Any], *, repeats: int = 15
+) -> list[float]:
+    """Seconds of a run of each graph in onnxruntime on the CPU: medians, the graphs by turns.
+
+    Args:
+        paths: ``.onnx`` files that take the same inputs.
+        inputs: arrays by name.
+        repeats: runs of each, after one that does not count.
+
+    Raises:
+        ShdError: ``dependency-missing``, ``read-failed``, ``inputs-invalid``.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ShdError("dependency-missing", "onnxruntime must be installed to time: pip install onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        sessions = [onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]) for path in paths]
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise ShdError("read-failed", f"paths must be ONNX graphs; got {list(map(str, paths))}: {error}") from error
+    seconds: list[list[float]] = [[] for _ in sessions]
+    for _ in range(repeats + 1):
+        for session, taken in zip(sessions, seconds, strict=True):
+            started = time.perf_counter()
+            try:
+                session.run(None, dict(inputs))
+            except Exception as error:
+                raise ShdError("inputs-invalid", f"inputs must fit every graph: {error}") from error
+            taken.append(time.perf_counter() - started)
+    return [statistics.median(taken[1:]) for taken in seconds]
+
+
+def _export(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    dynamic: Mapping[str, Mapping[int, str]] | None,
+    opset: int,
+    attention: str,
+) -> ExportReport:
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise ShdError(
@@ -97,7 +178,7 @@ def export_teacher(
     target = Path(path)
     inputs = _name_inputs(model, example_inputs)
     axes = _read_axes(inputs, dynamic)
-    with _ready_for_export(model), torch.no_grad():
+    with _ready_for_export(model, attention), torch.no_grad():
         # torch.export takes an axis of size 0 or 1 for a constant.
         inputs = _resized(inputs, axes, lambda size, _: max(size, 2))
         wrapper = _Positional(model, tuple(inputs)).eval()
@@ -125,6 +206,7 @@ def export_teacher(
         output=output_name,
         opset=opset,
         num_softmax=sum(node.op_type == "Softmax" for node in program.model.graph.all_nodes()),
+        num_fused=sum(node.op_type == "Attention" for node in program.model.graph.all_nodes()),
         checked_shapes=() if max_difference is None else tuple(_shapes(sample) for sample in samples),
         max_difference=max_difference,
         tolerance=tolerance,
@@ -149,6 +231,10 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     import transformers
 
     is_folder = Path(model).is_dir()
+    if is_folder and _is_dropped(Path(model)):
+        from shd_torch.shrink.folders import load_student
+
+        return load_student(model).to(dtype)  # type: ignore[no-any-return]
     try:
         config = transformers.AutoConfig.from_pretrained(model, local_files_only=is_folder)
         architecture = next(iter(config.architectures or ()), "")
@@ -161,6 +247,17 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
             f"{error}",
         ) from error
     return loaded.eval()
+
+
+def _is_dropped(folder: Path) -> bool:
+    """Whether the folder holds a student that stock classes do not load."""
+    from shd_torch.shrink.dropped import read_kind
+
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False  # the loader tells
+    return isinstance(config, dict) and read_kind(config) is not None
 
 
 def example_inputs(model: nn.Module) -> dict[str, Tensor]:
@@ -285,8 +382,8 @@ def _resized(
 
 
 @contextmanager
-def _ready_for_export(model: nn.Module) -> Iterator[None]:
-    """Eval mode, eager attention, experts without loops, no cache; afterwards all as before, also after an error."""
+def _ready_for_export(model: nn.Module, attention: str) -> Iterator[None]:
+    """Eval mode, this attention, experts without loops, no cache; afterwards all as before, also after an error."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -302,7 +399,7 @@ def _ready_for_export(model: nn.Module) -> Iterator[None]:
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
         for part in parts:
-            part.set_attn_implementation("eager")
+            part.set_attn_implementation(attention)
             # The others loop over the experts that were chosen, or need operators that ONNX lacks.
             if getattr(part.config, "_experts_implementation", None) is not None:
                 part.set_experts_implementation("batched_mm")

@@ -1,0 +1,73 @@
+"""A trained student goes out as ONNX: attention as one operator, equal to PyTorch, and timed beside its teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime", reason="graphs are checked in onnxruntime")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+
+from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
+
+import shd_torch.export as export  # noqa: E402
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_torch.commands import app  # noqa: E402
+from shd_torch.shrink import shrink  # noqa: E402
+
+RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
+    """Heads merged, one attention and two activations dropped; the command finds its loader by itself."""
+    teacher, data = make_teacher("bert").float(), make_data("bert")
+    made = shrink(teacher, data, heads=2, drop_attention=[1], drop_activations=[0, 1], out=tmp_path / "student")
+    words = ["export", "--model", str(tmp_path / "student"), "--student", "--out", str(tmp_path / "student.onnx")]
+    result = RUNNER.invoke(app, [*words, "--beside", str(tmp_path / "none.onnx")])
+    assert result.exit_code == 1
+    assert "read-failed" in result.output
+    result = RUNNER.invoke(app, [*words, "--beside", str(tmp_path / "student.onnx")])
+    assert result.exit_code == 0, result.output
+    assert "2 fused attention nodes, 0 softmax nodes, opset 24" in result.output
+    assert "times as fast" in result.output
+    session = onnxruntime.InferenceSession(tmp_path / "student.onnx", providers=["CPUExecutionProvider"])
+    other = make_data("bert", samples=3, length=13, seed=5)
+    (found,) = session.run(None, {name: part.numpy() for name, part in other.items()})
+    wanted = made.student.eval()(**other).logits.detach().numpy()
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert RUNNER.invoke(app, [*words[:3], "--out", words[-1], "--beside", words[-1]]).exit_code == 1
+
+
+def test_attention_is_spelled_out_where_it_cannot_be_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime without the operator refuses the first graph."""
+    compare, calls = export._compare, []
+
+    def refuse(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise ShdError("export-failed", "no such operator")
+        return compare(*given)
+
+    monkeypatch.setattr(export, "_compare", refuse)
+    student = shrink(make_teacher("vit").float(), _images(), heads=2).student
+    report = export.export_student(student, _images(), tmp_path / "student.onnx")
+    assert (report.num_fused, report.num_softmax, report.opset) == (0, 3, 20)
+    assert report.max_difference is not None
+    assert student.config._attn_implementation == "sdpa"
+    seconds = export.time_graphs(
+        [report.path] * 2, {name: part.numpy() for name, part in _images().items()}, repeats=2
+    )
+    assert len(seconds) == 2
+    assert min(seconds) > 0.0
+    with pytest.raises(ShdError) as error:
+        export.time_graphs([report.path], {"pixels": np.ones(3)})
+    assert error.value.code == "inputs-invalid"
+
+
+def _images() -> dict[str, Any]:
+    return {name: part.float() for name, part in make_data("vit").items()}
