@@ -10,6 +10,10 @@ torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 # Many small problems: threads would only wait for each other.
 torch.set_num_threads(1)
 
+from support.exporter_registry import keep_registry  # noqa: E402  (after the skip)
+
+keep_registry()
+
 
 @pytest.fixture(scope="session")
 def trainer_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
