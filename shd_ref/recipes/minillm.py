@@ -27,7 +27,7 @@ class Rollout(NamedTuple):
     tokens: NDArray[np.int64]  # (B, R)
     mask: Mask  # (B, R), True = the row counts
     log_probs: Array  # (B, R), of the student that sampled; 0 where the row does not count
-    rewards: Array  # (B, R), likewise
+    rewards: Array  # (B, R), 0 where the row does not count
     weights: Array  # (B, R), student over mixture; 1 where the row does not count
 
 

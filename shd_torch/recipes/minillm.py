@@ -34,7 +34,7 @@ class Rollout(NamedTuple):
     tokens: Tensor  # (B, R)
     mask: Tensor  # (B, R), True = the row counts
     log_probs: Tensor  # (B, R), of the student that sampled; 0 where the row does not count
-    rewards: Tensor  # (B, R), likewise
+    rewards: Tensor  # (B, R), 0 where the row does not count
     weights: Tensor  # (B, R), student over mixture; 1 where the row does not count
 
 

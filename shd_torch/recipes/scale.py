@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -58,7 +59,9 @@ class ScaleReport:
         own = math.sqrt(max(self.products[term, term], 0.0))
         if own == 0:
             raise ShdError("argument-value", f"term must have a gradient to be weighed by it; that of {term} is 0")
-        return share * math.sqrt(self._between(self._weights(without=term), self._weights(without=term))) / own
+        weights = {name: each.weight for name, each in self.terms.items() if name != term}
+        squared = math.fsum(a * b * self.products[i, j] for i, a in weights.items() for j, b in weights.items())
+        return share * math.sqrt(max(squared, 0.0)) / own
 
     def __str__(self) -> str:
         width = max(len(name) for name in ("term", *self.terms))
@@ -69,13 +72,6 @@ class ScaleReport:
             for name, each in self.terms.items()
         ]
         return "\n".join([head, *rows])
-
-    def _weights(self, *, without: str) -> dict[str, float]:
-        return {name: each.weight for name, each in self.terms.items() if name != without}
-
-    def _between(self, left: Mapping[str, float], right: Mapping[str, float]) -> float:
-        products = (a * b * self.products[i, j] for i, a in left.items() for j, b in right.items())
-        return max(math.fsum(products), 0.0)
 
 
 def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> ScaleReport:
@@ -99,7 +95,9 @@ def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> Sca
     if not trained:
         raise ShdError("argument-value", "parameters must hold some that need a gradient; got none")
     gradients = {name: _gradient(term.value, trained) for name, term in terms.items()}
-    products = {(a, b): _product(gradients[a], gradients[b]) for a in terms for b in terms}
+    products: dict[tuple[str, str], float] = {}
+    for first, second in combinations_with_replacement(terms, 2):
+        products[first, second] = products[second, first] = _product(gradients[first], gradients[second])
     return _report({name: (float(term.value.detach()), term.weight) for name, term in terms.items()}, products)
 
 
@@ -132,4 +130,6 @@ def _gradient(value: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 
 def _product(left: list[Tensor | None], right: list[Tensor | None]) -> float:
     pairs = ((a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None)
-    return math.fsum(float((a.double() * b.double()).sum()) for a, b in pairs)
+    # One number a tensor, and one wait for the device.
+    parts = [torch.dot(a.flatten().double(), b.flatten().double()) for a, b in pairs]
+    return float(torch.stack([part.to(parts[0].device) for part in parts]).sum()) if parts else 0.0
