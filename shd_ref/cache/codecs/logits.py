@@ -67,10 +67,14 @@ def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
     Raises:
         ShdError: ``cache-corrupt``: bytes that no encoder writes.
     """
-    step = max(1, _HELD_BYTES // code.row_bytes)
-    parts = [code.decode(rows[start : start + step]) for start in range(0, len(rows), step)]
+    parts = [code.decode(rows[some]) for some in _coded_slices(code, len(rows))]
     joined = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
     return DecodedRows(*joined)  # type: ignore[arg-type]
+
+
+def head_moves(code: RowCode, rows: NDArray[np.uint8]) -> Array:
+    """The most that coding moved the probabilities of each row's head, summed ``(R,)``, in bounded memory."""
+    return np.concatenate([code.bound(rows[some]).sum(axis=-1) for some in _coded_slices(code, len(rows))])
 
 
 def check_row_numbers(rows: NDArray[np.uint8], has_draws: bool) -> None:
@@ -257,6 +261,11 @@ def _logsumexp(values: Array) -> Array:
     peak[np.isneginf(peak)] = 0.0
     with np.errstate(divide="ignore"):  # of nothing it is -inf
         return np.asarray(np.log(np.exp(values - peak).sum(axis=-1)) + peak[:, 0], dtype=np.float64)
+
+
+def _coded_slices(code: RowCode, num_rows: int) -> Iterator[slice]:
+    step = max(1, _HELD_BYTES // code.row_bytes)
+    return (slice(start, start + step) for start in range(0, num_rows, step))
 
 
 def _slices(num_rows: int, width: int) -> Iterator[slice]:

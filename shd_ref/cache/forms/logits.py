@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from shd_ref.cache.codecs.logits import (
     check_row_numbers,
     decode_rows,
     draw_uniforms,
+    head_moves,
     logits_error,
     pick_classes,
     rows_moved,
@@ -28,6 +29,9 @@ from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import MAX_VOCABULARY, RowCode
 from shd_ref.kd.records import SampledTargets, TopkTargets
+
+MAX_CLASSES: Final = 1 << 16
+"""Of a head, and drawn: decoding makes a number of every bit, so a forged row of more would take gigabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,8 @@ class Logits(Rows):
         _require(
             seeded if drawn else self.seed is None, f"seed must be 0 to {MAX_INTEGER}, of draws alone", self.seed
         )
+        few = max(self.head, self.draws) <= MAX_CLASSES
+        _require(few, f"head and draws must be at most {MAX_CLASSES}", (self.head, self.draws))
         _ = self.code  # which checks head, draws and value_bits
 
     @property
@@ -205,7 +211,7 @@ class Logits(Rows):
         if self.codec == "float16":
             return moved, largest_move("float16", logits) / temperature / 2
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
-        return moved, (self.code.bound(codes).sum(axis=-1) + 2.0**-11) / 2
+        return moved, (head_moves(self.code, codes) + 2.0**-11) / 2
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         """A record decoded, as an export holds it."""

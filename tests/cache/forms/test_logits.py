@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -289,6 +290,8 @@ WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
     "seed": (SAMPLED, {"seed": -1}),
     "draws of nothing": (SAMPLED, {"head": VOCABULARY}),
     "absurd draws": (SAMPLED, {"draws": 2**53 - 1}),
+    "a head of millions": (TOPK, {"vocab_size": 2**24, "padded_vocab_size": None, "head": 2**16 + 1}),
+    "millions of draws": (SAMPLED, {"draws": 2**16 + 1}),
     "float16 with a temperature": (ALL_CLASSES, {"temperature": 1.0}),
     "float16 with a head": (ALL_CLASSES, {"head": 2}),
     "float16 with bits": (ALL_CLASSES, {"value_bits": 8}),
@@ -403,6 +406,20 @@ def test_a_large_vocabulary_takes_little_memory() -> None:
     assert error.rows == 64
     assert peak < 150 * 2**20
     assert form.row_bytes < 16 * 3.5 + 64 * 2.5 + 8
+
+
+def test_a_forged_row_takes_little_memory() -> None:
+    """The largest rows there are, as a frame of a few bytes could expand to them."""
+    form = replace(SAMPLED, vocab_size=2**24, head=2**16, draws=2**16, value_bits=16)
+    rows = np.full((4, form.row_bytes), 255, np.uint8)
+    rows[:, :4] = 0
+    tracemalloc.start()
+    for use in (lambda: form.decode(stored(form, rows)), lambda: form.code.bound(rows[:1])):
+        with contextlib.suppress(ShdError):
+            use()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 150 * 2**20
 
 
 def test_bytes_of_a_sample_do_not_depend_on_its_batch(tmp_path: Path) -> None:
