@@ -12,7 +12,7 @@ class StepRecord:
     """Sums over the steps since the last log, of this process; kept on the device until they are logged.
 
     Attributes:
-        rows_in_step: rows that count in the micro-batches of the step that is running, by rule.
+        rows_in_step: rows that count in the micro-batches of the step that is running, by what counts them.
         wait_seconds: for data.
     """
 

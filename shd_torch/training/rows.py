@@ -66,6 +66,9 @@ def count_rows(given: Mapping[str, Any], rule: str = "positions", *, of_decoder:
     mask = counted_rows(rule, given, of_decoder=of_decoder)
     if mask is not None:
         return int(mask.sum())
+    if of_decoder:
+        tokens = given.get("decoder_input_ids", given.get("labels"))
+        return int(tokens.numel()) if isinstance(tokens, Tensor) else int(first.shape[0])
     if "supervision" in given:
         return sum(given["supervision"].lengths)
     return int(first.shape[0] * (first.shape[1] if first.ndim == 2 else 1))

@@ -128,7 +128,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "neither",
             )
         self._record = StepRecord()
-        self._shares: dict[str, Tensor] = {}  # of the micro-batch that is running, by rule
+        self._shares: dict[str, Tensor] = {}  # of the micro-batch that is running
         self.projectors = self._make_projectors()
 
     def _check_cache(self, cache: CacheReader) -> None:
@@ -212,8 +212,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
             # A rank that stepped alone would wait for the others for ever.
             taken, self.control.should_epoch_stop = [], True
-        rules = {"positions", "samples", *([] if self.kd is None else [self.kd.rows])}
-        self._record.rows_in_step = {rule: sum(count_rows(batch, rule) for batch in taken) for rule in rules}
+        counts = ("positions", *([] if self.kd is None else ["samples", "kd"]))
+        self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in taken) for name in counts}
         return super().get_batch_samples(iter(taken), len(taken), device)
 
     def compute_loss(
@@ -281,13 +281,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}: one that fuses its head "
                 "with its loss is trained by linear_kd_loss in a loop of your own",
             )
-        rule = self.kd.rows if logits.ndim == 3 else "samples"
-        mask = None if rule == "samples" else self._mask(rule, taught, inputs, logits.shape[1])
+        by_sample = logits.ndim == 2
+        mask = None if by_sample else self._mask(self.kd.rows, taught, inputs, logits.shape[1])
         targets = [found for each in taught if (found := each.targets(logits.shape[1])) is not None]
         if not targets:
             raise ShdError("argument-value", "kd must have a teacher that returns logits (..., V); got none")
         loss = self.kd.loss(targets, logits, loss_mask=mask, check=self._checks)
-        value = self._share(inputs, rule) * loss
+        value = self._share(inputs, "samples" if by_sample else "kd") * loss
         return _Term(value, self._weigh(read_weight(self.kd.weight)), "kd_weight", {"kd_loss": value})
 
     def _hidden_term(self, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
@@ -318,12 +318,19 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _weigh(self, schedule: Callable[[float], float]) -> Tensor:
         return torch.tensor(schedule(self.state.global_step / max(self.state.max_steps, 1)), device=self.args.device)
 
-    def _share(self, inputs: Mapping[str, Any], rule: str) -> Tensor:
-        """What part of the whole step's rows this micro-batch has, of those that count by a rule; asked once each."""
-        if rule not in self._shares:
-            rows = torch.tensor(count_rows(inputs, rule), device=self.args.device)
-            self._shares[rule] = batch_share(rows, num_rows_in_all=self._record.rows_in_step[rule])
-        return self._shares[rule]
+    def _share(self, inputs: Mapping[str, Any], name: str) -> Tensor:
+        """What part of the whole step's rows this micro-batch has, of those that a term counts; asked once each."""
+        if name not in self._shares:
+            rows = torch.tensor(self._count(inputs, name), device=self.args.device)
+            self._shares[name] = batch_share(rows, num_rows_in_all=self._record.rows_in_step[name])
+        return self._shares[name]
+
+    def _count(self, inputs: Mapping[str, Any], name: str) -> int:
+        """Rows of a batch: its ``"positions"`` or ``"samples"``, or those that ``"kd"`` counts."""
+        if name == "kd":
+            assert self.kd is not None
+            return count_rows(inputs, self.kd.rows, of_decoder=self._has_decoder)
+        return count_rows(inputs, name)
 
     def _mask(self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int) -> Tensor | None:
         """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all."""

@@ -91,6 +91,7 @@ def test_a_step_is_what_the_formula_says(tmp_path: Path) -> None:
         assert logged[name] == pytest.approx(float(torch.as_tensor(value).detach()), rel=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["positions", "next_labels"])
 def test_accumulated_micro_batches_are_the_batch(rows: str, tmp_path: Path) -> None:
     """Rows of KD and rows of attention are shared out each by its own count."""
@@ -112,6 +113,7 @@ def test_accumulated_micro_batches_are_the_batch(rows: str, tmp_path: Path) -> N
         assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-4), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaged", ["losses", "logits", "probs"])
 def test_two_teachers_are_averaged(averaged: str, tmp_path: Path) -> None:
     trainer = make_trainer(
@@ -178,6 +180,7 @@ def test_a_padded_vocabulary_is_cut_where_it_is_padding(tmp_path: Path) -> None:
         assert caught.value.code == "argument-value"
 
 
+@pytest.mark.slow
 def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     """A student of another width gets a linear layer a pair; its model file holds the student alone."""
     wide = make_model(4, seed=1, width=24)
@@ -211,6 +214,7 @@ def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
         make("c").train(resume_from_checkpoint=str(folder))
 
 
+@pytest.mark.slow
 def test_projectors_of_the_users_own(tmp_path: Path) -> None:
     shared = torch.nn.Linear(16, 16, bias=False)
     given: dict[str, Any] = {
@@ -292,3 +296,46 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ShdError):
             make()
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_counts_rows_of_its_decoder(tmp_path: Path) -> None:
+    """In parts and as a whole the same: labels decide, which have another length than the inputs."""
+    import transformers
+
+    def model(seed: int, heads: int) -> Any:
+        torch.manual_seed(seed)
+        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+        heads_of = {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
+        config = transformers.BartConfig(
+            vocab_size=30, d_model=16, max_position_embeddings=16, dropout=0.0, **sizes, **heads_of
+        )
+        return transformers.BartForConditionalGeneration(config)
+
+    samples = []
+    for number, sample in enumerate(make_samples()):
+        labels = sample["input_ids"][: 2 + number % 3].repeat(2)
+        samples.append(sample | {"labels": labels, "decoder_input_ids": labels.roll(1)})
+
+    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        extra = torch.nn.utils.rnn.pad_sequence([s["decoder_input_ids"] for s in batch], batch_first=True)
+        return pad(batch) | {"decoder_input_ids": extra}
+
+    # One call of each kind; with KD alone nothing of the student's attention is captured.
+    trainers = [
+        make_trainer(
+            tmp_path,
+            train=samples,
+            model=model(2, 2),
+            teacher=OnlineTeacher(model(1, 4).eval(), 2, 3),
+            kd=KdTerm(rows="labels"),
+            collate=collate,
+            arguments=arguments,
+        )
+        for arguments in (WHOLE, {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
+    ]
+    for trainer in trainers:
+        trainer.train()
+    whole, parts = (trainer.state.log_history[0] for trainer in trainers)
+    assert whole["kd_loss"] > 0
+    assert parts["kd_loss"] == pytest.approx(whole["kd_loss"], rel=1e-4)

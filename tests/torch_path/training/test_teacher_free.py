@@ -154,6 +154,7 @@ def test_pairs_of_options(way: str, cached: Callable[..., Path], tmp_path: Path)
     assert_same_run(free, held)
 
 
+@pytest.mark.slow
 def test_a_cache_and_a_live_teacher_are_averaged(cached: Callable[..., Path], tmp_path: Path) -> None:
     """Two equal teachers are one; a cache without logits leaves KD to the live one."""
     options, kept = FORMS["topk"]
@@ -171,6 +172,7 @@ def test_a_cache_and_a_live_teacher_are_averaged(cached: Callable[..., Path], tm
         assert_same_run(both, alone)
 
 
+@pytest.mark.slow
 def test_sampled_targets_teach_on_average(cached: Callable[..., Path], tmp_path: Path) -> None:
     options = {"logits": "sampled", "logits_top": 4, "logits_draws": 16}
     joined = SupervisedDataset(make_samples(), cached(**options))
