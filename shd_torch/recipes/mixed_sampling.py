@@ -20,7 +20,8 @@ class TeacherMixture:
         ids = student.generate(**batch, do_sample=True, top_k=0, logits_processor=[mixture])
 
     Other changes of the distribution (``top_p``, ``top_k``, a temperature) come after it in ``generate``, and would
-    act on the mixture. The teacher runs on the text so far, in the mode it is in; it shares the student's vocabulary.
+    act on the mixture. The teacher reads the whole text again at every token, in the mode it is in, and shares the
+    student's vocabulary.
 
     Args:
         teacher: a Hugging Face causal language model on the student's device.
