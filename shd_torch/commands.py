@@ -49,10 +49,8 @@ def export(
 
     shd-torch export --model path/or/hub-id --out teacher.onnx
 
-    shd-torch export --model student --student --out student.onnx --beside teacher.onnx
-
     Eager attention, dynamic batch and sequence axes; the graph is compared with the model at two sizes. For any other
-    PyTorch module use shd_torch.export_teacher.
+    PyTorch module use shd_torch.export_teacher. A trained student goes out with --student: to run, not to be read.
     """
     _require("torch", extra="torch")
     from shd_torch.export import example_inputs, export_student, export_teacher, load_hf_model

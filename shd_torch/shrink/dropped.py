@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_ref.plans import as_index
 from shd_torch.shrink.families import FAMILIES, Family, find_part
 
 _PREFIX = "Dropped"
@@ -45,6 +46,23 @@ class Dropped:
 
 
 NOTHING = Dropped()
+
+
+def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Dropped:
+    """What a caller asks for, as integers; ``check_dropped`` does the rest.
+
+    Raises:
+        ShdError: ``layers-invalid``.
+    """
+    try:
+        return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
+    except TypeError:
+        raise ShdError(
+            "layers-invalid",
+            f"drop_attention and drop_activations must be lists of teacher layers; got {attention!r} and "
+            f"{activations!r}",
+            "DEPTH-4",
+        ) from None
 
 
 def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:

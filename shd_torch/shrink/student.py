@@ -16,7 +16,7 @@ from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.align import RIDGE
 from shd_torch.shrink.calibration import Batch, rotary_frequencies, run_layer, start_batches
-from shd_torch.shrink.dropped import Dropped, check_dropped
+from shd_torch.shrink.dropped import check_dropped, choose_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_teacher, new_folder, save_student
 from shd_torch.shrink.heads import squeeze_attention
@@ -113,21 +113,13 @@ def shrink(
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config)
     kept = choose_layers(own.layers, layers)
-    dropped = Dropped(tuple(drop_attention), tuple(drop_activations))
-    check_dropped(dropped, family, model.config, kept)
-    sizes = choose_sizes(
-        own,
-        family,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        layers=len(kept),
-        hidden=hidden,
-        neurons=neurons,
-    )
+    wanted = choose_dropped(drop_attention, drop_activations)
+    check_dropped(wanted, family, model.config, kept)
+    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "neurons": neurons}
+    sizes = choose_sizes(own, family, layers=len(kept), **given)
     if sizes.hidden != own.hidden:
         check_width(model, family)
-    dropped = dropped.among(kept)
+    dropped = wanted.among(kept)
     student = make_student(model, family, sizes, kept, dropped)
     mode = model.training
     model.eval()

@@ -25,7 +25,7 @@ def keep_largest(_: AttentionWeights, merge: HeadMerge, statistics: AttentionSta
 
 
 def keep_important(weights: AttentionWeights, merge: HeadMerge, statistics: AttentionStatistics) -> list[list[int]]:
-    """Minitron (arXiv 2407.14679): heads whose output before the projection is longest, whatever would merge.
+    """Minitron (arXiv 2407.14679): heads whose output before the projection is longest; groups play no part.
 
     Inside key/value groups where all of these stay, else of all heads.
     """
