@@ -229,7 +229,8 @@ class Logits(Rows):
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
         what = {
             "topk": f"the {self.head} likeliest classes and their rest",
-            "sampled": f"the {self.head} likeliest classes and {self.draws} drawn",
+            "sampled": (f"the {self.head} likeliest classes and " if self.head else "")
+            + f"{self.draws} that were drawn",
             "float16": "all classes",
         }[self.codec]
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"

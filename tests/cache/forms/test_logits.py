@@ -306,6 +306,17 @@ def test_forms_that_make_no_sense(name: str) -> None:
     assert caught.value.code == "argument-value"
 
 
+def test_a_form_says_what_it_is_in_words() -> None:
+    words = {name: form.describe()[0][1] for name, form in CODECS.items()}
+    assert (
+        words["topk"]
+        == "the 5 likeliest classes and their rest; 37 classes of 40, the rest is padding; temperature 2"
+    )
+    assert words["sampled"] == "the 3 likeliest classes and 6 that were drawn; 37 classes; temperature 1"
+    assert words["float16"] == "all classes; 37 classes; any temperature"
+    assert replace(SAMPLED, head=0).describe()[0][1].startswith("6 that were drawn; ")
+
+
 def test_temperature_one_is_one_job_however_it_is_written() -> None:
     assert job(logits=replace(TOPK, temperature=1)).id == job(logits=replace(TOPK, temperature=1.0)).id
 
