@@ -198,7 +198,7 @@ def test_bytes_that_no_encoder_writes_stay_within_the_vocabulary() -> None:
 
 
 def test_the_loss_takes_what_a_batch_gives(tmp_path: Path) -> None:
-    """Padding is left out by the batch's own mask; a temperature of its own and divergences by draws are refused."""
+    """Padding is left out by the batch's mask; another temperature, and what draws make biased, are refused."""
     for name, kind in (("topk", TopkTargets), ("sampled", SampledTargets)):
         write_cache(tmp_path / name, job(8, **BESIDE[name]))
         (batch,) = batches(joined(tmp_path / name), sampler=INDICES, batch_size=4)

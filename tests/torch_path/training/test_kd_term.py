@@ -205,7 +205,7 @@ def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     assert set(load_file(folder / "model.safetensors")) == set(make_model(2, seed=2).state_dict())
     again = make("b")
     for name, value in again.projectors.named_parameters():
-        assert torch.equal(value, before[name])  # made the same, whatever was drawn before
+        assert torch.equal(value, before[name])  # made by the seed alone
     again.train(resume_from_checkpoint=str(folder))
     assert_same(weights(again), weights(trainer))
     assert_same(dict(again.projectors.named_parameters()), dict(trainer.projectors.named_parameters()))
