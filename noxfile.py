@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,17 +10,10 @@ from pathlib import Path
 import nox
 from packaging.requirements import Requirement
 
-# uv installs in a fifth of pip's time; where it is absent (`pip install uv`), pip does the same.
-nox.options.default_venv_backend = "uv|venv"
 nox.options.allow_parallel = True  # `nox -j 3`
 nox.options.sessions = ["lint", "numpy_only", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
-
-# uv reads no setting of pip's; a machine that has a mirror, or wheels in a folder, says so to pip.
-for _name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):
-    if f"PIP_{_name}" in os.environ:
-        os.environ.setdefault(f"UV_{_name}", os.environ[f"PIP_{_name}"])
 
 CONSTRAINTS = "constraints.txt"
 TORCHLESS_TESTS = (
