@@ -168,10 +168,11 @@ def logsumexp(numbers: Array, axis: int = -1) -> Array:
 
 
 def as_logits(value: ArrayLike, name: str) -> Array:
-    """Finite logits ``(..., V)`` with at least one leading axis (KD-1)."""
+    """Finite logits ``(..., V)`` with at least one leading axis and one class (KD-1)."""
     logits = as_float(value, name)
-    if logits.ndim < 2:
-        raise ShdError("argument-shape", f"{name} must be (..., V) with rows; got shape {logits.shape}", "KD-1")
+    if logits.ndim < 2 or not logits.shape[-1]:
+        message = f"{name} must be (..., V) with rows of at least one class; got shape {logits.shape}"
+        raise ShdError("argument-shape", message, "KD-1")
     return logits
 
 

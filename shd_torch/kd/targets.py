@@ -173,10 +173,11 @@ def kd_targets_sampled(
 
 
 def check_logits(value: Tensor, name: str, *, check: bool) -> None:
-    """Finite logits ``(..., V)`` with at least one leading axis (KD-1)."""
+    """Finite logits ``(..., V)`` with at least one leading axis and one class (KD-1)."""
     check_rows(value, name, check=check)
-    if value.ndim < 2:
-        raise ShdError("argument-shape", f"{name} must be (..., V) with rows; got {tuple(value.shape)}", "KD-1")
+    if value.ndim < 2 or not value.shape[-1]:
+        message = f"{name} must be (..., V) with rows of at least one class; got {tuple(value.shape)}"
+        raise ShdError("argument-shape", message, "KD-1")
 
 
 def cut_teacher(

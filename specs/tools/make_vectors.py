@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from book import dump, fingerprint
-from cases import alpha, bounds, gradients, gram, hidden, kd, loss, maps, mixing, plans, recipes, squeeze, tokens
+from cases import alpha, bounds, gradients, gram, loss, maps, mixing, plans, recipes, squeeze, tokens
 from cases.full import add_full
+from cases.kd import hidden, logits
 from cases.shrink import heads, layers, predictor
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
@@ -25,7 +26,7 @@ CHAPTERS = (alpha, bounds, gradients, gram, loss, maps, mixing, plans, squeeze, 
 
 PARTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "shd": (CHAPTERS, "v1"),
-    "kd": ((kd, hidden), "kd-v1"),
+    "kd": ((logits, hidden), "kd-v1"),
     "recipes": ((recipes,), "recipes-v1"),
     "shrink": ((heads, layers, predictor), "shrink-v1"),
 }

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.flow.tracing import before_rounding, operands, repeat_chain
 from shd_ref.teacher.graph.logits import Logits, read_logits
 from shd_ref.teacher.graph.measure import Layout, replay
 from shd_ref.teacher.graph.nodes import constant_of, float_attribute, int_attribute, name_of
 from shd_ref.teacher.graph.shapes import probe_tensors
-from shd_ref.teacher.graph.tracing import before_rounding, operands, repeat_chain
 from shd_ref.teacher.opening.external import read_graph
 from shd_ref.teacher.opening.operators import SCALING_OPS
 from shd_ref.teacher.packages import ir, onnx

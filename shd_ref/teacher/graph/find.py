@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.flow.walk import Walk, walk_graph
 from shd_ref.teacher.graph.independence import Finding, probe_samples
 from shd_ref.teacher.graph.measure import Layout, Measure, describe_contradiction, measure_site
 from shd_ref.teacher.graph.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, static_shapes
-from shd_ref.teacher.graph.walk import Walk, walk_graph
 from shd_ref.teacher.opening.bounds import check_inferred
 from shd_ref.teacher.opening.external import read_graph
 from shd_ref.teacher.opening.inference import infer_shapes

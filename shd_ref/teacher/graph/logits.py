@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from shd_ref.teacher.graph.flow.tracing import is_value_product
 from shd_ref.teacher.graph.nodes import constant_of, int_attribute
-from shd_ref.teacher.graph.tracing import is_value_product
 from shd_ref.teacher.packages import ir
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape"})

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.teacher.graph.flow.projection import Term
+from shd_ref.teacher.graph.flow.walk import Walk
 from shd_ref.teacher.graph.nodes import constant_of, data_inputs, int_attribute, name_of
-from shd_ref.teacher.graph.projection import Term
 from shd_ref.teacher.graph.shapes import Shapes
-from shd_ref.teacher.graph.walk import Walk
 from shd_ref.teacher.opening.operators import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS
 from shd_ref.teacher.packages import ir
 

@@ -10,7 +10,7 @@ from book import Book, Given, array, mask, numbers, special
 from exact import map_numbers
 
 from cases.full import Draws
-from cases.kd_inputs import topk
+from cases.kd.inputs import topk
 
 LOSS = {"rule": "close", "quantity": "loss"}
 EXACT = {"rule": "exact"}

@@ -7,7 +7,7 @@ from typing import Any
 import oracle_kd as oracle
 from book import Arrays, Book, array, mask, numbers
 
-from cases.kd_inputs import SOME, Case
+from cases.kd.inputs import SOME, Case
 
 LOSS = {"rule": "close", "quantity": "loss"}
 EXACT = {"rule": "exact"}

@@ -12,17 +12,10 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from shd_ref.teacher.graph.nodes import (
-    data_inputs,
-    float_attribute,
-    int_attribute,
-    is_constant,
-    name_of,
-)
-from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection
-from shd_ref.teacher.graph.quotients import Quotient, read_log_softmax, read_quotient
-from shd_ref.teacher.graph.remade import find_remade
-from shd_ref.teacher.graph.tracing import (
+from shd_ref.teacher.graph.flow.projection import NO_PROJECTION, Projection, follow_to_projection
+from shd_ref.teacher.graph.flow.quotients import Quotient, read_log_softmax, read_quotient
+from shd_ref.teacher.graph.flow.remade import find_remade
+from shd_ref.teacher.graph.flow.tracing import (
     before_rounding,
     is_cross,
     is_over_last_axis,
@@ -31,7 +24,14 @@ from shd_ref.teacher.graph.tracing import (
     operands,
     trace_back,
 )
-from shd_ref.teacher.graph.weights import product_weight
+from shd_ref.teacher.graph.flow.weights import product_weight
+from shd_ref.teacher.graph.nodes import (
+    data_inputs,
+    float_attribute,
+    int_attribute,
+    is_constant,
+    name_of,
+)
 from shd_ref.teacher.opening.operators import (
     CONTRIB_DOMAIN,
     FUSED_OPS,

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from shd_ref.teacher.graph.flow.tracing import is_over_last_axis, trace_back
 from shd_ref.teacher.graph.nodes import constant_of
-from shd_ref.teacher.graph.tracing import is_over_last_axis, trace_back
 from shd_ref.teacher.opening.operators import MAP_CARRIERS
 from shd_ref.teacher.packages import ir
 

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.teacher.graph.flow.weights import Weight, product_weight
 from shd_ref.teacher.graph.nodes import constant_of, float_attribute, is_constant
-from shd_ref.teacher.graph.weights import Weight, product_weight
 from shd_ref.teacher.opening.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS
 from shd_ref.teacher.packages import ir
 

@@ -9,7 +9,7 @@ import oracle_kd as oracle
 from book import Book, array, mask, numbers, special
 from exact import flatten, unflatten
 
-from cases.kd_inputs import (
+from cases.kd.inputs import (
     DIVERGENCES,
     DRAWN,
     SOME,
@@ -241,6 +241,7 @@ def kd_targets_topk() -> Book:
         ("nan", "NaN", "KD-1", "not-finite", {"teacher_logits": array([[0, "nan"]]), "k": 1}),
         ("minus-inf", "-inf", "KD-1", "not-finite", {"teacher_logits": array([[0, "-inf"]]), "k": 1}),
         ("one-axis", "no rows", "KD-1", "argument-shape", {"teacher_logits": array([0, 1]), "k": 1}),
+        ("no-class", "rows of nothing", "KD-1", "argument-shape", {"teacher_logits": array([[], []]), "k": 1}),
         ("cut-with-mass", "the class cut is the largest", "KD-7", "argument-value", {"vocab_size": 4}),
         ("vocab-size-too-large", "more than there are", "KD-7", "argument-shape", {"vocab_size": 6}),
         (

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Final
 
+from shd_ref.teacher.graph.flow.tracing import is_value_product, trace_back
 from shd_ref.teacher.graph.nodes import is_constant
-from shd_ref.teacher.graph.tracing import is_value_product, trace_back
 from shd_ref.teacher.opening.operators import (
     ADDING_OPS,
     LAYOUT_OPS,
