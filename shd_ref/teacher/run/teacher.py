@@ -113,7 +113,7 @@ class TeacherRun:
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
-        self._target_columns = 0  # of logits and hidden states together, once a run has told
+        self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
 
     def storing(self, **changes: str) -> TeacherRun:
         """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way.
@@ -143,7 +143,7 @@ class TeacherRun:
             checked: also give the teacher's maps and values and the merged maps before coding.
         """
         session, count = self._open(checked), len(batch.indices)
-        values = run_batch(session.session, session.names, batch)
+        values = self._run_noting(session, session.names, batch)
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
@@ -178,25 +178,23 @@ class TeacherRun:
             opened = self._open(True)
             sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
             targets = opened.graphs[0].targets.titles
-            check_samples(
-                self.model, sites, self.inputs, functools.partial(self._run_noting, opened.session), targets
-            )
+            check_samples(self.model, sites, self.inputs, functools.partial(self._run_noting, opened), targets)
         else:  # the squeezed graph may not even run
             reader = self.read_attention()
             check_samples(self.model, reader.maps, self.inputs, reader.run)
             if self.targets:
                 opened = self._open(True)
                 targets = opened.graphs[0].targets.titles
-                check_samples(
-                    self.model, {}, self.inputs, functools.partial(self._run_noting, opened.session), targets
-                )
+                check_samples(self.model, {}, self.inputs, functools.partial(self._run_noting, opened), targets)
 
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
         for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
-            size = self._count_targets(chosen)
-            for start in range(0, len(chosen), size):
-                yield chosen[start : start + size]
+            rest = chosen
+            while rest:
+                size = self._count_targets(rest)
+                yield rest[:size]
+                rest = rest[size:]
 
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """The same with their arrays, longest first."""
@@ -230,18 +228,21 @@ class TeacherRun:
         return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
 
     def _count_targets(self, indices: Sequence[int]) -> int:
-        """How many of these samples may yield logits and hidden states at once, once a run told how wide they are."""
-        if self.inputs.fixed_batch is not None or not self._target_columns:
+        """How many of these samples may give logits and hidden states at once: one, until a run told the widths."""
+        if not self.targets or self.inputs.fixed_batch is not None or self._target_columns == 0:
             return len(indices)
+        if self._target_columns is None:
+            return 1
         entries = self._target_columns * max(self.inputs.longest_axis(indices), 1)
         return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
 
-    def _run_noting(self, session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        """Run a batch, and note how wide logits and hidden states are."""
-        values = run_batch(session, names, batch)
-        titles = self._open(True).graphs[0].targets.titles
-        columns = sum(array.shape[-1] for name, array in values.items() if name in titles and array.ndim > 2)
-        self._target_columns = max(self._target_columns, columns)
+    def _run_noting(self, opened: _Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        """Run a batch, and note how wide logits and hidden states of positions are."""
+        values = run_batch(opened.session, names, batch)
+        titles = opened.graphs[0].targets.titles
+        columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
+        if columns:
+            self._target_columns = max(self._target_columns or 0, sum(columns))
         return values
 
     def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
