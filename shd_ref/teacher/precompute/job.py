@@ -18,6 +18,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.destination import check_destination
+from shd_ref.teacher.precompute.forms.targets import make_targets
 from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
 from shd_ref.teacher.precompute.records import make_records, maker_of, measure_errors
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
@@ -83,6 +84,8 @@ class PrecomputeJob:
         for manifest, each in zip(manifests, first, strict=True):
             samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
             maker_of(manifest.attention).check(manifest.attention, samples)
+            for sample in samples:  # before a manifest binds the folder to options that do not suit the teacher
+                make_targets(manifest, sample, maker_of(manifest.attention).extent(manifest.attention, sample))
         self._caches = [
             _StudentCache(self._work, number, folder, manifest, comparison)
             for number, ((folder, _), manifest, comparison) in enumerate(

@@ -165,6 +165,8 @@ def test_a_padded_vocabulary_is_cut_where_it_has_no_mass(tmp_path: Path) -> None
         with pytest.raises(ShdError, match=f"vocab_size {message}") as caught:
             precompute(tmp_path / "teacher.onnx", make_inputs(), tmp_path / "d", wrong)
         assert caught.value.code == "argument-value"
+        assert ("sample " in str(caught.value)) == (size == 40)
+        assert not (tmp_path / "d").exists()  # and the right size may still go there
 
 
 def test_a_classifier_has_one_row_a_sample(tmp_path: Path) -> None:

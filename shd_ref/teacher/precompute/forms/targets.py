@@ -149,8 +149,19 @@ def make_targets(
         extent: of the record.
 
     Raises:
-        ShdError: as ``Logits.encode`` and ``Hidden.encode``.
+        ShdError: as ``Logits.encode`` and ``Hidden.encode``, naming the sample.
     """
+    try:
+        return _encode(forms, sample, extent)
+    except ShdError as error:
+        named = ShdError(error.code, f"sample {sample.index} (key {sample.key}): {error}")
+        named.spec_id = error.spec_id
+        raise named from error
+
+
+def _encode(
+    forms: HeldForms, sample: SampleOutputs, extent: Extent
+) -> tuple[NDArray[np.uint8] | None, dict[int, NDArray[np.uint8]]]:
     logits, hidden = None, {}
     if forms.logits is not None:
         logits = forms.logits.encode(*_logit_rows(forms.logits, sample, extent, sample.index))
