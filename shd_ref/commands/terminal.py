@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import typer
 from rich import box
@@ -69,6 +69,10 @@ def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
     )
 
 
+_ARGUMENT: Final = re.compile(r"^((?:sample \d+ \(key \w+\): )?)(\w+)(?= must )")
+"""What a message says must be otherwise, where it begins with it or with the sample that it is about."""
+
+
 @contextmanager
 def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """A ``ShdError`` becomes one message and exit code 1; anything else is a bug and keeps its traceback.
@@ -79,7 +83,7 @@ def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     try:
         yield
     except ShdError as error:
-        text = re.sub(r"^\w+(?= must )", lambda found: (options or {}).get(found[0], found[0]), str(error))
+        text = _ARGUMENT.sub(lambda found: found[1] + (options or {}).get(found[2], found[2]), str(error))
         messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
         raise typer.Exit(1) from None
 

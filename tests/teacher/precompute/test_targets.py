@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
 from support.students import precompute, precompute_heads
+from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key, verify_cache
+from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
 from shd_ref.kd.targets import kd_targets_topk, log_softmax
 from shd_ref.teacher.run import teacher as teacher_run
@@ -300,3 +303,13 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_written(
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(num_student_heads=2, **changes))
     assert caught.value.code == "argument-value"
     assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_wrong_with_a_sample_names_the_option(tmp_path: Path) -> None:
+    onnx.save(language_model(padding=6), tmp_path / "teacher.onnx")
+    np.savez(tmp_path / "data.npz", **make_inputs())
+    command = ["precompute", str(tmp_path / "teacher.onnx"), "--inputs", str(tmp_path / "data.npz")]
+    command += ["--student-heads", "2", "--out", str(tmp_path / "cache"), "--logits", "topk", "--vocab-size", "40"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert re.search(r"sample \d+ \(key \w+\): --vocab-size must cut padding alone", result.output)
