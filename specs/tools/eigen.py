@@ -60,4 +60,5 @@ def projector_of_largest(matrix: Matrix, count: int) -> Matrix:
     if count < len(values) and edge > size * Decimal("1e-30"):
         assert values[order[count - 1]] > edge * Decimal("1.05"), "a cut between close eigenvalues"
     kept = [[row[i] for i in order[:count]] for row in vectors]
-    return multiply(kept, transpose(kept))
+    product: Matrix = multiply(kept, transpose(kept))
+    return product

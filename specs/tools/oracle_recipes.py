@@ -241,7 +241,7 @@ def vitkd(
     generated = ZERO
     for student, teacher, order in zip(student_last, teacher_last, noise, strict=True):
         stays = int(tokens * (1 - Fraction(removed)))
-        kept = set(sorted(range(tokens), key=lambda j, order=order: (order[j], j))[:stays])
+        kept = {j for _, j in sorted(zip(order, range(tokens), strict=True))[:stays]}
         laid = [
             linear(row, *head) if j in kept else [decimal(x) for x in parameters["mask_token"]]
             for j, row in enumerate(student)

@@ -320,7 +320,7 @@ def pooled_mixing(gram: Nested, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _next_gram(pool: Nested, one_round: Plan, alphas: Sequence[Number]) -> Nested:
+def _next_gram(pool: Nested, one_round: Sequence[Sequence[int]], alphas: Sequence[Number]) -> Nested:
     """GRAM-4 pair by pair, from the last, so that the merged heads stand in the round's order."""
     names: list[Any] = list(range(len(pool[0])))
     for number in reversed(range(len(one_round))):
@@ -368,7 +368,7 @@ def _pooled_error(pool: Nested, p: int, q: int) -> Fraction:
         return value
 
     u, cross, w = inner(p, p), inner(p, q), inner(q, q)
-    a = solve_alpha_from_gram(pool, p, q)[0]
+    a: Fraction = solve_alpha_from_gram(pool, p, q)[0]
     return a * a * (u + 2 * cross + w) - 2 * a * (u + cross) + u
 
 
