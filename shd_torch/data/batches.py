@@ -15,13 +15,12 @@ from torch.utils.data import get_worker_info
 from shd_ref.cache import NO_ATTENTION, Factors, Manifest, StoredRecord, packed_size
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
-from shd_torch.supervision.stored_rows import StoredRows, find_rows, row_blobs
-from shd_torch.supervision.targets import SampledTargets, TopkTargets
+from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
 
 @dataclass(frozen=True)
-class CodedSupervision:
+class CodedSupervision(BatchRows):
     """The supervision of a batch as the cache stores it: a byte or two an entry, in one buffer.
 
     Attributes:
@@ -130,32 +129,6 @@ class CodedSupervision:
         """
         temperature = 1.0 if self.temperature is None else self.temperature
         return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
-
-    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
-        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
-
-        Args:
-            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
-                them out by ``loss_mask=query_mask(length)``. A classifier's have no such axis.
-
-        Returns:
-            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        return None if self.rows is None else self.rows.targets(self.buffer, length)
-
-    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
-        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
-
-        Args:
-            length: as for ``targets``.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
 
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""

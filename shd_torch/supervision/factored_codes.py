@@ -16,15 +16,14 @@ from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_ref.plans import plan_groups
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.stored_rows import StoredRows, find_rows, row_blobs
-from shd_torch.supervision.targets import SampledTargets, TopkTargets
+from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class FactoredCodes:
+class FactoredCodes(BatchRows):
     """The supervision of a batch from a cache of queries and keys (CACHE-140).
 
     Attributes:
@@ -125,32 +124,6 @@ class FactoredCodes:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
         return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
-
-    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
-        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
-
-        Args:
-            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
-                them out by ``loss_mask=query_mask(length)``. A classifier's have no such axis.
-
-        Returns:
-            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        return None if self.rows is None else self.rows.targets(self.buffer, length)
-
-    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
-        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
-
-        Args:
-            length: as for ``targets``.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
 
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""

@@ -121,6 +121,39 @@ def row_blobs(records: Sequence[StoredRecord]) -> list[NDArray[np.uint8]]:
     return blobs + [record.hidden[layer] for layer in sorted(records[0].hidden) for record in records]
 
 
+class BatchRows:
+    """What a batch offers of the rows in its buffer, in every form of attention beside them."""
+
+    buffer: Tensor
+    rows: StoredRows | None
+
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
+        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
+
+        Args:
+            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
+                them out by ``loss_mask=query_mask(length)``. A classifier's have no such axis.
+
+        Returns:
+            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return None if self.rows is None else self.rows.targets(self.buffer, length)
+
+    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
+        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
+
+        Args:
+            length: as for ``targets``.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where the rows of samples stand in a padded batch."""
