@@ -1,10 +1,10 @@
 """Maps, logits and a hidden state of 10,000 samples: does memory stay flat, and is a killed run's cache the same?
 
-The teacher is stories260K: trained, causal, 5 layers of 8 heads, 512 classes. Samples are windows of its own stories,
-8 to 96 tokens long. `shd precompute` stores maps for 4 heads, the 32 likeliest classes of each row with the rest, and
-the hidden state that enters block 3 in int8, of a tenth of the samples and of all. Then the same job is killed with
-SIGKILL at several moments and resumed each time; its files are compared with those of the undisturbed run, byte by
-byte. Peaks are of private memory, sampled from outside.
+The teacher is stories260K: trained, causal, 5 layers of 8 heads, 512 classes. Samples are windows of stories it
+wrote, 8 to 96 tokens long. `shd precompute` stores maps for 4 heads, the 32 likeliest classes of each row with the
+rest, and the hidden state that enters block 3 in int8, of a tenth of the samples and of all. Then the same job is
+killed with SIGKILL at several moments and resumed each time; its files are compared with those of the undisturbed
+run, byte by byte. Peaks are of private memory, sampled from outside.
 
 Prints a table and writes ``whole_cache.json`` beside this file. python benchmarks/whole_cache.py [--samples 10000]
 """

@@ -63,7 +63,7 @@ class ShrinkAdapter(Adapter):
         """HEAD-11 to HEAD-16; lengths that suit all heads side by side are exact, as the text allows."""
         layer, frequencies = _weights(weights), None
         if ridge is not None or key_moment is None:
-            raise NotImplementedError("the ridge is fixed, and keys have a moment of their own")
+            raise NotImplementedError("the binding has a fixed ridge and needs key_moment")
         if rotary is not None:
             if rotary.get("layout", "half") != "half" or 2 * len(rotary["frequencies"]) != layer.head_dim:
                 raise NotImplementedError("pairs lie in halves of the whole head")

@@ -28,7 +28,7 @@ def language_kd(
     """``(1 - w) CE + w T^2 soft CE``, both means over the rows whose label counts (REC-8).
 
     ``soft CE = - sum_v P_v log Q_v``, which is ``KL(P || Q)`` and the teacher's entropy. Rows: those whose label is
-    not -100; denominator of both terms: their number. Defaults (w = .5, T = 1, labels of their own rows) and form
+    not -100; denominator of both terms: their number. Defaults (w = .5, T = 1, unshifted labels) and form
     are those of MiniLLM's KD baseline and pre-training loss (``minillm/finetune.py``, ``--kd-ratio``).
 
     Args:

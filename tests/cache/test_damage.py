@@ -177,7 +177,7 @@ HOSTILE_RECORDS: dict[str, dict[str, Any]] = {
     "no blobs": {"blobs": []},
     "blobs are a path": {"blobs": "/etc/passwd"},
     "padding in front of maps": {"first": 1},
-    "shapes of their own": {"shapes": [[1, 1], [1, 1]]},
+    "shapes the manifest rules out": {"shapes": [[1, 1], [1, 1]]},
 }
 HOSTILE_BLOBS: dict[str, Callable[[list[Any]], Any]] = {
     "is a path": lambda blob: "/etc/passwd",

@@ -165,7 +165,7 @@ def test_language_kd(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
 def test_minillm(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
     query, response = inputs["minillm/query"], inputs["minillm/response"]
     start = query.shape[1] - 1
-    # The mask of each row is that of its own input (REC-D-6).
+    # A row counts where its input token does (REC-D-6).
     mask = (np.concatenate((query, response), axis=1) != 0)[:, start:-1]
     old, new, teacher = (
         inputs[f"minillm/{name}_logits"][:, start:-1] for name in ("rollout_student", "student", "teacher")

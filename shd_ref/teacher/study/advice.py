@@ -62,8 +62,8 @@ class Advice:
 def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: float, max_error: float) -> Advice:
     """The smallest way that is exact enough and that a training device reads faster than the teacher would run.
 
-    Compression is for those that are read too slowly without it: it takes time of its own. Equal sizes go to the
-    more exact.
+    Compression costs time, so it is used only where reading would be too slow without it. Of equal sizes the more
+    exact one is taken.
 
     Args:
         ways: those that can hold what the teacher gives, at least one.
@@ -73,7 +73,7 @@ def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: 
     """
     exact = [way for way in ways if way.error.tv_mean <= max_error]
     ordered = sorted(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
-    if not ordered:  # whatever is asked for, float32 is near it
+    if not ordered:  # none is exact enough: take the most exact
         ordered = [min(ways, key=lambda way: (way.error.tv_mean, way.bytes_per_sample))]
     packed = [way for way in ordered if way.zstd_ratio is not None and way.break_even * way.zstd_ratio <= bandwidth]
     packed.sort(key=lambda way: way.bytes_per_sample * (way.zstd_ratio or 1.0))

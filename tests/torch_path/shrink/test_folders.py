@@ -168,7 +168,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
-    """safetensors has an error of its own kind for it."""
+    """safetensors raises its own error class for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))  # the configuration fits, the weights do not
     try:
