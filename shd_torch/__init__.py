@@ -1,8 +1,9 @@
 """Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
 The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
-``supervision``, ``kl``, ``kd``, ``recipes``, ``teacher``, ``data``, ``training`` and ``export``. The mathematics on
-maps is ``shd_torch.maps``, under the names, arguments and errors of ``shd_ref`` and written independently of it.
+``supervision``, ``kl``, ``kd``, ``recipes``, ``rivals``, ``teacher``, ``data``, ``training`` and ``export``. The
+mathematics on maps is ``shd_torch.maps``, under the names, arguments and errors of ``shd_ref`` and written
+independently of it.
 """
 
 from importlib import import_module
@@ -58,6 +59,7 @@ _MODULES = {
     "kl",
     "maps",
     "recipes",
+    "rivals",
     "shrink",
     "supervision",
     "teacher",

@@ -30,13 +30,7 @@ def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[in
     Raises:
         ShdError: ``capture-failed`` for an output without hidden states; ``layers-invalid``.
     """
-    states = _read(output, "hidden_states")
-    if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
-        raise ShdError(
-            "capture-failed",
-            f"{name} must return hidden_states, a tensor a layer, where it is called with output_hidden_states=True; "
-            f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
-        )
+    states = read_every_hidden_state(output, name)
     for layer in layers:
         if not 0 <= layer < len(states):
             raise ShdError(
@@ -44,6 +38,22 @@ def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[in
                 f"hidden layers of {name} must be from 0, its embeddings, to {len(states) - 1}; got {layer}",
             )
     return {layer: states[layer] for layer in layers}
+
+
+def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
+    """All of them; see ``read_hidden_states``.
+
+    Raises:
+        ShdError: ``capture-failed``.
+    """
+    states = _read(output, "hidden_states")
+    if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
+        raise ShdError(
+            "capture-failed",
+            f"{name} must return hidden_states, a tensor a layer, where it is called with output_hidden_states=True; "
+            f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
+        )
+    return tuple(states)
 
 
 def without(output: Any, *names: str) -> Any:

@@ -220,7 +220,7 @@ FLOORS = {
             "training",
             "recipes",
         ),
-        *("shrink", "export", "top", "adapters", "demo", "shrink_command", "commands", "cli"),
+        *("shrink", "rivals", "export", "top", "adapters", "demo", "shrink_command", "commands", "cli"),
     ),
 }
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

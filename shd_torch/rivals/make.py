@@ -1,0 +1,149 @@
+"""One name, one rival: both models are read on a batch, and the rest follows from what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shd_ref.errors import ShdError
+from shd_ref.layers import layer_map
+from shd_torch.capture import Captured
+from shd_torch.capture.projections import ProjectionWatch
+from shd_torch.capture.taps import record
+from shd_torch.rivals.copy import AttentionCopy
+from shd_torch.rivals.features import AttentionOutput, OrthogonalProjector, Projector, SelfCorrelation
+from shd_torch.rivals.maps import Divergence, GeometricMean, MergedMaps, ScoreMse
+from shd_torch.rivals.rival import Rival
+from shd_torch.rivals.watch import Seen, watch_model
+from shd_torch.shrink.merges import merge_heads
+from shd_torch.supervision.factored import Factored
+from shd_torch.teacher import OnlineTeacher
+from shd_torch.teacher.gram import gram_tensor_from_qk
+
+Pairs = tuple[tuple[int, int], ...]
+
+_MERGES: dict[str, dict[str, Any]] = {
+    "shd": {},
+    "hard": {"strategy": "hard"},
+    "constant": {"strategy": "constant"},
+    "mean": {"strategy": "mean"},
+    "simplex": {"strategy": "simplex"},
+    "as_printed": {"alpha_rule": "as_printed"},
+}
+_OTHERS: dict[str, tuple[type[Rival], dict[str, Any]]] = {
+    "geometric_mean": (GeometricMean, {}),
+    "mse": (Divergence, {"divergence": "mse"}),
+    "js": (Divergence, {"divergence": "js"}),
+    "reverse_kl": (Divergence, {"divergence": "reverse_kl"}),
+    "score_mse": (ScoreMse, {}),
+    "linear_projector": (Projector, {}),
+    "mlp_projector": (Projector, {"hidden_layer": True}),
+    "orthogonal_projector": (OrthogonalProjector, {}),
+    "self_correlation": (SelfCorrelation, {}),
+    "attention_output": (AttentionOutput, {}),
+    "attention_copy": (AttentionCopy, {}),
+}
+RIVALS: tuple[str, ...] = (*_MERGES, *_OTHERS)
+
+
+def make_rival(
+    name: str,
+    teacher: nn.Module,
+    student: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    layer_pairs: Iterable[tuple[int, int]] | None = None,
+    plan: Any = None,
+    alpha_per: str = "map",
+    temperature: float = 1.0,
+    **options: Any,
+) -> Rival:
+    """A rival for this teacher and this student, ready to train.
+
+    Args:
+        name: one of ``RIVALS``.
+        teacher: as for ``OnlineTeacher``.
+        student: as for ``capture_attention``; its heads and layers are counted.
+        batch: arguments of both models by name. Matched pairs are chosen on it, so let it hold some dozen samples.
+        layer_pairs: ``(student layer, teacher layer)``, zero-based; default spread as ``layer_map`` does.
+        plan: as in ``OnlineTeacher``, or ``"matched"``: pairs of least residual on the batch, for each layer (PLAN-9;
+            needs networkx).
+        alpha_per: ``"map"`` or ``"row"``.
+        temperature: T_a of both maps, where maps are taught.
+        **options: of the rival's class; ``targets`` and ``output_projections`` of ``OnlineTeacher``.
+
+    Returns:
+        The rival, a module whose parameters, if any, belong into the optimizer, on the student's device.
+
+    Raises:
+        ShdError: ``argument-value``, ``heads-exceed``, ``layers-invalid``, ``capture-failed``,
+            ``dependency-missing``, and what ``OnlineTeacher`` raises.
+    """
+    if name not in RIVALS:
+        raise ShdError("argument-value", f"name must be one of {', '.join(RIVALS)}; got {name!r}")
+    cls, own = (MergedMaps, {}) if name in _MERGES else _OTHERS[name]
+    teacher_seen, student_seen = _look(teacher, batch, cls.reads_hidden), _look(student, batch, cls.reads_hidden)
+    counts = teacher_seen.captured.num_calls, student_seen.captured.num_calls
+    pairs = layer_map(*counts, None if layer_pairs is None else tuple(layer_pairs))
+    heads = student_seen.captured.layer(pairs[0][0]).num_heads
+    if plan == "matched":
+        plan = _match(teacher, batch, pairs, heads)
+    squeezing = {key: options.pop(key) for key in ("targets", "output_projections") if key in options}
+    online = OnlineTeacher(
+        teacher, heads, pairs, plan=plan, alpha_per=alpha_per, **_MERGES.get(name, {}), **squeezing
+    )
+    if issubclass(cls, Projector | OrthogonalProjector):
+        own = {**own, "widths": [_widths(cls, student_seen, teacher_seen, pair) for pair in pairs]}
+    rival = cls(online, pairs, temperature=temperature, **own, **options)
+    return rival.to(next(student.parameters()).device)
+
+
+@torch.no_grad()
+def _look(model: nn.Module, batch: Mapping[str, Any], hidden: bool) -> Seen:
+    """A forward pass in evaluation mode; modes are left as they were."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        with watch_model(model.eval(), hidden=hidden) as seen:
+            model(**batch)
+    finally:
+        for module in training:
+            module.training = True
+    return seen
+
+
+def _widths(cls: type[Rival], student: Seen, teacher: Seen, pair: tuple[int, int]) -> tuple[int, int]:
+    """D_s and D_t of the features of a pair of layers."""
+    found = []
+    for seen, layer in zip((student, teacher), pair, strict=True):
+        if cls.reads_hidden:
+            found.append(seen.hidden[layer + 1].shape[-1])
+        else:
+            call = seen.captured.layer(layer)
+            assert call.value is not None
+            found.append(call.num_heads * call.value.shape[-1])
+    return found[0], found[1]
+
+
+@torch.no_grad()
+def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: int) -> dict[int, Any]:
+    """Matched rounds of each teacher layer that is paired, by its number."""
+    with record(values=True) as recording, ProjectionWatch(teacher) as watch:
+        teacher.eval()(**batch)
+    numbers = tuple(sorted({layer for _, layer in pairs}))
+    captured = Captured(numbers)
+    captured.take(recording.calls, grad_enabled=False)
+    mask = batch.get("attention_mask")
+    counted = mask.bool() if mask is not None and mask.ndim == 2 else None
+    plans = {}
+    for layer in numbers:
+        call = captured.layer(layer)
+        assert call.value is not None
+        projection = watch.find(recording.calls[layer])[0].matrix(teacher)
+        one = Factored.teacher(call.query, call.key, rule=call.rule)
+        values = call.value[:, :, : call.key.shape[2]]
+        gram = gram_tensor_from_qk(one, values, projection, query_mask=counted).sum(0)
+        plans[layer] = merge_heads(gram, heads, "matched", num_kv_heads=1).plan
+    return plans

@@ -1,0 +1,143 @@
+"""What all rivals share: a live teacher, a watched student, a loss, and the term that joins a recipe."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shd_torch.capture import AttentionCall
+from shd_torch.recipes import SHD, Term
+from shd_torch.rivals.watch import Seen, watch_model
+from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
+
+
+class Lesson(NamedTuple):
+    """What a live teacher makes of one batch.
+
+    Attributes:
+        attention: its squeezed attention; ``attention.targets()`` and ``attention.output`` serve a base loss.
+        seen: its own attention calls and hidden states.
+    """
+
+    attention: OnlineSupervision
+    seen: Seen
+
+
+class LayerPair(NamedTuple):
+    """A layer of the student and the one that teaches it.
+
+    Attributes:
+        number: of the pair, from 0.
+        student: the student's attention call, with gradient.
+        teacher: the teacher's.
+        student_hidden: what the student's block returns ``(B, L, D_s)``; None where none was asked for.
+        teacher_hidden: what the teacher's block returns ``(B, L, D_t)``.
+    """
+
+    number: int
+    student: AttentionCall
+    teacher: AttentionCall
+    student_hidden: Tensor | None
+    teacher_hidden: Tensor | None
+
+
+class Rival(nn.Module):
+    """One way of teaching beside a base loss; its parameters, if any, are trained beside the student's.
+
+    Args:
+        online: the teacher.
+        pairs: ``(student layer, teacher layer)``, zero-based; an encoder-decoder's hidden states are not paired.
+        temperature: T_a of both maps, where maps are taught.
+    """
+
+    reads_hidden = False
+    """Whether hidden states of both models are read."""
+
+    needs_teacher = False
+    """Whether the student cannot run without the teacher."""
+
+    def __init__(
+        self, online: OnlineTeacher, pairs: tuple[tuple[int, int], ...], *, temperature: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.online = online
+        self.pairs = pairs
+        self.temperature = temperature
+        self._is_checked = False
+
+    def is_first(self) -> bool:
+        """True once: values are looked at on the first batch, since that makes the host wait for the device."""
+        first, self._is_checked = not self._is_checked, True
+        return first
+
+    @torch.no_grad()
+    def teach(self, *args: Any, check: bool | None = None, **kwargs: Any) -> Lesson:
+        """Run the teacher on a batch; arguments as of ``OnlineTeacher.__call__``."""
+        with watch_model(self.online.model, hidden=self.reads_hidden) as seen:
+            attention = self.online(*args, check=check, **kwargs)
+        return Lesson(attention, seen)
+
+    def watch(self, student: nn.Module, lesson: Lesson) -> AbstractContextManager[Seen]:
+        """A block for the student's forward pass on the lesson's batch."""
+        return watch_model(student, hidden=self.reads_hidden)
+
+    def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
+        """The loss ``()`` before its weight: a sum over layers, with gradient to the student and to own parameters.
+
+        Args:
+            seen: of the student.
+            lesson: of the same batch.
+            loss_mask: boolean ``(B, L)``, True = the row counts; default all.
+
+        Raises:
+            ShdError: what the loss raises.
+        """
+        terms = [self.layer_loss(pair, loss_mask) for pair in self._pair_layers(seen, lesson)]
+        return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+    def beside(self, seen: Seen, lesson: Lesson, beta: float, *, loss_mask: Tensor | None = None) -> RivalTerm:
+        """The argument ``shd`` of any recipe, with this loss in SHD's place."""
+        value = self(seen, lesson, loss_mask=loss_mask)
+        return RivalTerm(seen.captured, lesson.attention, beta, loss_mask=loss_mask, value=value)
+
+    @abstractmethod
+    def layer_loss(self, pair: LayerPair, loss_mask: Tensor | None) -> Tensor:
+        """The loss ``()`` of one pair of layers."""
+
+    def _pair_layers(self, seen: Seen, lesson: Lesson) -> list[LayerPair]:
+        found = []
+        for number, (student, teacher) in enumerate(self.pairs):
+            calls = seen.captured.layer(student), lesson.seen.captured.layer(teacher)
+            hidden = (
+                (seen.hidden[student + 1], lesson.seen.hidden[teacher + 1]) if self.reads_hidden else (None, None)
+            )
+            found.append(LayerPair(number, *calls, *hidden))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class RivalTerm(SHD):
+    """A rival's loss where a recipe takes ``shd``.
+
+    Attributes:
+        value: the loss ``()`` before beta.
+    """
+
+    value: Tensor | None = None
+
+    def term(self) -> Term:
+        """The rival's loss and its weight."""
+        assert self.value is not None
+        return Term(self.value, self.beta)
+
+
+def mean_rows(losses: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """The mean of ``(B, L)`` over rows that count; exactly 0, and attached, where none does."""
+    if loss_mask is None:
+        return losses.mean()
+    return losses.masked_fill(~loss_mask, 0.0).sum() / loss_mask.sum().clamp(min=1)

@@ -1,0 +1,296 @@
+"""Every rival against its formula on a small pair of models, and gradients that reach the student alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.binding.models import hf_inputs, hf_model
+from torch import Tensor
+from torch.nn import functional as F
+
+from shd_torch import ShdError, capture_attention
+from shd_torch.maps import squeeze_heads, value_outputs
+from shd_torch.recipes import SHD, language_kd
+from shd_torch.rivals import RIVALS, Lesson, Rival, Seen, make_rival
+
+pytest.importorskip("transformers", reason="the two models are from transformers")
+
+BATCH = hf_inputs("llama")
+COUNTED = BATCH["attention_mask"].bool()
+MERGES = ("shd", "hard", "constant", "mean", "simplex", "as_printed")
+FEATURES = ("linear_projector", "mlp_projector", "orthogonal_projector", "self_correlation")
+
+
+def make_model(width: int, heads: int, layers: int) -> Any:
+    model = hf_model("llama", hidden_size=width, num_attention_heads=heads, num_hidden_layers=layers)
+    with torch.no_grad():
+        for layer in model.model.layers:  # maps that differ from one another
+            layer.self_attn.q_proj.weight.mul_(20)
+            layer.self_attn.v_proj.weight.mul_(20)
+    return model
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Any:
+    return make_model(32, 4, 4)
+
+
+def run(rival: Rival, student: Any) -> tuple[Seen, Lesson]:
+    lesson = rival.teach(**BATCH)
+    with rival.watch(student, lesson) as seen:
+        student(**BATCH)
+    return seen, lesson
+
+
+def rows_mean(values: Tensor) -> Tensor:
+    """The mean over counted rows of ``(B, H, L)``, then the sum over heads."""
+    return values.movedim(1, -1)[COUNTED].mean(0).sum()
+
+
+def student_maps(seen: Seen) -> list[Tensor]:
+    return [seen.captured.probs[layer] for layer in (0, 1)]
+
+
+def teacher_maps(lesson: Lesson) -> list[Tensor]:
+    """Student layers 0 and 1 of 2 meet teacher layers 1 and 3 of 4."""
+    return [lesson.seen.captured.probs[layer] for layer in (1, 3)]
+
+
+def merged_maps(teacher: Any, lesson: Lesson, name: str, **options: Any) -> list[Tensor]:
+    keywords = {"alpha_rule": "as_printed"} if name == "as_printed" else {"strategy": name}
+    found = []
+    for layer, maps in zip((1, 3), teacher_maps(lesson), strict=True):
+        value = lesson.seen.captured.layer(layer).value
+        assert value is not None
+        projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
+        outputs = value_outputs(value, projection)
+        found.append(squeeze_heads(maps, outputs, 2, query_mask=COUNTED, check=False, **keywords, **options).probs)
+    return found
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return torch.where(p > 0, p * (p / q).log(), 0.0).nan_to_num(0.0).sum(-1)
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_merged_maps_are_taught_by_their_kl(teacher: Any, name: str) -> None:
+    student = make_model(16, 2, 2)
+    rival = make_rival(name, teacher, student, BATCH)
+    seen, lesson = run(rival, student)
+    maps = zip(merged_maps(teacher, lesson, name), student_maps(seen), strict=True)
+    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), sum(rows_mean(kl(*pair)) for pair in maps))
+
+
+@pytest.mark.parametrize("name", ["mse", "js", "reverse_kl"])
+def test_other_divergences_of_the_same_maps(teacher: Any, name: str) -> None:
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        if name == "mse":
+            return (p - q).square().sum(-1)
+        middle = (p + q) / 2
+        return kl(q, p) if name == "reverse_kl" else (kl(p, middle) + kl(q, middle)) / 2
+
+    student = make_model(16, 2, 2)
+    rival = make_rival(name, teacher, student, BATCH)
+    seen, lesson = run(rival, student)
+    maps = zip(merged_maps(teacher, lesson, "shd"), student_maps(seen), strict=True)
+    expected = sum(rows_mean(divergence(*pair)) for pair in maps)
+    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"all_heads": True}, {"all_heads": True, "class_row": True}])
+def test_geometric_means_of_maps(teacher: Any, options: dict[str, bool]) -> None:
+    def mean(maps: Tensor) -> Tensor:
+        made = maps.clamp(min=1e-30).log().mean(1, keepdim=True).exp() * (maps > 0).all(1, keepdim=True)
+        return made / made.sum(-1, keepdim=True)
+
+    student = make_model(16, 2, 2)
+    rival = make_rival("geometric_mean", teacher, student, BATCH, **options)
+    seen, lesson = run(rival, student)
+    expected = torch.zeros(())
+    for own, other in zip(student_maps(seen), teacher_maps(lesson), strict=True):
+        if not options:
+            losses = kl(torch.cat([mean(other[:, :2]), mean(other[:, 2:])], dim=1), own)
+        else:
+            losses = kl(mean(other), mean(own))
+        # A causal first row is the same in every map.
+        expected = expected + (0.0 if "class_row" in options else rows_mean(losses))
+    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_scores_are_compared_head_by_head(teacher: Any) -> None:
+    student = make_model(16, 4, 2)
+    rival = make_rival("score_mse", teacher, student, BATCH)
+    seen, lesson = run(rival, student)
+    expected = torch.zeros(())
+    for own, other in ((0, 1), (1, 3)):
+        mine, theirs = seen.captured.logits[own].detach(), lesson.seen.captured.logits[other]
+        entries = [
+            (float(mine[b, h, i, j]) - float(theirs[b, h, i, j])) ** 2
+            for b in range(2)
+            for h in range(4)
+            for i in range(7)
+            for j in range(i + 1)
+            if COUNTED[b, i]
+        ]
+        expected += sum(entries) / len(entries)
+    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected)
+
+
+def test_scores_of_other_heads_are_refused(teacher: Any) -> None:
+    student = make_model(16, 2, 2)
+    rival = make_rival("score_mse", teacher, student, BATCH)
+    with pytest.raises(ShdError, match="4 of the teacher and 2 of the student") as caught:
+        rival(*run(rival, student))
+    assert caught.value.code == "argument-shape"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_blocks(teacher: Any, name: str) -> None:
+    student = make_model(16, 2, 2)
+    rival = make_rival(name, teacher, student, BATCH)
+    with torch.no_grad():
+        own_states = student(**BATCH, output_hidden_states=True).hidden_states
+        other_states = teacher(**BATCH, output_hidden_states=True).hidden_states
+    expected = torch.zeros(())
+    for number, (own, other) in enumerate(((own_states[1], other_states[2]), (own_states[2], other_states[4]))):
+        s, t = own[COUNTED], other[COUNTED]  # (rows, D)
+        if name == "self_correlation":
+            pairs = [
+                (F.cosine_similarity(own[b, i], own[b, j], 0) - F.cosine_similarity(other[b, i], other[b, j], 0)) ** 2
+                for b in range(2)
+                for i in range(7)
+                for j in range(7)
+                if COUNTED[b, i] and COUNTED[b, j]
+            ]
+            expected += torch.stack(pairs).mean()
+            continue
+        projector: Any = rival.projectors[number]
+        if name == "orthogonal_projector":
+            gap = (
+                s @ projector.matrix.mT - (t - t.mean(1, keepdim=True)) / (t.var(1, False)[:, None] + 1e-5).sqrt()
+            ).abs()
+            expected += torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+            torch.testing.assert_close(projector.matrix.mT @ projector.matrix, torch.eye(16), atol=1e-5, rtol=0)
+        elif name == "mlp_projector":
+            expected += (
+                (
+                    (F.gelu(s @ projector[0].weight.mT + projector[0].bias) @ projector[2].weight.mT)
+                    + projector[2].bias
+                    - t
+                )
+                .square()
+                .mean()
+            )
+        else:
+            expected += (s @ projector.weight.mT + projector.bias - t).square().mean()
+    torch.testing.assert_close(rival(*run(rival, student), loss_mask=COUNTED), expected)
+
+
+def test_outputs_of_attention_are_projected(teacher: Any) -> None:
+    student = make_model(16, 2, 2)
+    rival = make_rival("attention_output", teacher, student, BATCH)
+    seen, lesson = run(rival, student)
+    expected = torch.zeros(())
+    for number, (own, other) in enumerate(((0, 1), (1, 3))):
+        sides = []
+        for captured, layer in ((seen.captured, own), (lesson.seen.captured, other)):
+            maps, value = captured.probs[layer], captured.layer(layer).value
+            assert value is not None
+            groups = maps.shape[1] // value.shape[1]
+            heads = [maps[:, head] @ value[:, head // groups] for head in range(maps.shape[1])]
+            sides.append(torch.cat(heads, -1)[COUNTED])
+        projector: Any = rival.projectors[number]
+        expected = expected + (projector(sides[0]) - sides[1]).square().mean()
+    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected)
+
+
+def test_copied_maps_are_what_the_student_attends_with(teacher: Any) -> None:
+    student = make_model(16, 2, 2)
+    rival = make_rival("attention_copy", teacher, student, BATCH)
+    lesson = rival.teach(**BATCH)
+    for _ in range(2):  # pass after pass
+        with rival.watch(student, lesson) as seen:
+            inside = student(**BATCH).logits
+        for layer, maps in enumerate(merged_maps(teacher, lesson, "shd")):
+            call = seen.captured.layer(layer)
+            assert call.value is not None
+            assert call.output is not None
+            torch.testing.assert_close(call.output.transpose(1, 2), maps @ call.value, atol=1e-5, rtol=1e-4)
+    assert rival(seen, lesson) == 0.0
+    with torch.no_grad():
+        outside = student(**BATCH).logits
+    assert not torch.allclose(outside, inside)
+
+
+def test_a_copy_of_its_own_maps_changes_nothing(teacher: Any) -> None:
+    rival = make_rival("attention_copy", teacher, teacher, BATCH)
+    lesson = rival.teach(**BATCH)
+    with torch.no_grad(), rival.watch(teacher, lesson):
+        logits = teacher(**BATCH).logits
+    torch.testing.assert_close(logits[COUNTED], lesson.attention.output.logits[COUNTED], atol=1e-5, rtol=1e-4)
+
+
+def test_a_copy_needs_fused_attention(teacher: Any) -> None:
+    student = hf_model("llama", "eager", num_hidden_layers=2)
+    rival = make_rival("attention_copy", teacher, student, BATCH)
+    with pytest.raises(ShdError, match="scaled_dot_product_attention"):
+        run(rival, student)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_gradients_reach_the_student_alone(teacher: Any, name: str) -> None:
+    student = make_model(16, 4 if name == "score_mse" else 2, 2)
+    rival = make_rival(name, teacher, student, BATCH)
+    lesson = rival.teach(**BATCH)
+    with rival.watch(student, lesson) as seen:
+        logits = student(**BATCH).logits
+    labels = BATCH["input_ids"].masked_fill(~COUNTED, -100)
+    term = rival.beside(seen, lesson, beta=0.5, loss_mask=COUNTED)
+    terms = language_kd(logits, labels, lesson.attention.targets(), shift=True, shd=term)
+    assert isinstance(term, SHD)
+    assert terms["shd"].weight == 0.5
+    terms.total.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    query = student.model.layers[1].self_attn.q_proj.weight.grad
+    if name == "attention_copy":
+        assert query is None
+    else:
+        assert query.abs().max() > 0
+        assert all(parameter.grad.abs().max() > 0 for parameter in rival.parameters() if parameter.ndim > 1)
+
+
+def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
+    pytest.importorskip("networkx", reason="matched plans need networkx")
+    from shd_ref import matched_plan
+
+    student = make_model(16, 2, 2)
+    rival = make_rival("shd", teacher, student, BATCH, plan="matched", alpha_per="row")
+    lesson = rival.teach(**BATCH)
+    for squeeze, layer, maps in zip(lesson.attention.squeezes, (1, 3), teacher_maps(lesson), strict=True):
+        value = lesson.seen.captured.layer(layer).value
+        assert value is not None
+        projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
+        outputs = value_outputs(value, projection).double()
+        calibration = [(maps.double().numpy(), outputs.numpy(), COUNTED.numpy())]
+        assert squeeze.plan == matched_plan(calibration, 2)
+        assert squeeze.mixing.ndim == 4
+
+
+def test_modes_and_hooks_are_left_as_they_were(teacher: Any) -> None:
+    student = make_model(16, 2, 2).train()
+    rival = make_rival("linear_projector", teacher, student, BATCH)
+    run(rival, student)
+    assert all(module.training for module in student.modules())
+    assert not student._forward_hooks
+    assert not student._forward_pre_hooks
+    with capture_attention(student) as captured:
+        assert student(**BATCH).hidden_states is None
+    assert len(captured.calls) == 2
+
+
+def test_an_unknown_name_is_refused(teacher: Any) -> None:
+    with pytest.raises(ShdError, match="name must be one of shd, hard") as caught:
+        make_rival("best", teacher, teacher, BATCH)
+    assert caught.value.code == "argument-value"
