@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,7 @@ from shd_ref.teacher.sources.npz import open_npz
 
 if TYPE_CHECKING:
     from shd_torch.shrink.compare import Start
+    from shd_torch.shrink.unfinished import Unfinished
 
 COMPARED = 128
 """Samples that ``--compare`` uses, the first ones."""
@@ -56,8 +59,8 @@ def shrink(
     shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
 
     The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student where
-    attention or activations were dropped; shrink.json beside it says what was done, and how far each layer's stream
-    is from the teacher's. See specs/shrink.md.
+    attention or activations were dropped; shrink.json in it says what was done, and how far each layer's stream
+    is from the teacher's. A run that was stopped goes on when the same command is given again. See specs/shrink.md.
     """
     from importlib.util import find_spec
 
@@ -70,6 +73,7 @@ def shrink(
     from transformers.utils import logging
 
     from shd_torch.shrink import shrink as run
+    from shd_torch.shrink.student import read_made
 
     quiet: Any = logging
     quiet.disable_progress_bar()
@@ -86,23 +90,65 @@ def shrink(
         "fit_samples": fit_samples,
         "align": not no_align,
     }
-    made = run(str(teacher), inputs, **sizes, batch_size=batch_size, out=out, progress=console.say)
-    before, after = (made.report[name] for name in ("teacher", "student"))
+    with _open_comparison(out, str(teacher), inputs, held_out, {**sizes, "batch_size": batch_size}) as unfinished:
+        if unfinished is not None and (out / "shrink.json").is_file():  # made before the comparison was stopped
+            made = read_made(out)
+        else:
+            with show_progress("steps") as (on_step,):
+                made = run(
+                    str(teacher),
+                    inputs,
+                    **sizes,
+                    batch_size=batch_size,
+                    out=out,
+                    progress=lambda done, total, what: on_step(done, total, says=what),
+                )
+        _say_what_was_made(made.report, out)
+        if held_out is not None:
+            from shd_torch.shrink.compare import compare_starts
+
+            with show_progress("starts") as (on_start,):
+                starts = compare_starts(
+                    str(teacher),
+                    inputs,
+                    held_out,
+                    made,
+                    batch_size=batch_size,
+                    progress=lambda done, total, name: on_start(done, total, says=name),
+                    unfinished=unfinished,
+                    **sizes,
+                )
+            print_starts(starts)
+
+
+def _open_comparison(
+    out: Path, teacher: str, data: dict[str, Any], held_out: dict[str, Any] | None, options: dict[str, Any]
+) -> AbstractContextManager[Unfinished | None]:
+    """Where rows of ``--compare`` are kept; they outlive a kill while the student is made, or after."""
+    from shd_torch.shrink.folders import new_folder
+    from shd_torch.shrink.unfinished import Unfinished, part_folder, run_key
+
+    if held_out is None:
+        return nullcontext()
+    folder = Path(os.path.realpath(out))
+    place = part_folder(folder, "compare")
+    if not place.exists():
+        new_folder(out)
+    return Unfinished(place, run_key(teacher, options, data=data, held_out=held_out))
+
+
+def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
+    for number, (source, layer) in enumerate(zip(report["sources"], report["layers"], strict=True)):
+        place = f"layer {number} of {len(report['layers'])} from {source}"
+        console.say(f"{place}: {layer['case']}, error {layer['layer_error']:.3f}")
+    before, after = (report[name] for name in ("teacher", "student"))
     for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
-    if not all(layer["exact"] or layer["case"] == "dropped" for layer in made.report["layers"]):
+    if not all(layer["exact"] or layer["case"] == "dropped" for layer in report["layers"]):
         console.say("heads were approximated: shrink.json says in which layers")
     console.say(f"{out}: the student, and shrink.json")
-    if drop_attention or drop_activations:
+    if any(layer["case"] == "dropped" or layer.get("ffn") == "linear" for layer in report["layers"]):
         console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")
-    if held_out is not None:
-        from shd_torch.shrink.compare import compare_starts
-
-        with show_progress("starts") as (on_start,):
-            starts = compare_starts(
-                str(teacher), inputs, held_out, made, batch_size=batch_size, progress=on_start, **sizes
-            )
-        print_starts(starts)
 
 
 def print_starts(starts: Sequence[Start]) -> None:

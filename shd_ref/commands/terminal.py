@@ -10,7 +10,7 @@ from typing import Any, Final
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from shd_ref.errors import ShdError
@@ -103,7 +103,8 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
         units: what is counted, a bar each.
 
     Yields:
-        For each, what to call with the numbers done and in all; what follows them is ignored.
+        For each, what to call with the numbers done and in all, and with ``says`` in place of the unit what is done
+        now; other things that follow are ignored.
     """
     from rich.progress import (
         BarColumn,
@@ -117,7 +118,7 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
     columns = (
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(max_width=22, no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
         TextColumn("passed,"),
         TimeRemainingColumn(),
@@ -127,7 +128,9 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
 
     def teller(unit: str) -> Callable[..., None]:
         task = bars.add_task(unit, total=None, visible=False)
-        return lambda done, total, *_: bars.update(task, completed=done, total=total, visible=True)
+        return lambda done, total, *_, says=unit: bars.update(
+            task, completed=done, total=total, description=printable(says), visible=True
+        )
 
     with bars if messages.is_interactive else nullcontext():
         yield tuple(teller(unit) for unit in units)

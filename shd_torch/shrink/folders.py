@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from shd_ref.cache.storage.outputs import output_path
 from shd_ref.errors import ShdError
 from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
 from shd_torch.shrink.families import FAMILIES, check_config
+from shd_torch.shrink.unfinished import part_folder, remove_finished, sync
 
 
 def load_teacher(source: str | os.PathLike[str]) -> Any:
@@ -168,6 +169,8 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
     except OSError as error:
         problem = str(error)
     if problem is not None:
+        if (folder / "shrink.json").is_file():  # a run that was killed when all was done
+            remove_finished(part_folder(folder))
         raise ShdError("write-failed", f"out must be a new or empty folder; got {str(folder)!r}: {problem}")
     return folder
 
@@ -189,30 +192,26 @@ def save_student(student: Any, report: dict[str, Any], folder: Path) -> None:
     """The model and ``shrink.json``, in a draft beside the folder that takes its name when all of it is on the disk.
 
     Raises:
-        ShdError: ``write-failed``; then nothing is left.
+        ShdError: ``write-failed``; then no draft is left.
     """
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
 
-    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.part")
+    home = part_folder(folder)
+    draft = home / "student"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+        home.mkdir(parents=True, exist_ok=True)
         student.save_pretrained(draft)
         (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         for place in (*draft.iterdir(), draft):
-            _sync(place)
+            sync(place)
         draft.rename(folder)  # replaces an empty folder, and no other
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise ShdError(
             "write-failed", f"{folder} could not be written: {error}: make room, or name another"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _sync(place: Path) -> None:
-    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with suppress(OSError):  # it holds what else the run has finished
+            home.rmdir()

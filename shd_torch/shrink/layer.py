@@ -21,6 +21,8 @@ from shd_torch.shrink.weights import AttentionWeights
 from shd_torch.shrink.width import Turn, final_readers
 
 Squeezer = Callable[..., Squeezed]
+STAGES = ("maps", "heads", "alignment", "errors")
+"""Of a layer: what its attention says, the closed form, what is refitted, and what is measured."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class Work:
         fit_samples: see ``plan``.
         turn: the kept axes; None where the stream keeps its width.
         frequencies: of rotary positions, or None.
+        tell: gets what is done now.
         reports: one a layer, as ``shrink.json`` holds them.
     """
 
@@ -59,7 +62,12 @@ class Work:
     fit_samples: int
     turn: Turn | None
     frequencies: Tensor | None
+    tell: Callable[[str], None]
     reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def tell_stage(self, number: int, stage: str) -> None:
+        """Say which layer of the student is at which of ``STAGES``."""
+        self.tell(f"layer {number + 1}/{len(self.kept)} {stage}")
 
     def on_axes(self, stream: Tensor) -> Tensor:
         """The teacher's stream where the student's is compared with it (ALIGN-3)."""
@@ -84,7 +92,9 @@ def make_layer(
     given = sizes_of(work.teacher.config)
     weights = family.read_attention(layer, given.heads, given.kv_heads)
     fitted = 0 if number in work.dropped.attention else work.fit_samples
+    work.tell_stage(number, "maps")
     statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights, fitted)
+    work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if number not in work.dropped.attention:
@@ -98,11 +108,13 @@ def make_layer(
     if ffn.is_linear:
         report["ffn"] = "linear"
     _fill_layer(work, layer, target, squeezed, ffn, taught, trace.middles)
+    work.tell_stage(number, "alignment")
     after, ends, last = _advance(work, source, following, trace)
     if work.align:
         if family.end is not None and last is not layer:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
         _align_layer(work, target, source, own, squeezed, ffn, trace, ends)
+    work.tell_stage(number, "errors")
     streams, errors = _measure(work, target, source, own, trace.middles, ends)
     return after, streams, report | errors
 

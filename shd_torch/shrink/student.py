@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,19 +18,20 @@ from shd_ref.plans import check_integer
 from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.align import RIDGE
-from shd_torch.shrink.calibration import Batch, rotary_frequencies, run_layer, start_batches
-from shd_torch.shrink.dropped import check_dropped, choose_dropped
+from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.dropped import Dropped, check_dropped, choose_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
-from shd_torch.shrink.folders import load_teacher, new_folder, save_student
+from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.heads import squeeze_attention
-from shd_torch.shrink.layer import Squeezer, Work, counted_rows, fit_final, make_layer
+from shd_torch.shrink.layer import STAGES, Squeezer, Work, counted_rows, fit_final, make_layer
 from shd_torch.shrink.merges import PLANS
 from shd_torch.shrink.sizes import Sizes, choose_layers, choose_sizes, count_parameters, make_student, sizes_of
+from shd_torch.shrink.unfinished import Unfinished, part_folder, run_key
 from shd_torch.shrink.width import Turn, check_width, principal_axes, turn_ends
 
 FORMAT = 1
 Axes = Callable[[Tensor, int, str], Tensor]
-Progress = Callable[[str], None]
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +91,11 @@ def shrink(
         align: refit last matrices on the student's own stream.
         ridge: of the alignment.
         batch_size: samples that run together.
-        out: a new folder for the student, with ``shrink.json`` beside it.
+        out: a new folder for the student, with ``shrink.json`` in it. What is finished is kept in ``.NAME.part``
+            beside it, layer by layer, and a run that was killed goes on there with the same bytes (STUDENT-7).
         squeezer: what makes a layer's attention; another than the default is for comparison.
         axes: what chooses the kept axes from the moment of WIDTH-3, also.
-        progress: gets a line a layer.
+        progress: gets the number of steps done, of all steps, and what is done next: a layer and a stage.
 
     Returns:
         The student and the report. A teacher that a folder stores in half precision is computed with in float32.
@@ -123,33 +128,66 @@ def shrink(
     student = make_student(model, family, sizes, kept, dropped)
     mode = model.training
     model.eval()
+    settings = {"plan": plan, "align": align, "ridge": ridge, "fit_samples": fit_samples}
+    # Other squeezers and axes are for comparison, and no key could say which they are.
+    known = folder is not None and (squeezer, axes) == (squeeze_attention, principal_axes)
     try:
-        batches = start_batches(model, family, data, batch_size)
-        work = Work(
-            teacher=model,
-            student=student,
-            family=family,
-            batches=batches,
-            kept=kept,
-            dropped=dropped,
-            sizes=sizes,
-            plan=plan,
-            align=align,
-            ridge=ridge,
-            squeezer=squeezer,
-            fit_samples=fit_samples,
-            turn=None if sizes.hidden == own.hidden else _find_turn(model, family, batches, sizes.hidden, axes),
-            frequencies=rotary_frequencies(model, family),
-        )
-        _copy_ends(work)
-        _run_layers(work, progress)
+        with (
+            _open_unfinished(folder, teacher, data, sizes, kept, wanted, batch_size, settings)
+            if known
+            else (nullcontext()) as saved
+        ):
+            work = Work(
+                teacher=model,
+                student=student,
+                family=family,
+                batches=start_batches(model, family, data, batch_size),
+                kept=kept,
+                dropped=dropped,
+                sizes=sizes,
+                squeezer=squeezer,
+                turn=None,
+                frequencies=rotary_frequencies(model, family),
+                tell=_Teller(progress, len(STAGES) * len(kept) + 2 * own.layers * (sizes.hidden != own.hidden)),
+                **settings,
+            )
+            _make_ends(work, axes, saved)
+            _run_layers(work, saved)
+            report = _report(work, own)
+            student.to(stored)
+            if folder is not None:
+                save_student(student, report, folder)
     finally:
         model.train(mode)
-    report = _report(work, own)
-    student.to(stored)
-    if folder is not None:
-        save_student(student, report, folder)
     return Shrunk(student, report)
+
+
+def read_made(folder: str | os.PathLike[str]) -> Shrunk:
+    """What ``shrink`` made of a folder that it wrote.
+
+    Raises:
+        ShdError: ``read-failed``.
+    """
+    student = load_student(folder)
+    try:
+        report = json.loads((Path(folder) / "shrink.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ShdError("read-failed", f"{str(folder)!r} must hold a student and shrink.json: {error}") from error
+    return Shrunk(student, report)
+
+
+def _open_unfinished(
+    folder: Path,
+    teacher: nn.Module | str | os.PathLike[str],
+    data: Mapping[str, Any],
+    sizes: Sizes,
+    kept: Sequence[int],
+    dropped: Dropped,
+    batch_size: int,
+    settings: dict[str, Any],
+) -> Unfinished:
+    options = {**sizes.__dict__, "kept": kept, "batch_size": batch_size, **dropped.__dict__, **settings}
+    return Unfinished(part_folder(folder), run_key(teacher, options, data=read_data(data)))
 
 
 def _report(work: Work, own: Sizes) -> dict[str, Any]:
@@ -185,32 +223,105 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
     return stored
 
 
-def _run_layers(work: Work, progress: Progress | None) -> None:
+class _Teller:
+    """Counts steps for ``progress``."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.done, self.total = progress, 0, total
+
+    def __call__(self, what: str, skipped: int = 0) -> None:
+        """Say what is done now, after a number of steps that are done already."""
+        self.done += skipped
+        if self.progress is not None:
+            self.progress(self.done, self.total, what)
+        self.done += 1
+
+
+def _run_layers(work: Work, saved: Unfinished | None) -> None:
     """Teacher and student side by side: streams of both at the current layer, nothing of the others."""
     teacher_layers = work.family.layers_of(work.teacher)
-    taught = [batch.stream for batch in work.batches]
-    own = [work.on_axes(stream) for stream in taught]
-    for layer in range(work.kept[0]):
-        taught = [stream for stream, _ in run_layer(teacher_layers[layer], taught, work.batches, layer)]
-    for number, source in enumerate(work.kept):
+    first, found = _resume_layers(work, saved)
+    if found is not None:
+        taught, own = found
+    else:
+        taught = [batch.stream for batch in work.batches]
+        own = [work.on_axes(stream) for stream in taught]
+        for layer in range(work.kept[0]):
+            taught = [stream for stream, _ in run_layer(teacher_layers[layer], taught, work.batches, layer)]
+    for number in range(first, len(work.kept)):
         following = work.kept[number + 1] if number + 1 < len(work.kept) else len(teacher_layers)
-        taught, own, report = make_layer(work, number, source, following, taught, own)
+        taught, own, report = make_layer(work, number, work.kept[number], following, taught, own)
         work.reports.append(report)
-        if progress is not None:
-            progress(
-                f"layer {number} of {len(work.kept)} from {source}: {report['case']}, "
-                f"error {report['layer_error']:.3f}"
-            )
+        if saved is not None:  # the layer last: with it, its streams are there
+            streams = {
+                f"{name}.{at}": part
+                for name, parts in (("taught", taught), ("own", own))
+                for at, part in enumerate(parts)
+            }
+            saved.put(f"streams-{number}", streams)
+            saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
+            saved.drop(f"streams-{number - 1}")
     if work.align and work.turn is not None:
         fit_final(work, taught, own)
 
 
-def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int, axes: Axes) -> Turn:
-    """One rotation for all layers: principal axes of what all norms give (WIDTH-3)."""
-    assert family.norms is not None  # check_width
-    assert family.final_norm is not None
-    norm = find_part(base_of(model), family.final_norm)
-    eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+def _resume_layers(work: Work, saved: Unfinished | None) -> tuple[int, tuple[list[Tensor], list[Tensor]] | None]:
+    """How many layers an earlier run finished, which are put in place, and the streams after the last of them."""
+    if saved is None or saved.get("layer-0") is None:
+        return 0, None
+    number, device = 0, work.batches[0].stream.device
+    with saved.reading():
+        while number < len(work.kept) and (piece := saved.get(f"layer-{number}")) is not None:
+            work.family.layers_of(work.student)[number].load_state_dict(piece[0])
+            work.reports.append(piece[1])
+            number += 1
+        streams = saved.require(f"streams-{number - 1}")[0]
+        taught, own = (
+            [streams[f"{name}.{at}"].to(device) for at in range(len(work.batches))] for name in ("taught", "own")
+        )
+    work.tell(f"layer {number}/{len(work.kept)} found", len(STAGES) * number - 1)
+    return number, (taught, own)
+
+
+def _make_ends(work: Work, axes: Axes, saved: Unfinished | None) -> None:
+    """Everything outside the layers: as it is, or on the kept axes, which are found first."""
+    layers = f"{_prefix(work.teacher, work.family)}."
+    if work.sizes.hidden == work.teacher.config.hidden_size:
+        rest = {name: part for name, part in work.teacher.state_dict().items() if not name.startswith(layers)}
+        work.student.load_state_dict(rest, strict=False)
+        return
+    norm, eps = work.family.norm, _norm_constant(work)
+    found = None if saved is None else saved.get("axes")
+    if found is not None:
+        assert saved is not None
+        with saved.reading():
+            basis = found[0].pop("basis").to(work.batches[0].stream.device)
+            work.turn = Turn(basis, norm, eps)
+            work.student.load_state_dict(found[0], strict=False)
+        work.tell("axes found", 2 * len(work.family.layers_of(work.teacher)) - 1)
+        return
+    work.turn = Turn(axes(_find_moment(work, eps), work.sizes.hidden, norm), norm, eps)
+    streams = [batch.stream for batch in work.batches]
+    teacher_layers = work.family.layers_of(work.teacher)
+    for number, layer in enumerate(teacher_layers):
+        work.tell(f"layer {number + 1}/{len(teacher_layers)} ends")
+        streams = [stream for stream, _ in run_layer(layer, streams, work.batches, number)]
+    rows = counted_rows(work, [work.turn.normalise(stream) for stream in streams])
+    turn_ends(work.teacher, work.student, work.family, work.turn, rows)
+    if saved is not None:
+        rest = {name: part for name, part in work.student.state_dict().items() if not name.startswith(layers)}
+        saved.put("axes", rest | {"basis": work.turn.basis})
+
+
+def _norm_constant(work: Work) -> float:
+    assert work.family.final_norm is not None  # check_width
+    norm = find_part(base_of(work.teacher), work.family.final_norm)
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+
+
+def _find_moment(work: Work, eps: float) -> Tensor:
+    """The sum over norms of the moment of what they give, for one rotation of all layers (WIDTH-3)."""
+    model, family, batches = work.teacher, work.family, work.batches
     width = model.config.hidden_size
     moment = torch.zeros(width, width, dtype=torch.float64, device=batches[0].stream.device)
     whole = Turn(torch.eye(width, dtype=moment.dtype, device=moment.device), family.norm, eps)
@@ -221,7 +332,9 @@ def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int, ax
             rows = whole.normalise(part)[batch.counted]
             moment.add_(rows.mT @ rows)
 
-    for number, layer in enumerate(family.layers_of(model)):
+    layers = family.layers_of(model)
+    for number, layer in enumerate(layers):
+        work.tell(f"layer {number + 1}/{len(layers)} axes")
         add(streams)
         found = list(run_layer(layer, streams, batches, number, [find_part(layer, family.middle)]))
         add([read[0] for _, read in found])
@@ -229,21 +342,7 @@ def _find_turn(model: Any, family: Family, batches: list[Batch], hidden: int, ax
     add(streams)
     if not torch.isfinite(moment).all():
         raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")
-    return Turn(axes(moment, hidden, family.norm), family.norm, eps)
-
-
-def _copy_ends(work: Work) -> None:
-    """Everything outside the layers: as it is, or on the kept axes."""
-    if work.turn is None:
-        layers = f"{_prefix(work.teacher, work.family)}."
-        rest = {name: part for name, part in work.teacher.state_dict().items() if not name.startswith(layers)}
-        work.student.load_state_dict(rest, strict=False)
-        return
-    streams = [batch.stream for batch in work.batches]
-    for number, layer in enumerate(work.family.layers_of(work.teacher)):
-        streams = [stream for stream, _ in run_layer(layer, streams, work.batches, number)]
-    rows = counted_rows(work, [work.turn.normalise(stream) for stream in streams])
-    turn_ends(work.teacher, work.student, work.family, work.turn, rows)
+    return moment
 
 
 def _prefix(model: nn.Module, family: Family) -> str:

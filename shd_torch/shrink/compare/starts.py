@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shd_torch.shrink.compare.rivals import RIVALS
 from shd_torch.shrink.folders import load_teacher
 from shd_torch.shrink.sizes import count_parameters, sizes_of
 from shd_torch.shrink.student import Shrunk, shrink
+from shd_torch.shrink.unfinished import Unfinished
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def compare_starts(
     made: Shrunk,
     *,
     batch_size: int = 16,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    unfinished: Unfinished | None = None,
     **sizes: Any,
 ) -> list[Start]:
     """The student that ``shrink`` made beside its teacher and beside other starts, in one table.
@@ -62,7 +64,8 @@ def compare_starts(
         held_out: other samples, in the same form.
         made: what ``shrink`` returned.
         batch_size: samples that run together.
-        progress: gets the numbers of starts that are done and of all.
+        progress: gets the numbers of starts that are done and of all, and the name of the next.
+        unfinished: where rows are kept as they are done, of a run that may be killed and started again.
         **sizes: as they were given to ``shrink``; ``align`` and ``fit_samples`` are of ``made`` alone.
 
     Raises:
@@ -82,19 +85,24 @@ def compare_starts(
         measure = choose_measure(model.eval(), samples)
         plans = _starts(model, data, made, batch_size, options, fitted=fitted)
         for number, (name, make) in enumerate(plans.items()):
-            start = make()
-            rows.append(
-                Start(
-                    name,
-                    count_parameters(start),
-                    count_flops(start, samples),
-                    time_model(start, samples, batch_size),
-                    measure_loss(model, start, samples, batch_size, measure),
-                    measure,
-                )
-            )
             if progress is not None:
-                progress(number + 1, len(plans))
+                progress(number, len(plans), name)
+            found = None if unfinished is None else unfinished.get(f"start-{number}")
+            if found is not None:
+                rows.append(Start(**found[1]))
+                continue
+            start = make()
+            row = Start(
+                name,
+                count_parameters(start),
+                count_flops(start, samples),
+                time_model(start, samples, batch_size),
+                measure_loss(model, start, samples, batch_size, measure),
+                measure,
+            )
+            rows.append(row)
+            if unfinished is not None:
+                unfinished.put(f"start-{number}", {}, asdict(row))
     finally:
         model.train(mode)
     return rows

@@ -106,7 +106,7 @@ def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
     data = {key: part.float() if part.is_floating_point() else part for key, part in data.items()}
     held_out = make_data(name, samples=5, seed=9)
     made = shrink(teacher, data, **options)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, str]] = []
     starts = compare_starts(
         teacher, data, held_out, made, batch_size=2, progress=lambda *n: told.append(n), **options
     )
@@ -116,7 +116,7 @@ def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
     assert set(RIVALS) <= set(rows)
     assert ("closed form" in rows) == options.get("align", True)
     assert ("layers 0, 2 as they are" in rows) == (name == "llama")
-    assert told == [(number + 1, len(rows)) for number in range(len(rows))]
+    assert told == [(number, len(rows), start) for number, start in enumerate(rows)]
     assert {start.measure for start in starts} == {measure}
     assert all(start.seconds > 0 for start in starts)
     assert teacher.training

@@ -77,9 +77,12 @@ def test_smaller_students_save_and_load(name: str, tmp_path: Path) -> None:
     import transformers
 
     teacher, data = make_teacher(name), make_data(name)
-    lines: list[str] = []
-    made = shrink(teacher, data, heads=2, layers=2, out=tmp_path / "student", progress=lines.append)
-    assert len(lines) == 2
+    told: list[tuple[int, int, str]] = []
+    made = shrink(
+        teacher, data, heads=2, layers=2, out=tmp_path / "student", progress=lambda *step: told.append(step)
+    )
+    assert [(done, total) for done, total, _ in told] == [(step, 8) for step in range(8)]
+    assert [what for *_, what in told[4:6]] == ["layer 2/2 maps", "layer 2/2 heads"]
     report = json.loads((tmp_path / "student" / "shrink.json").read_text(encoding="utf-8"))
     assert report == made.report
     assert (report["layer_map"], report["holes"]) == ([[0, 0], [1, 2]], [1])

@@ -1,0 +1,241 @@
+"""What a run has finished, in a folder beside its output: the same run, started again, goes on from there."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shd_ref.cache.storage.storage import write_errors
+from shd_ref.errors import ShdError
+
+HEAD = "run.json"
+_LOCK = "lock"
+_SUFFIX = ".safetensors"
+_DRAFT = ".draft"
+
+
+def part_folder(out: Path, what: str | None = None) -> Path:
+    """Where a run that makes ``out``, or what goes with it, keeps what it has finished."""
+    return out.with_name(f".{out.name}.part" if what is None else f".{out.name}.{what}.part")
+
+
+def remove_finished(folder: Path) -> None:
+    """Remove what a run left whose output is there, unless one is at work."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return  # there is nothing, or nothing of ours
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+
+
+class Unfinished:
+    """Pieces of a run, a file each, which takes its name when all of it is on the disk (STUDENT-7).
+
+    As a context manager it removes the folder when the block ends; after an error only where nothing was finished.
+
+    Args:
+        folder: from ``part_folder``; new, or left by a run with the same key.
+        key: what the pieces depend on, by name, as JSON can hold it.
+
+    Raises:
+        ShdError: ``argument-value`` for pieces of another key, ``read-failed``, and ``write-failed``, also while
+            another run is at work there.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+        self.folder = folder
+        with write_errors(folder):
+            if folder.is_symlink():
+                raise ShdError("write-failed", f"{folder} must be a folder of an unfinished run; it is a link")
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(folder / _LOCK, flags, 0o666)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                raise ShdError(
+                    "write-failed", f"another run is at work in {folder}: wait for it, or name another out"
+                ) from None
+            try:
+                self._check(json.loads(json.dumps(dict(key), default=str)))
+            except BaseException:
+                os.close(self._lock)
+                raise
+
+    def _check(self, key: dict[str, Any]) -> None:
+        head = self.folder / HEAD
+        if not head.exists():
+            self._put(HEAD, lambda draft: draft.write_text(json.dumps(key, indent=1) + "\n", encoding="utf-8"))
+            return
+        try:
+            stored = json.loads(head.read_text(encoding="utf-8"))
+            other = [name for name, value in key.items() if stored[name] != value]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._unreadable(error) from error
+        if other:
+            raise ShdError(
+                "argument-value",
+                f"out must be new, or that of an unfinished run with the same {other[0]}; got {stored[other[0]]} in "
+                f"{self.folder}, and now {key[other[0]]}: remove that folder, or name another out",
+                "STUDENT-7",
+            )
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not any(self._names()):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _names(self) -> Iterator[str]:
+        yield from (file.name for file in self.folder.glob(f"*{_SUFFIX}"))
+
+    def put(self, name: str, tensors: Mapping[str, Tensor], notes: Any = None) -> None:
+        """Keep a piece: tensors by name, of any device, and notes as JSON can hold them."""
+        from safetensors import SafetensorError  # its error for a full disk is not an OSError
+        from safetensors.torch import save_file
+
+        own: dict[str, Tensor] = {}
+        seen = set()
+        for key, part in tensors.items():
+            there = part.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
+            own[key] = part.detach().to("cpu", copy=there in seen).contiguous()
+            seen.add(there)
+        try:
+            self._put(name + _SUFFIX, lambda draft: save_file(own, draft, {"notes": json.dumps(notes)}))
+        except SafetensorError as error:
+            raise ShdError(
+                "write-failed", f"{self.folder} could not be written: {error}: make room, then run again to resume"
+            ) from error
+
+    def get(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
+        """A piece, its tensors on the CPU; None where it is not finished."""
+        from safetensors import SafetensorError, safe_open
+
+        place = self.folder / (name + _SUFFIX)
+        if not place.exists() or place.is_symlink():
+            return None
+        try:
+            with safe_open(place, "pt") as file:
+                names = file.keys()
+                return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["notes"])
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise self._unreadable(error) from error
+
+    def require(self, name: str) -> tuple[dict[str, Tensor], Any]:
+        """A piece that must be there since another is."""
+        found = self.get(name)
+        if found is None:
+            raise self._unreadable(FileNotFoundError(name + _SUFFIX))
+        return found
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Pieces that do not fit what is made of them are an error that says so."""
+        try:
+            yield
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise self._unreadable(error) from error
+
+    def drop(self, name: str) -> None:
+        """Forget a piece that nothing needs any more."""
+        with write_errors(self.folder):
+            (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
+
+    def _put(self, name: str, write: Any) -> None:
+        place = self.folder / name
+        draft = place.with_name(name + _DRAFT)
+        with write_errors(place):
+            draft.unlink(missing_ok=True)
+            write(draft)
+            sync(draft)
+            draft.replace(place)
+            sync(self.folder)
+
+    def _unreadable(self, error: Exception) -> ShdError:
+        return ShdError(
+            "read-failed",
+            f"{self.folder} must hold what an unfinished run of this version left; got {error!r}: remove it, and the "
+            "run begins at its start",
+            "STUDENT-7",
+        )
+
+
+def sync(place: Path) -> None:
+    """Wait until a file or a folder's list of files is on the disk."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:
+    """What pieces depend on: hashes of the teacher and of each set of data, the options, and the software.
+
+    Args:
+        teacher: a model, or its folder, whose configuration and weights are read from the disk.
+        options: of the run.
+        **data: inputs by name, tensors or arrays, a mapping for each set.
+    """
+    import transformers
+
+    import shd_ref
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "shd": shd_ref.__version__}
+    return {
+        "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_files(Path(teacher)),
+        **{
+            name: _hash_tensors({key: torch.as_tensor(part) for key, part in one.items()})
+            for name, one in data.items()
+        },
+        "options": dict(options),
+        "versions": versions | {"machine": platform.machine()},
+    }
+
+
+def _hash_files(folder: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".json", ".safetensors"):
+                with file.open("rb") as data:
+                    digest.update(file.name.encode() + hashlib.file_digest(data, "sha256").digest())
+    except OSError as error:
+        raise ShdError("read-failed", f"{str(folder)!r} must hold a Hugging Face model: {error}") from error
+    return digest.hexdigest()
+
+
+def _hash_model(model: Any) -> str:
+    example = next(model.parameters())
+    about = json.dumps(
+        [type(model).__name__, str(example.device), model.config.to_dict()], sort_keys=True, default=str
+    )
+    return hashlib.sha256((about + _hash_tensors(model.state_dict())).encode()).hexdigest()
+
+
+def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,168 @@
+"""A run that is killed goes on where it was, to the same bytes, and nothing is left beside the student."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+
+from rich.console import Console  # noqa: E402  (after the skips)
+from safetensors.torch import load_file, save_file  # noqa: E402
+from support.shrink.models import make_data, make_teacher  # noqa: E402
+
+from shd_ref.commands import terminal  # noqa: E402
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_torch.commands import app  # noqa: E402
+from shd_torch.shrink import folders, shrink, unfinished  # noqa: E402
+from shd_torch.shrink.compare import starts  # noqa: E402
+
+SIZES: dict[str, Any] = {"heads": 2, "hidden": 20, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    make_teacher("llama").float().save_pretrained(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def run_killed(work: Callable[[], Any], module: Any, name: str, calls: int) -> bool:
+    """Run in a process of its own, killed at a call of a function; whether it came so far."""
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        plain, left = getattr(module, name), [calls]
+
+        def kill(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*arguments, **options)
+
+        setattr(module, name, kill)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path) -> None:
+    data = make_data("llama")
+
+    def run(out: Path, progress: Any = None) -> None:
+        shrink(teacher, data, **SIZES, out=out, progress=progress)
+
+    run(tmp_path / "whole")
+    out = tmp_path / "student"
+    killed = 0
+    # Before a draft is on the disk, before its name is, within a layer, and while the student is written.
+    for module, name, calls in [
+        (unfinished, "sync", 1),
+        (unfinished, "sync", 3),
+        (unfinished, "sync", 2),
+        (unfinished, "sync", 6),
+        (unfinished.fcntl, "flock", 1),
+        (folders, "sync", 1),
+        (folders, "sync", 4),
+    ]:
+        killed += run_killed(lambda: run(out), module, name, calls)
+        assert not out.exists()
+        assert [path.name for path in tmp_path.glob(".*")] == [".student.part"]
+    assert killed == 7
+    told: list[tuple[int, int, str]] = []
+    run(out, lambda *step: told.append(step))
+    assert told == [(5, 18, "axes found"), (17, 18, "layer 3/3 found")]
+    assert contents(out) == contents(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "student"}
+
+
+def test_a_kill_after_the_student_took_its_name(teacher: Path, tmp_path: Path) -> None:
+    data, out = make_data("llama"), tmp_path / "student"
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), unfinished.shutil, "rmtree", 3)
+    assert out.exists()
+    with pytest.raises(ShdError, match="taken"):
+        shrink(teacher, data, **SIZES, out=out)
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+def test_pieces_that_do_not_fit(teacher: Path, tmp_path: Path) -> None:
+    data, out = make_data("llama"), tmp_path / "student"
+    part = tmp_path / ".student.part"
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), folders, "sync", 1)
+    for options, other in (({**SIZES, "ridge": 0.5}, "options"), (SIZES, "data")):
+        with pytest.raises(ShdError, match=f"same {other}") as error:
+            shrink(teacher, data if other == "options" else make_data("llama", seed=2), **options, out=out)
+        assert error.value.code == "argument-value"
+    with pytest.raises(ShdError, match="same teacher"):
+        shrink(make_teacher("llama", seed=1).float(), data, **SIZES, out=out)
+    holder = unfinished.Unfinished(part, json.loads((part / "run.json").read_text()))
+    with pytest.raises(ShdError, match="at work"):
+        shrink(teacher, data, **SIZES, out=out)
+    os.close(holder._lock)
+    piece = load_file(part / "layer-0.safetensors")
+    for damage in (piece | {"more": torch.zeros(1)}, {name: part[:1] for name, part in piece.items()}):
+        save_file(damage, part / "layer-0.safetensors", {"notes": "{}"})
+        with pytest.raises(ShdError, match="begins at its start") as error:
+            shrink(teacher, data, **SIZES, out=out)
+        assert error.value.code == "read-failed"
+    (part / "layer-0.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ShdError, match="begins at its start"):
+        shrink(teacher, data, **SIZES, out=out)
+    assert not out.exists()
+
+
+def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["shrink", str(teacher), "--out", str(tmp_path / "student"), "--heads", "2"]
+    for option, seed in (("--data", 1), ("--compare", 2)):
+        np.savez(
+            tmp_path / f"{seed}.npz", **{name: part.numpy() for name, part in make_data("llama", seed=seed).items()}
+        )
+        words += [option, str(tmp_path / f"{seed}.npz")]
+    runner = typer_testing.CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+
+    def run() -> str:
+        result = runner.invoke(app, words)
+        assert result.exit_code == 0, result.output
+        return str(result.output)
+
+    assert run_killed(run, folders, "sync", 1)  # while the student is written
+    assert run_killed(run, starts, "measure_loss", 3)
+    assert {path.name for path in tmp_path.glob(".*")} == {".student.compare.part"}
+    measured: list[str] = []
+    plain = starts.count_flops
+    monkeypatch.setattr(starts, "count_flops", lambda *given: measured.append("") or plain(*given))
+    output = run()
+    assert len(measured) == 5  # of seven starts, two were done
+    assert "Minitron importance" in output
+    assert max(map(len, output.splitlines())) <= 80 + len(str(tmp_path))
+    assert not list(tmp_path.glob(".*"))
+    again = runner.invoke(app, words)
+    assert again.exit_code == 1
+    assert "taken" in again.output
+
+
+def test_the_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(terminal, "messages", Console(file=file, force_terminal=True, width=80, color_system=None))
+    with terminal.show_progress("steps") as (told,):
+        told(1234, 1512, says="layer 309/378 alignment")
+        told(3, 8, says="layers 0, 2, 4, 6, 8, 10 as they are")
+    lines = [line for part in file.getvalue().split("\r") for line in part.split("\n") if "passed" in line]
+    assert any("3/8" in line and "layers 0, 2, 4, 6, 8," in line for line in lines)
+    assert all("left" in line for line in lines)
