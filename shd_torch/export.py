@@ -217,11 +217,13 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     """A Hugging Face model with the head it was saved with, in eval mode.
 
     Args:
-        model: a folder, which is read without any network access, or a hub id.
+        model: a folder, which is read without any network access, or a hub id. Weights are read from safetensors
+            alone, no code that it names is run, and links out of the folder are refused.
         dtype: what to load the weights as; onnxruntime has no bfloat16 attention on the CPU.
 
     Raises:
-        ShdError: ``dependency-missing`` (transformers), ``export-failed`` where nothing can be loaded.
+        ShdError: ``dependency-missing`` (transformers), ``export-failed`` where nothing can be loaded,
+            ``read-failed`` for a folder whose files lie elsewhere.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ShdError(
@@ -231,20 +233,26 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     import transformers
 
     is_folder = Path(model).is_dir()
-    if is_folder and _is_dropped(Path(model)):
-        from shd_torch.shrink.folders import load_student
+    from shd_torch.shrink.folders import check_files, find_class, load_student
 
-        return load_student(model).to(dtype)  # type: ignore[no-any-return]
+    if is_folder:
+        check_files(Path(model))
+        if _is_dropped(Path(model)):
+            return load_student(model).to(dtype)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"local_files_only": is_folder, "trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(model, local_files_only=is_folder)
-        architecture = next(iter(config.architectures or ()), "")
-        model_class = getattr(transformers, architecture, transformers.AutoModel)
-        loaded: nn.Module = model_class.from_pretrained(model, dtype=dtype, local_files_only=is_folder)
+        config = transformers.AutoConfig.from_pretrained(model, **options)
+        model_class = find_class(next(iter(config.architectures or ()), None)) or transformers.AutoModel
+        # Attention is named, since a configuration may name kernels that are downloaded and run; the export
+        # chooses another. Pickled weights would run what they hold.
+        loaded: nn.Module = model_class.from_pretrained(
+            model, dtype=dtype, use_safetensors=True, attn_implementation="eager", **options
+        )
     except (OSError, ValueError) as error:
         raise ShdError(
             "export-failed",
-            f"model must be a folder that save_pretrained wrote, or a hub id that can be reached; got {model}: "
-            f"{error}",
+            "model must be a folder that save_pretrained wrote, or a hub id that can be reached, with weights as "
+            f"safetensors; got {model}: {error}",
         ) from error
     return loaded.eval()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
     from transformers import AutoConfig, AutoModel
 
     folder = Path(source)
-    _check_files(folder)
+    check_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # transformers raises what it meets in a configuration
@@ -37,12 +38,8 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
             "read-failed", f"teacher must be a Hugging Face model; got {str(folder)!r}: {error}"
         ) from error
     check_config(config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ShdError(
-            "shrink-unsupported",
-            f"teacher must not be quantised; got {str(folder)!r}: give the model it was made from",
-        )
-    return _load(folder, _find_class((getattr(config, "architectures", None) or [None])[0]) or AutoModel)
+    _check_stored(folder, getattr(config, "quantization_config", None))
+    return _load(folder, find_class((getattr(config, "architectures", None) or [None])[0]) or AutoModel)
 
 
 def load_student(source: str | os.PathLike[str]) -> Any:
@@ -58,7 +55,7 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     from transformers import PreTrainedConfig
 
     folder = Path(source)
-    _check_files(folder)
+    check_files(folder)
     try:
         raw, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     except Exception as error:
@@ -66,7 +63,8 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     name = read_kind(raw)
     if name is None:
         return load_teacher(folder)
-    stock = _find_class(stock_name((raw.get("architectures") or [None])[0]))
+    _check_stored(folder, raw.get("quantization_config"))
+    stock = find_class(stock_name((raw.get("architectures") or [None])[0]))
     if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
         raise ShdError(
             "read-failed",
@@ -88,7 +86,19 @@ def load_student(source: str | os.PathLike[str]) -> Any:
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-def _find_class(name: object) -> Any:
+def _check_stored(folder: Path, quantised: object) -> None:
+    """Weights must be numbers as they are: those of a quantised model need the code that quantised them."""
+    if quantised is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
+        raise ShdError(
+            "shrink-unsupported",
+            f"the model must not be quantised; {str(folder)!r} has a quantization_config ({kind}): give the model it "
+            "was made from",
+            "STUDENT-8",
+        )
+
+
+def find_class(name: object) -> Any:
     """The model class of this name in transformers, or None."""
     import transformers
 
@@ -122,8 +132,12 @@ def _load(folder: Path, kind: Any, **options: Any) -> Any:
     return model.eval()
 
 
-def _check_files(folder: Path) -> None:
-    """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base."""
+def check_files(folder: Path) -> None:
+    """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base.
+
+    Raises:
+        ShdError: ``read-failed``.
+    """
     if not folder.is_dir():
         raise ShdError(
             "read-failed",
@@ -134,11 +148,11 @@ def _check_files(folder: Path) -> None:
             "read-failed",
             f"{str(folder)!r} must hold a whole model; it holds an adapter: merge it and save the model",
         )
-    root = folder.resolve()
-    # The hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH.
-    home = root.parents[1] if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir() else root
+    home = _find_home(folder)
     try:
-        files = [file for file in folder.iterdir() if file.suffix in (".json", ".safetensors")]
+        files = [
+            file for file in folder.iterdir() if file.suffix in (".json", ".safetensors") or file.name in READERS
+        ]
         named = {
             folder / str(part)
             for file in files
@@ -154,6 +168,61 @@ def _check_files(folder: Path) -> None:
                 f"{str(folder)!r} must hold its own files; {str(file)!r} lies elsewhere: put the model's files, not "
                 "links to them, into one folder",
             )
+
+
+def _find_home(folder: Path) -> Path:
+    """Where a folder's files may lie: the hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH."""
+    root = folder.resolve()
+    return root.parents[1] if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir() else root
+
+
+READERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files that say how text or images become inputs; none holds code."""
+
+
+def copy_readers(source: Path, target: Path) -> None:
+    """Copy what is there of ``READERS``, as it is; a configuration that names code of its own stays behind.
+
+    Args:
+        source: a folder that ``check_files`` let pass.
+        target: the student's draft.
+
+    Raises:
+        ShdError: ``read-failed`` for a file that has come to lie elsewhere, or is none.
+    """
+    home = _find_home(source)
+    for name in READERS:
+        real = Path(os.path.realpath(source / name))
+        if not real.exists() or (target / name).exists():
+            continue
+        if not real.is_relative_to(home) or not real.is_file():
+            raise ShdError("read-failed", f"{str(source)!r} must hold its own files; {name!r} is none of them")
+        if name.endswith("_config.json") and _names_code(real):
+            continue
+        shutil.copyfile(real, target / name, follow_symlinks=False)
+
+
+def _names_code(file: Path) -> bool:
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return False  # what reads it tells
+    return isinstance(found, dict) and "auto_map" in found
 
 
 def new_folder(out: str | os.PathLike[str]) -> Path:
@@ -188,8 +257,14 @@ def _find_problem(folder: Path) -> str | None:
     return None
 
 
-def save_student(student: Any, report: dict[str, Any], folder: Path) -> None:
+def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None) -> None:
     """The model and ``shrink.json``, in a draft beside the folder that takes its name when all of it is on the disk.
+
+    Args:
+        student: with ``save_pretrained``.
+        report: see STUDENT-3.
+        folder: from ``new_folder``.
+        teacher: the folder whose tokenizer the student shares.
 
     Raises:
         ShdError: ``write-failed``; then no draft is left.
@@ -202,6 +277,8 @@ def save_student(student: Any, report: dict[str, Any], folder: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
         home.mkdir(parents=True, exist_ok=True)
         student.save_pretrained(draft)
+        if teacher is not None:
+            copy_readers(teacher, draft)
         (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         for place in (*draft.iterdir(), draft):
             sync(place)

@@ -62,7 +62,7 @@ class Work:
     fit_samples: int
     turn: Turn | None
     frequencies: Tensor | None
-    tell: Callable[[str], None]
+    tell: Callable[..., None]
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     def tell_stage(self, number: int, stage: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,17 +126,15 @@ def shrink(
         check_width(model, family)
     dropped = wanted.among(kept)
     student = make_student(model, family, sizes, kept, dropped)
+    settings: dict[str, Any] = {"plan": plan, "align": align, "ridge": ridge, "fit_samples": fit_samples}
+    keeper: AbstractContextManager[Unfinished | None] = nullcontext()
+    # Other squeezers and axes are for comparison, and no key could say which they are.
+    if folder is not None and (squeezer, axes) == (squeeze_attention, principal_axes):
+        keeper = _open_unfinished(folder, teacher, data, sizes, kept, wanted, batch_size, settings)
     mode = model.training
     model.eval()
-    settings = {"plan": plan, "align": align, "ridge": ridge, "fit_samples": fit_samples}
-    # Other squeezers and axes are for comparison, and no key could say which they are.
-    known = folder is not None and (squeezer, axes) == (squeeze_attention, principal_axes)
     try:
-        with (
-            _open_unfinished(folder, teacher, data, sizes, kept, wanted, batch_size, settings)
-            if known
-            else (nullcontext()) as saved
-        ):
+        with keeper as saved:
             work = Work(
                 teacher=model,
                 student=student,
@@ -156,7 +154,7 @@ def shrink(
             report = _report(work, own)
             student.to(stored)
             if folder is not None:
-                save_student(student, report, folder)
+                save_student(student, report, folder, None if isinstance(teacher, nn.Module) else Path(teacher))
     finally:
         model.train(mode)
     return Shrunk(student, report)

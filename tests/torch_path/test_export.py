@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,25 @@ def test_load_hf_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert type(loaded) is type(model)
     assert not loaded.training
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+def test_folders_are_loaded_without_trust(tmp_path: Path) -> None:
+    """Pickled weights are not read, and attention kernels that a configuration names are not downloaded."""
+    hf_model("bert").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "someone/kernels"}))
+    loaded: Any = load_hf_model(tmp_path)
+    assert loaded.config._attn_implementation == "eager"
+    weights = tmp_path / "model.safetensors"
+    torch.save(loaded.state_dict(), tmp_path / "pytorch_model.bin")
+    weights.rename(tmp_path.parent / "elsewhere.safetensors")
+    with pytest.raises(ShdError, match="safetensors") as caught:
+        load_hf_model(tmp_path)
+    assert caught.value.code == "export-failed"
+    weights.symlink_to(tmp_path.parent / "elsewhere.safetensors")
+    with pytest.raises(ShdError, match="lies elsewhere") as caught:
+        load_hf_model(tmp_path)
+    assert caught.value.code == "read-failed"
 
 
 def test_load_hf_model_from_nothing(tmp_path: Path) -> None:

@@ -193,6 +193,16 @@ def test_folders_that_contradict_themselves(changes: dict[str, Any], says: str, 
     assert error.value.code == "read-failed"
 
 
+def test_quantised_students_are_refused_by_name(tmp_path: Path) -> None:
+    shrink(make_teacher("bert"), make_data("bert"), drop_attention=[1], out=tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "own"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ShdError, match=r"quantization_config \(own\)") as error:
+        load_student(tmp_path)
+    assert error.value.code == "shrink-unsupported"
+
+
 def test_other_folders(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(ShdError) as error:

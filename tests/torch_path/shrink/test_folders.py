@@ -130,13 +130,40 @@ def test_a_student_ends_its_texts_where_the_teacher_does(tmp_path: Path) -> None
         assert student.generation_config.eos_token_id == wanted
 
 
+def test_the_tokenizer_goes_along(teacher_folder: Path, tmp_path: Path) -> None:
+    """As it is; neither code, nor pickles, nor a configuration that names code."""
+    folder, kept = (
+        tmp_path / "teacher",
+        {"tokenizer.json": "{}", "vocab.txt": "a b", "chat_template.jinja": "{{ a }}"},
+    )
+    shutil.copytree(teacher_folder, folder)
+    left = {"tokenization_own.py": "code", "optimizer.bin": "pickle", "tokenizer_config.json": '{"auto_map": {}}'}
+    for name, text in (kept | left).items():
+        (folder / name).write_text(text)
+    shrink(folder, make_data("llama"), layers=1, align=False, out=tmp_path / "student")
+    found = {file.name: file for file in (tmp_path / "student").iterdir()}
+    assert {name: found[name].read_text() for name in kept} == kept
+    assert not found.keys() & left
+    (folder / "vocab.txt").rename(tmp_path / "vocab.txt")
+    (folder / "vocab.txt").symlink_to(tmp_path / "vocab.txt")
+    with pytest.raises(ShdError, match="lies elsewhere") as error:
+        shrink(folder, make_data("llama"), layers=1, align=False, out=tmp_path / "other")
+    assert error.value.code == "read-failed"
+
+
 def test_snapshots_of_the_hubs_cache_link_to_its_blobs(teacher_folder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
     shutil.copytree(teacher_folder, snapshot)
     (snapshot.parents[1] / "blobs").mkdir()
     (snapshot / WEIGHTS).rename(snapshot.parents[1] / "blobs" / "77")
     (snapshot / WEIGHTS).symlink_to("../../blobs/77")
+    (snapshot.parents[1] / "blobs" / "78").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/78")
     assert load_teacher(snapshot).config.num_hidden_layers == 3
+    shrink(snapshot, make_data("llama"), layers=1, align=False, out=tmp_path / "student")
+    copied = tmp_path / "student" / "tokenizer.json"
+    assert copied.read_text() == "{}"
+    assert not copied.is_symlink()
 
 
 @pytest.mark.parametrize(
