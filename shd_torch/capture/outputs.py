@@ -13,7 +13,7 @@ from shd_ref.errors import ShdError
 
 def read_logits(output: Any) -> Tensor | None:
     """The ``logits`` ``(..., V)`` of an output or a mapping, or the output itself where it is a tensor; else None."""
-    found = output if isinstance(output, Tensor) else _read(output, "logits")
+    found = output if isinstance(output, Tensor) else read_output(output, "logits")
     return found if isinstance(found, Tensor) and found.ndim >= 2 and found.is_floating_point() else None
 
 
@@ -46,7 +46,7 @@ def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
     Raises:
         ShdError: ``capture-failed``.
     """
-    states = _read(output, "hidden_states")
+    states = read_output(output, "hidden_states")
     if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
         raise ShdError(
             "capture-failed",
@@ -63,5 +63,6 @@ def without(output: Any, *names: str) -> Any:
     return replace(output, **dict.fromkeys({field.name for field in fields(output)} & set(names)))
 
 
-def _read(output: Any, name: str) -> Any:
+def read_output(output: Any, name: str) -> Any:
+    """A field of an output of Hugging Face, or an entry of a mapping; None where it has none."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)

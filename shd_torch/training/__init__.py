@@ -1,8 +1,9 @@
 """Around the loss: Hugging Face's trainer, its terms and their schedules, shares of a batch.
 
-Imports ``data``, ``capture``, ``kd`` and ``teacher``. Start with ``trainer.py``.
+Imports ``data``, ``capture``, ``kd``, ``recipes`` and ``teacher``. Start with ``trainer.py``.
 """
 
+from shd_torch.training.recipe import Recipe
 from shd_torch.training.schedules import BetaSchedule, LossBalancer
 from shd_torch.training.shares import batch_share
 from shd_torch.training.terms import HiddenTerm, KdTerm
@@ -12,5 +13,6 @@ __all__ = [
     "HiddenTerm",
     "KdTerm",
     "LossBalancer",
+    "Recipe",
     "batch_share",
 ]

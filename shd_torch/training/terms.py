@@ -72,20 +72,9 @@ class KdTerm:
         Raises:
             ShdError: ``argument-value``.
         """
-        if temperature is not None and self.temperature not in (None, temperature):
-            raise ShdError(
-                "argument-value",
-                f"kd must have the temperature {temperature:g} of {origin}, or None; got {self.temperature:g}: what "
-                "lies outside of the kept classes cannot be moved to another, so make the targets at this one",
-                "KD-6",
-            )
-        if sampled and self.divergence in ("reverse_kl", "jsd"):
-            raise ShdError(
-                "argument-value",
-                f"kd must have the divergence kl or cross_entropy with the drawn classes of {origin}; got "
-                f"{self.divergence}, of which they give a biased estimate: keep the top k instead",
-                "KD-19",
-            )
+        check_targets(
+            "kd", self.temperature, self.divergence, temperature=temperature, sampled=sampled, origin=origin
+        )
 
     def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
         """The mean over counted rows, before the weight.
@@ -212,3 +201,41 @@ def read_weight(weight: Weight) -> Callable[[float], float]:
         ShdError: ``argument-value``.
     """
     return weight if callable(weight) else BetaSchedule(weight)
+
+
+def check_targets(
+    argument: str,
+    wanted: float | None,
+    divergence: str,
+    *,
+    temperature: float | None,
+    sampled: bool,
+    origin: str,
+) -> None:
+    """Refuse targets of another temperature, or drawn ones that a divergence cannot use.
+
+    Args:
+        argument: that asks for them, for errors.
+        wanted: its temperature; None is that of the targets.
+        divergence: as in ``KdTerm``.
+        temperature: that the targets are bound to, or None.
+        sampled: whether they were drawn.
+        origin: of them, for errors.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if temperature is not None and wanted not in (None, temperature):
+        raise ShdError(
+            "argument-value",
+            f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {wanted:g}: what "
+            "lies outside of the kept classes cannot be moved to another, so make the targets at this one",
+            "KD-6",
+        )
+    if sampled and divergence in ("reverse_kl", "jsd"):
+        raise ShdError(
+            "argument-value",
+            f"{argument} must have the divergence kl or cross_entropy with the drawn classes of {origin}; got "
+            f"{divergence}, of which they give a biased estimate: keep the top k instead",
+            "KD-19",
+        )

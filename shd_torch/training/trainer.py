@@ -23,6 +23,7 @@ from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.training.collator import SupervisedCollator, leave_samples
 from shd_torch.training.projectors import Projectors, make_projectors
+from shd_torch.training.recipe import Recipe, read_recipe
 from shd_torch.training.record import StepRecord
 from shd_torch.training.rows import count_rows, counted_rows, mask_of_rows
 from shd_torch.training.schedules import LossBalancer
@@ -61,6 +62,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         *args: as for ``transformers.Trainer``.
         beta: weight of the term on attention, a number or a function of progress in [0, 1] such as ``BetaSchedule``;
             None leaves it out.
+        recipe: one of ``shd_torch.recipes`` in the place of the student's own loss in training, by its name or as a
+            ``Recipe`` with options; its teachers' logits are cached or live. Its terms are logged as
+            ``<term>_loss`` and ``<term>_weight``, their weighted sum as ``base_loss``. Evaluation keeps the student's
+            own loss.
         kd: the term on logits, or None. The student's logits are its own loss's too, so that they are made in any
             case; a loop that needs no such loss saves them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
@@ -85,6 +90,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self,
         *args: Any,
         beta: Weight | None = None,
+        recipe: str | Recipe | None = None,
         kd: KdTerm | None = None,
         hidden: HiddenTerm | None = None,
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
@@ -94,10 +100,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if beta is None and kd is None and hidden is None:
-            raise ShdError("argument-value", "SHDTrainer must have a term: beta, kd or hidden; got none")
+        if beta is None and recipe is None and kd is None and hidden is None:
+            raise ShdError("argument-value", "SHDTrainer must have a term: beta, recipe, kd or hidden; got none")
         self.beta = None if beta is None else read_weight(beta)
-        self.kd, self.hidden = kd, hidden
+        self.kd, self.hidden, self.recipe = kd, hidden, read_recipe(recipe)
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         self.temperature, self.balancer, self.kl = temperature, balancer, LayerKeywords(**(kl or {}))
         if self.args.n_gpu > 1:
@@ -106,6 +112,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process "
                 "(DataParallel): start it with torchrun or accelerate",
             )
+        if self.recipe is not None:
+            self._check_recipe(self.recipe)
         if isinstance(self.train_dataset, CacheJoin):
             if self.beta is not None and (self.train_dataset.layers or not self.teachers):
                 self._check_cache(self.train_dataset.cache)
@@ -121,7 +129,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 self.train_dataset.cache.manifest,
                 self.train_dataset.layers,
             )
-        elif not self.teachers:
+        elif not self.teachers and (self._needs_teacher or self.recipe is None):
             raise ShdError(
                 "argument-value",
                 "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher; got "
@@ -143,17 +151,41 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             temperature=self.temperature,
         )
 
+    @property
+    def _needs_teacher(self) -> bool:
+        """Whether a term has something to learn from a teacher; a recipe of labels alone is a baseline."""
+        taught = self.recipe is not None and self.recipe.is_taught
+        return taught or not (self.beta is None and self.kd is None and self.hidden is None)
+
+    def _check_recipe(self, recipe: Recipe) -> None:
+        """Refuse what would be a second base loss, or a second term on logits."""
+        beside = {
+            "kd": self.kd,
+            "compute_loss_func": self.compute_loss_func,
+            "label_smoothing_factor": self.label_smoother,
+        }
+        given = [name for name, value in beside.items() if value is not None]
+        if given:
+            raise ShdError(
+                "argument-value", f"{given[0]} must be left out where recipe={recipe.name!r} says what the loss is"
+            )
+
     def _check_rows(self, joined: CacheJoin) -> None:
         """Refuse a term that neither the records nor a live teacher can teach."""
         folder, form = joined.cache.folder, joined.logits
+        taught = (
+            "kd" if self.kd is not None else "recipe" if self.recipe is not None and self.recipe.is_taught else ""
+        )
+        if self.recipe is not None and form is not None:
+            self.recipe.check_cache(form.codec, form.temperature, str(folder))
         if self.kd is not None and form is not None:
             drawn = form.codec == "sampled"
             self.kd.check_targets(temperature=form.temperature, sampled=drawn, origin=str(folder))
-        elif self.kd is not None and not self.teachers:
+        elif taught and form is None and not self.teachers:
             raise ShdError(
                 "cache-mismatch",
-                f"kd must have logits in {folder}, or a live teacher; got neither: precompute with --logits, and "
-                "read them (logits=True)",
+                f"{taught} must have logits in {folder}, or a live teacher; got neither: precompute with --logits, "
+                "and read them (logits=True)",
                 "CACHE-160",
             )
         wanted, held = () if self.hidden is None else self.hidden.teacher_layers, joined.hidden_layers
@@ -212,7 +244,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
             # A rank that stepped alone would wait for the others for ever.
             taken, self.control.should_epoch_stop = [], True
-        counts = ("positions", *([] if self.kd is None else ["samples", "kd"]))
+        counts = ["positions"]
+        counts += ["samples"] if self.kd is not None or self.recipe is not None else []
+        counts += [name for name in ("kd", "recipe") if getattr(self, name) is not None]
         self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in taken) for name in counts}
         return super().get_batch_samples(iter(taken), len(taken), device)
 
@@ -235,12 +269,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         layers = unite_layers([each.layers for each in taught])
         asked = {} if self.hidden is None else {"output_hidden_states": True}
         with nullcontext() if self.beta is None else capture_attention(model, layers) as captured:
-            # The base class takes the labels out of what it is given.
-            base, outputs = super().compute_loss(model, given | asked, True, num_items_in_batch)
+            if self.recipe is None:
+                # The base class takes the labels out of what it is given.
+                base, outputs = super().compute_loss(model, given | asked, True, num_items_in_batch)
+            else:
+                outputs = model(**(seen | asked))
         # The base class divides by the number of micro-batches what is not a part of the whole step yet.
         parts = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
         terms: list[_Term] = []
         self._shares.clear()
+        if self.recipe is not None:
+            terms += self._recipe_terms(self.recipe, taught, outputs, inputs)
+            base = parts * torch.stack([term.weight * term.value for term in terms]).sum()
         if captured is not None:
             masks = {layer: mask_of_rows(given, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
             keywords = LayerKeywords(**({"check": self._checks} | self.kl))
@@ -256,7 +296,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         for term in terms:
             logged |= term.logged
             weights[term.weight_name] = term.weight
-            loss = loss + parts * term.weight * term.value
+            if not term.is_base:
+                loss = loss + parts * term.weight * term.value
         self._record.add(logged, weights)
         return (loss, outputs) if return_outputs else loss
 
@@ -270,6 +311,42 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             weight = weight * self.balancer.scale(base, value)
         layers = {f"shd_loss_layer_{layer}": share * each for layer, each in kls.items()}
         return _Term(value, weight, "beta", {"shd_loss": value} | layers)
+
+    def _recipe_terms(
+        self, recipe: Recipe, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]
+    ) -> list[_Term]:
+        labels = inputs.get("labels")
+        if not isinstance(labels, Tensor):
+            raise ShdError("argument-value", f"a batch must hold labels for recipe {recipe.name}; got none")
+        logits = read_logits(outputs)
+        length = 0 if logits is None else logits.shape[1]
+        rule = self._recipe_rule(recipe, inputs)
+        counted = None if rule == "samples" else self._mask(rule, taught, inputs, length)
+        stored = [each for each in taught if hasattr(each, "query_mask")]
+        if recipe.kind.by_sample and any(not bool(each.query_mask(length).all()) for each in stored):
+            raise ShdError(
+                "argument-value",
+                f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position, "
+                "and a cache holds nothing of padding: train on texts of one length, or with a live teacher",
+                "REC-15",
+            )
+        targets = [found for each in taught if (found := each.targets(length)) is not None]
+        shift = recipe.is_shifted(self.accelerator.unwrap_model(self.model))
+        made = recipe.terms(outputs, labels, targets, counted=counted, shift=shift, check=self._checks)
+        terms = []
+        for name, (value, weight) in made.items():
+            share = self._share(inputs, "samples" if name in recipe.kind.by_sample else "recipe")
+            part, factor = share * value, torch.tensor(weight, device=self.args.device)
+            terms.append(_Term(part, factor, f"{name}_weight", {f"{name}_loss": part}, is_base=True))
+        return terms
+
+    def _recipe_rule(self, recipe: Recipe, inputs: Mapping[str, Any]) -> str:
+        """Which rows a recipe counts: samples, or those of a text by their labels."""
+        labels = inputs.get("labels")
+        is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        if recipe.kind.of_text is False or (recipe.kind.of_text is None and not is_text):
+            return "samples"
+        return "next_labels" if recipe.is_shifted(self.accelerator.unwrap_model(self.model)) else "labels"
 
     def _kd_term(self, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
         assert self.kd is not None
@@ -326,7 +403,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return self._shares[name]
 
     def _count(self, inputs: Mapping[str, Any], name: str) -> int:
-        """Rows of a batch: its ``"positions"`` or ``"samples"``, or those that ``"kd"`` counts."""
+        """Rows of a batch: ``"positions"``, ``"samples"``, or those that ``"kd"`` or the ``"recipe"`` counts."""
+        if name == "recipe":
+            assert self.recipe is not None
+            rule = self._recipe_rule(self.recipe, inputs)
+            return count_rows(inputs, rule, of_decoder=self._has_decoder and rule != "samples")
         if name == "kd":
             assert self.kd is not None
             return count_rows(inputs, self.kd.rows, of_decoder=self._has_decoder)
@@ -425,6 +506,7 @@ class _Term:
     weight: Tensor
     weight_name: str
     logged: dict[str, Tensor]
+    is_base: bool = False  # a recipe's, of which the base loss is made
 
 
 def _count_attention(config: Any) -> int | None:

@@ -11,13 +11,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 pytest.importorskip("transformers", reason="the examples train Hugging Face students")
 
-from support.binding.trainer_cases import make_model, make_samples, pad  # noqa: E402
+from support.binding.trainer_cases import make_model, make_samples, pad, write_cache  # noqa: E402
 
 import shd_torch  # noqa: E402
 import shd_torch.recipes  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-BETA, MINILLM, DIFFUSION = re.findall(r"executed by .*?```python\n(.*?)```", PAGE, flags=re.DOTALL)
+TRAINER, BETA, MINILLM, DIFFUSION = re.findall(r"executed by .*?```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 class Denoiser(torch.nn.Module):
@@ -36,6 +36,24 @@ def test_the_table_names_every_recipe() -> None:
     helpers |= {"DiffusionDraw", "draw_diffusion", "linear_betas", "noised", "scale_report"}
     helpers |= {"minillm_advantages", "minillm_rollout"}
     assert named == set(shd_torch.recipes.__all__) - helpers
+
+
+def test_the_trainer_takes_a_recipe(cache_folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    student = make_model(2, seed=2)
+    names: dict[str, Any] = {
+        "joined": shd_torch.SupervisedDataset(make_samples(), write_cache(cache_folder, logits="float16")),
+        "arguments": transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        ),
+        "pad": pad,
+        "student": student,
+    }
+    exec(compile(TRAINER, "recipes.md", "exec"), names)
+    logged = names["trainer"].state.log_history[0]
+    assert {"cross_entropy_loss", "kd_loss", "kd_weight", "shd_loss", "base_loss"} <= set(logged)
+    assert logged["kd_weight"] == pytest.approx(0.7)
 
 
 @pytest.mark.slow

@@ -1,0 +1,220 @@
+"""A recipe of ``shd_torch.recipes`` as the base loss of ``SHDTrainer``, by its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_torch import recipes
+from shd_torch.capture.outputs import read_logits, read_output
+from shd_torch.recipes import Terms
+from shd_torch.training.rows import IGNORED
+from shd_torch.training.terms import check_targets
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a recipe is called.
+
+    Attributes:
+        run: it.
+        targets: what it takes of the teachers: ``"none"``, ``"one"`` teacher's targets in any form, one teacher's
+            ``"logits"`` as they are, or the ``"several"`` logits of any number of teachers.
+        of_text: whether its rows are those of a text, ``(B, L, V)``; None = as the labels are.
+        divergence: that decides which targets will do.
+        has_token: whether the student has a distillation token.
+        by_sample: terms that are a mean (or a sum) over samples where the other terms count rows.
+    """
+
+    run: Callable[..., Terms]
+    targets: str
+    of_text: bool | None = False
+    divergence: str = "cross_entropy"
+    has_token: bool = False
+    by_sample: tuple[str, ...] = ()
+
+
+KINDS: Final[Mapping[str, _Kind]] = {
+    "cross_entropy": _Kind(recipes.cross_entropy, "none", of_text=None),
+    "language_kd": _Kind(recipes.language_kd, "one", of_text=True),
+    "gkd": _Kind(recipes.gkd, "one", of_text=True, divergence="jsd"),
+    "babyllama": _Kind(recipes.babyllama, "several", of_text=True, by_sample=("kd",)),
+    "image_kd": _Kind(recipes.image_kd, "one"),
+    "nkd": _Kind(recipes.nkd, "logits"),
+    "deit_soft": _Kind(recipes.deit_soft, "one", divergence="kl", has_token=True),
+    "deit_hard": _Kind(recipes.deit_hard, "logits", has_token=True),
+}
+"""Recipes that need nothing but logits and labels of a batch."""
+
+OF_A_LOOP: Final[Mapping[str, str]] = {
+    "vitkd": "features of both models and a projector that is trained with the student",
+    "vkd": "features of both models and a projector that is trained with the student",
+    "diffusion": "one draw of noise for both models",
+    "minillm_policy": "text that is sampled in each step, which no cache has seen",
+}
+"""Recipes that need more, and what."""
+
+
+class Recipe:
+    """A recipe and its options: ``SHDTrainer(recipe=Recipe("babyllama", kd_weight=0.7), beta=2.0, ...)``.
+
+    Args:
+        name: ``cross_entropy``, ``language_kd``, ``gkd``, ``babyllama``, ``image_kd``, ``nkd``, ``deit_soft`` or
+            ``deit_hard``, as in ``shd_torch.recipes``.
+        shift: of a text, row t predicts the label at t + 1; None = where the student is a causal language model of
+            Hugging Face, whose labels are not shifted yet.
+        **options: keywords of the recipe, such as ``kd_weight`` and ``temperature``.
+
+    Raises:
+        ShdError: ``argument-value`` for another name, an option that the recipe lacks, or a value that it refuses.
+    """
+
+    def __init__(self, name: str, *, shift: bool | None = None, **options: Any) -> None:
+        if name not in KINDS:
+            why = f": it needs {OF_A_LOOP[name]}; write the loop of docs/recipes.md" if name in OF_A_LOOP else ""
+            raise ShdError("argument-value", f"recipe must be one of {', '.join(KINDS)}; got {name!r}{why}")
+        self.name, self.kind, self.shift = name, KINDS[name], shift
+        taken = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
+        known = sorted(each for each in taken if not each.endswith(("logits", "labels", "targets")))
+        unknown = sorted(set(options) - set(known))
+        if unknown or (shift is not None and self.kind.of_text is False):
+            raise ShdError(
+                "argument-value",
+                f"options of recipe {name} must be of {', '.join(known) or 'none'}; "
+                f"got {', '.join(unknown or ['shift'])}",
+            )
+        self.options = options
+        self._try()
+
+    def __repr__(self) -> str:
+        given = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"Recipe({self.name!r}{given})"
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether it has a term on a teacher's logits."""
+        return self.kind.targets != "none"
+
+    def is_shifted(self, student: Any) -> bool:
+        """Whether rows predict the label after their own."""
+        if self.shift is None:
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+            return type(student).__name__ in set(CAUSAL.values())
+        return self.shift
+
+    def check_cache(self, codec: str, temperature: float | None, origin: str) -> None:
+        """Refuse stored logits that this recipe cannot learn from, before the first step.
+
+        Args:
+            codec: of the logits.
+            temperature: that they are bound to, or None.
+            origin: the cache, for errors.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+        if not self.is_taught:
+            return
+        if self.kind.targets != "one" and codec != "float16":
+            raise ShdError(
+                "argument-value",
+                f"recipe {self.name} must have all logits of a teacher; {origin} has {codec} ones, a part of the "
+                "classes: precompute with --logits float16, or give a live teacher",
+            )
+        wanted = 1.0 if self.kind.divergence == "jsd" else self._temperature
+        check_targets(
+            "recipe",
+            wanted,
+            self.kind.divergence,
+            temperature=temperature,
+            sampled=codec == "sampled",
+            origin=origin,
+        )
+
+    def terms(
+        self,
+        outputs: Any,
+        labels: Tensor,
+        targets: Sequence[Any],
+        *,
+        counted: Tensor | None,
+        shift: bool,
+        check: bool,
+    ) -> Terms:
+        """The recipe's terms of a batch.
+
+        Args:
+            outputs: of the student, with ``logits``; with a distillation token ``cls_logits`` and
+                ``distillation_logits``.
+            labels: as the recipe takes them; of a text ``(B, L)``.
+            targets: of each teacher that has some.
+            counted: ``(B, L)``, True = the row counts; of a text.
+            shift: as ``is_shifted`` says.
+            check: look at the values.
+
+        Raises:
+            ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.
+        """
+        given: list[Any] = [read_output(outputs, "cls_logits") if self.kind.has_token else read_logits(outputs)]
+        if self.kind.has_token:
+            given.append(read_output(outputs, "distillation_logits"))
+        if any(not isinstance(each, Tensor) for each in given):
+            names = "cls_logits and distillation_logits" if self.kind.has_token else "logits"
+            raise ShdError(
+                "argument-value",
+                f"recipe {self.name} must have a student that returns {names}; got {type(outputs).__name__}",
+            )
+        keywords = dict(self.options) | {"check": check}
+        if self.kind.of_text or (self.kind.of_text is None and given[0].ndim == 3):
+            keywords["shift"] = shift
+            if counted is not None:
+                kept = torch.cat((torch.ones_like(counted[:, :1]), counted[:, :-1]), 1) if shift else counted
+                labels = labels.masked_fill(~kept.to(labels.device), IGNORED)
+        given.insert(1, labels)
+        return self.kind.run(*given, *self._of_teachers(targets), **keywords)
+
+    def _of_teachers(self, targets: Sequence[Any]) -> list[Any]:
+        """The targets as the recipe takes them."""
+        if not self.is_taught:
+            return []
+        several = self.kind.targets == "several"
+        if not targets or (len(targets) > 1 and not several):
+            rule = "a teacher" if several else "one teacher"
+            raise ShdError(
+                "argument-value",
+                f"recipe {self.name} must have {rule} that returns logits, cached or live; got {len(targets)}",
+            )
+        if self.kind.targets != "one" and not all(isinstance(each, Tensor) for each in targets):
+            raise ShdError(
+                "argument-value",
+                f"recipe {self.name} must have all logits of a teacher; got a part of the classes",
+            )
+        return [list(targets)] if several else [targets[0]]
+
+    @property
+    def _temperature(self) -> float | None:
+        """T of both sides; None = that of the targets."""
+        default = inspect.signature(self.kind.run).parameters["temperature"].default
+        return self.options.get("temperature", default)  # type: ignore[no-any-return]
+
+    def _try(self) -> None:
+        """Let the recipe look at its options before there is a batch: it is run on three rows of zeros."""
+        size = self.options.get("vocab_size")
+        classes = max(size, 4) if isinstance(size, int) else 4
+        rows = torch.zeros((1, 2, classes) if self.kind.of_text else (2, classes))
+        labels = torch.zeros(rows.shape[:-1], dtype=torch.int64)
+        tokens = [rows] if self.kind.has_token else []
+        teachers = [] if not self.is_taught else [[rows] if self.kind.targets == "several" else rows]
+        self.kind.run(rows, labels, *tokens, *teachers, **self.options)
+
+
+def read_recipe(recipe: str | Recipe | None) -> Recipe | None:
+    """A recipe from its name."""
+    return Recipe(recipe) if isinstance(recipe, str) else recipe
