@@ -69,7 +69,7 @@ def make_card(listing: CacheListing) -> str:
         raise ShdError("cache-incomplete", message, "CACHE-180")
     manifest = listing.manifest
     front = "\n".join(_front_matter(listing))
-    facts = "\n".join(f"| {name} | {_escape(value)} |" for name, value in _facts(listing))
+    facts = "\n".join(f"| {_escape(name)} | {_escape(value)} |" for name, value in _facts(listing))
     forms = "\n".join("| " + " | ".join(map(_escape, row)) + " |" for row in _form_rows(listing))
     return f"""---
 {front}
@@ -123,6 +123,8 @@ def _front_matter(listing: CacheListing) -> Iterator[str]:
         "teacher_sha256": manifest.teacher.sha256,
         "data_fingerprint": manifest.dataset.fingerprint,
     }
+    others = () if manifest.logits is None else manifest.logits.with_teachers
+    members |= {f"with_teacher_{number}_sha256": each.sha256 for number, each in enumerate(others, 1)}
     yield from (f"  {name}: {_quote(value)}" for name, value in members.items())
     numbers = {"samples": listing.samples, "skipped": listing.skipped, "positions": listing.positions}
     yield from (f"  {name}: {value}" for name, value in numbers.items())
@@ -142,6 +144,8 @@ def _facts(listing: CacheListing) -> Iterator[tuple[str, str]]:
     teacher, attention = manifest.teacher, manifest.attention
     yield "teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}"
     yield "teacher's SHA-256", teacher.sha256
+    for other in () if manifest.logits is None else manifest.logits.with_teachers:
+        yield f"with {other.name}, SHA-256", other.sha256
     skipped = f", {listing.skipped:,} skipped" if listing.skipped else ""
     yield "samples", f"{listing.samples:,}{skipped}; {listing.positions:,} positions"
     yield "inputs", ", ".join(manifest.inputs.names)

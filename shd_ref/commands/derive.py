@@ -27,6 +27,9 @@ from shd_ref.teacher.run.options import PANELS, Shown
 _PLAIN: Final[dict[Any, str]] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """Types that typer reads, and what stands for a value in ``--help``."""
 
+_REPEATED: Final = {"with_teachers": "--with-teacher"}
+"""By field: options of paths that are given once a value."""
+
 _ENUM: Final[Any] = StrEnum  # of names that are known when a command is made, which no type checker follows
 
 _LONGEST: Final = 16
@@ -87,8 +90,8 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def option_of(field: str) -> str:
-    """``num_student_heads`` -> ``--student-heads``."""
-    return f"--{field.removeprefix('num_').replace('_', '-')}"
+    """``num_student_heads`` -> ``--student-heads``; the singular where every value is an option of its own."""
+    return _REPEATED.get(field) or f"--{field.removeprefix('num_').replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,10 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
     kind, optional = _strip_none(get_args(hint)[0])
     metavar = shown.metavar or _PLAIN.get(kind)
-    if get_origin(kind) is tuple and name not in PARSERS:
+    if name in _REPEATED:
+        readers[name] = tuple
+        kind, default = list[Path], []
+    elif get_origin(kind) is tuple and name not in PARSERS:
         reader = functools.partial(
             read_list, option_of(name), kind=get_args(kind)[0], choices=shown.choices, least=shown.least
         )

@@ -81,7 +81,8 @@ def precompute(
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     # As they were said: actors were given whole paths.
     several = students_of(out, options(num_student_heads=1), student_heads) if len(student_heads) > 1 else []
-    _print_summaries(summaries, teacher, inputs, [str(folder) for folder, _ in several] or [out])
+    others = options.keywords["with_teachers"]
+    _print_summaries(summaries, teacher, others, inputs, [str(folder) for folder, _ in several] or [out])
 
 
 def _read_student(
@@ -154,6 +155,8 @@ def _run(
 
     place = Path(out).absolute() if engine == "ray" and not is_address(out) else out
     first = options(num_student_heads=heads[0])
+    if engine == "ray":
+        first = replace(first, with_teachers=tuple(path.absolute() for path in first.with_teachers))
     students = students_of(place, first, heads) if len(heads) > 1 else [(place, first)]
     if engine == "local":
         return precompute_caches(teacher, source, students, run, **told)
@@ -166,7 +169,11 @@ def _run(
 
 
 def _print_summaries(
-    summaries: list[PrecomputeSummary], teacher: Path, inputs: InputOptions, places: list[str]
+    summaries: list[PrecomputeSummary],
+    teacher: Path,
+    with_teachers: tuple[Path, ...],
+    inputs: InputOptions,
+    places: list[str],
 ) -> None:
     """What was made, and the commands that come next."""
     from shd_ref.commands.tables import summary_table
@@ -176,6 +183,7 @@ def _print_summaries(
     if any(summary.missing_shards for summary in summaries):
         console.say("next: the other parts; the last one seals, or shd merge does where each has its folder")
         return
+    others = [word for path in with_teachers for word in ("--with-teacher", str(path))]
     for place in places:
-        words = ["shd", "verify", place, "--teacher", str(teacher), *option_words(inputs)]
+        words = ["shd", "verify", place, "--teacher", str(teacher), *others, *option_words(inputs)]
         console.say(f"next: {shlex.join(words)}")

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from shd_ref.commands.options import CacheArgument, InputOptions, ProviderOption, check_both
 from shd_ref.commands.terminal import console, marked, messages, print_remarks, show_progress
+from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 
 
@@ -17,6 +18,13 @@ def verify(
     cache: CacheArgument,
     teacher: Annotated[Path | None, Shown("Also run this teacher again on some records.")] = None,
     inputs: InputOptions | None = None,
+    with_teachers: Annotated[
+        tuple[Path, ...],
+        Shown(
+            "The further teachers of a mean of logits, in the order of precompute: one option each.",
+            metavar="TEACHER.onnx",
+        ),
+    ] = (),
     records: Annotated[int, Shown("Records to run again.", least=1)] = 8,
     seed: Annotated[int, Shown("Seed of the choice of records.", least=0)] = 0,
     provider: ProviderOption = "cpu",
@@ -30,6 +38,8 @@ def verify(
     from shd_ref.cache import verify_cache
 
     check_both(teacher, inputs)
+    if with_teachers and teacher is None:
+        raise ShdError("argument-value", f"--with-teacher must go with --teacher; got {with_teachers[0]} without it")
     with show_progress("shards") as (on_progress,):
         report = verify_cache(cache, on_progress=on_progress)
     if count := len(report.problems):
@@ -43,7 +53,15 @@ def verify(
         from shd_ref.teacher.study.recheck import recheck_records
 
         source = inputs.open()
-        again = recheck_records(cache, teacher, source, num_records=records, seed=seed, provider=provider)
+        again = recheck_records(
+            cache,
+            teacher,
+            source,
+            with_teachers=with_teachers,
+            num_records=records,
+            seed=seed,
+            provider=provider,
+        )
         print_remarks(source.remark)
         counts = f"{again.records} records ({again.rows} rows) run again"
         console.print(marked("same", "green", f": {counts}, largest total variation {again.tv_max:.2g}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from shd_ref.commands.derive import option_of
@@ -24,7 +25,8 @@ def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
             hint, value = hints[field.name], getattr(group, field.name)
             is_shown = get_origin(hint) is not None and any(isinstance(note, Shown) for note in get_args(hint)[1:])
             if is_shown and field.name not in without and (field.default is MISSING or value != field.default):
-                words += [option_of(field.name), write_value(field.name, value)]
+                given = value if isinstance(value, tuple) and isinstance(value[0], Path) else (value,)
+                words += [word for one in given for word in (option_of(field.name), write_value(field.name, one))]
     return words
 
 

@@ -26,6 +26,7 @@ from shd_torch.capture.projections import Projection, ProjectionWatch
 from shd_torch.capture.taps import RawCall, record
 from shd_torch.checks import check_option
 from shd_torch.kd.rows import Record
+from shd_torch.kd.targets import cut_teacher, mean_logits
 from shd_torch.kl.loss import attention_kl
 from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES
 from shd_torch.maps.loss import REDUCTIONS
@@ -56,7 +57,7 @@ class OnlineSupervision:
         layers: student layers, zero-based, in ascending order.
         squeezes: one a layer, with the supervision and its report (alphas, residual, clip counts).
         output: what the teacher's forward pass returned, without hidden states if some were chosen, and without
-            logits where only some of their classes are kept: their memory is free again.
+            logits where only some of their classes are kept, or a mean: their memory is free again.
         logits: see ``targets``.
         hidden: see ``hidden_states``.
     """
@@ -120,6 +121,9 @@ class OnlineTeacher:
         targets: what becomes of its logits; by default all are targets, in its own dtype and memory.
         hidden_layers: hidden states to keep, as Hugging Face counts them: 0 for the embeddings, k for block k. The
             model is then called with ``output_hidden_states=True``.
+        with_teachers: further teachers of the same vocabulary, called with the same arguments: the targets are made
+            of the mean of all logits (KD-15), as a cache of several teachers holds them (CACHE-163). Attention and
+            hidden states stay those of ``model``.
 
     Raises:
         ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
@@ -141,9 +145,11 @@ class OnlineTeacher:
         output_projections: Mapping[int, Tensor] | None = None,
         targets: LiveTargets | None = None,
         hidden_layers: Iterable[int] = (),
+        with_teachers: Sequence[nn.Module] = (),
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(model).__name__}")
+        for module in (model, *with_teachers):
+            if not isinstance(module, nn.Module):
+                raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(module).__name__}")
         check_count("num_student_heads", num_student_heads)
         check_option("strategy", strategy, STRATEGIES, "MIX-2")
         check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
@@ -160,6 +166,7 @@ class OnlineTeacher:
         self._given = read_projections(output_projections)
         self.hidden_layers = read_hidden_layers(hidden_layers)
         self._targets = TargetReader(targets or LiveTargets())
+        self.with_teachers = tuple(with_teachers)
         self._num_calls = 0
         self._projections: dict[int, Projection] = {}
         self._pairs: tuple[tuple[int, int], ...] = ()
@@ -214,6 +221,7 @@ class OnlineTeacher:
         """
         first = not self._pairs
         check = first if check is None else check
+        given = kwargs
         if self.hidden_layers:
             kwargs = {**kwargs, "output_hidden_states": True}
         with _eval_mode(self.model):
@@ -224,18 +232,35 @@ class OnlineTeacher:
             rows = (call.query.shape[0], call.query.shape[2])
             fits = query_mask is None and padding is not None and tuple(padding.shape) == rows
             squeezes[layer] = self._squeeze_layer(layer, call, padding if fits else query_mask, check)
-        return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, check=check)
+        logits = read_logits(output)
+        if self.with_teachers:
+            logits = self._average(logits, args, given, check=check)
+        return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, logits, check=check)
 
-    def _gather(self, squeezes: tuple[FactoredSqueeze, ...], output: Any, *, check: bool) -> OnlineSupervision:
+    def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
+        """The mean logits of all teachers, of the classes that count (KD-15)."""
+        options, parts = self._targets.options, []
+        for model in (self.model, *self.with_teachers):
+            logits = first
+            if model is not self.model:
+                with _eval_mode(model):
+                    logits = read_logits(model(*args, **kwargs))
+            if logits is None:
+                raise ShdError("capture-failed", f"{type(model).__name__} must return logits for a mean of them")
+            parts.append(cut_teacher(logits, options.vocab_size, options.temperature, check=check))
+        return mean_logits(parts, check=check)
+
+    def _gather(
+        self, squeezes: tuple[FactoredSqueeze, ...], output: Any, logits: Tensor | None, *, check: bool
+    ) -> OnlineSupervision:
         """What a batch is taught with; of the output what is held in another form is left out."""
         hidden: dict[int, Tensor] = {}
         if self.hidden_layers:
             hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
             output = without(output, "hidden_states")
-        logits = read_logits(output)
         targets = None if logits is None else self._targets.read(logits, check=check)
-        if logits is not None and not self._targets.options.keeps_all:
-            output = None if logits is output else without(output, "logits")
+        if logits is not None and (self.with_teachers or not self._targets.options.keeps_all):
+            output = None if isinstance(output, Tensor) else without(output, "logits")
         return OnlineSupervision(self.student_layers, squeezes, output, targets, hidden)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:

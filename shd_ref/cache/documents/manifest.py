@@ -72,6 +72,9 @@ class Manifest:
             "CACHE-43",
         )
         require(bool(self.forms), "a cache must hold attention, logits or hidden states", "none", "CACHE-160")
+        others = () if self.logits is None else self.logits.with_teachers
+        own = self.teacher.sha256 not in [each.sha256 for each in others]
+        require(own, "logits.with_teachers must be other teachers than the first", self.teacher.sha256, "CACHE-163")
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error, "CACHE-51")
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
         require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards, "CACHE-22")

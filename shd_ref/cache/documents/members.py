@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -12,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.keys import check_key
-from shd_ref.cache.forms.form import require
+from shd_ref.cache.forms.form import SHA256, require
 from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.layout import MAX_SAMPLES, MAX_SHARDS
 
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _require: Final = functools.partial(require, spec_id="CACHE-22")
 
 
@@ -38,7 +36,7 @@ class Teacher:
     dtype: str
 
     def __post_init__(self) -> None:
-        _require(bool(_SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
+        _require(bool(SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.factored import CodedFactors
 from shd_ref.errors import ShdError
+
+SHA256: Final = re.compile(r"[0-9a-f]{64}")
+"""Of a teacher."""
 
 F32 = "F32"
 """Stored as it is: binary32, aligned."""

@@ -23,7 +23,7 @@ from shd_ref.cache.codecs.logits import (
     rows_moved,
 )
 from shd_ref.cache.codecs.vectors import largest_move, to_float16
-from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
+from shd_ref.cache.forms.form import SHA256, U8, Extent, NewRecord, Part, StoredRecord, require
 from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
@@ -32,6 +32,28 @@ from shd_ref.kd.records import SampledTargets, TopkTargets
 
 MAX_CLASSES: Final = 1 << 16
 """Of a head, and drawn: decoding makes a number of every bit, so a forged row of more would take gigabytes."""
+
+
+@dataclass(frozen=True)
+class AveragedTeacher:
+    """A teacher whose logits are averaged with those of the manifest's ``teacher`` (CACHE-163).
+
+    Attributes:
+        sha256: of its file, as the teacher's.
+        name: for people.
+        dtype: as the teacher's.
+        tensor: name of its graph's tensor.
+        padded_vocab_size: how many classes it gives, where the last ones only pad the vocabulary; else None.
+    """
+
+    sha256: str
+    name: str
+    dtype: str
+    tensor: str
+    padded_vocab_size: int | None = optional(None)
+
+    def __post_init__(self) -> None:
+        _require(bool(SHA256.fullmatch(self.sha256)), "with_teachers.sha256 must be 64 hex digits", self.sha256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +72,7 @@ class Logits(Rows):
         draws: classes drawn from the rest.
         value_bits: of a head's probability, 4 to 16; 0 for ``float16``.
         seed: of the draws; None where there are none.
+        with_teachers: further teachers, in their order; rows are those of the mean of all logits.
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -65,14 +88,18 @@ class Logits(Rows):
     draws: int = optional(0)
     value_bits: int = optional(0)
     seed: int | None = optional(None)
+    with_teachers: tuple[AveragedTeacher, ...] = optional(())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.codec in LOGITS_CODECS, f"logits.codec must be one of {LOGITS_CODECS}", self.codec, "CACHE-164")
-        size, padded = self.vocab_size, self.padded_vocab_size
+        size = self.vocab_size
         _require(1 <= size <= MAX_VOCABULARY, f"vocab_size must be 1 to {MAX_VOCABULARY}", size)
-        fits = padded is None or size < padded <= MAX_VOCABULARY
-        _require(fits, f"padded_vocab_size must be None, or above vocab_size, at most {MAX_VOCABULARY}", padded)
+        for padded in (self.padded_vocab_size, *(each.padded_vocab_size for each in self.with_teachers)):
+            fits = padded is None or size < padded <= MAX_VOCABULARY
+            _require(fits, f"padded_vocab_size must be None, or above vocab_size, at most {MAX_VOCABULARY}", padded)
+        hashes = [each.sha256 for each in self.with_teachers]
+        _require(len(set(hashes)) == len(hashes), "with_teachers must be different teachers", hashes)
         if self.codec == "float16":
             unused = (self.temperature, self.head, self.draws, self.value_bits, self.seed)
             none = unused == (None, 0, 0, 0, None)
@@ -96,6 +123,11 @@ class Logits(Rows):
     def code(self) -> RowCode:
         """How rows of ``topk`` and ``sampled`` are coded."""
         return RowCode(self.vocab_size, self.head, self.draws, self.value_bits)
+
+    @property
+    def given_classes(self) -> int:
+        """How many classes the rows have that are coded: those of several teachers are cut before their mean."""
+        return self.vocab_size if self.with_teachers else self.padded_vocab_size or self.vocab_size
 
     @property
     def row_bytes(self) -> int:
@@ -139,7 +171,8 @@ class Logits(Rows):
         """A sample's logits as bytes.
 
         Args:
-            rows: ``(R, V)``, or with the classes that pad the vocabulary; floating.
+            rows: ``(R, V)``, or with the classes that pad the vocabulary; floating. Of several teachers the mean,
+                ``(R, V)``.
             index: of the sample, which its draws depend on.
             counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
 
@@ -203,7 +236,7 @@ class Logits(Rows):
             ShdError: as ``decode``; ``argument-shape`` for another number of rows.
         """
         codes, temperature = self._rows_of(record), self.temperature or 1.0
-        logits = as_rows("logits", rows, self.padded_vocab_size or self.vocab_size)[:, : self.vocab_size]
+        logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         if len(logits) != len(codes):
             raise ShdError("argument-shape", f"rows must be {len(codes)}; got {len(logits)}", "CACHE-160")
         uniforms = draw_uniforms(record.index, len(codes), self.draws, self.seed or 0)
@@ -234,14 +267,15 @@ class Logits(Rows):
             "float16": "all classes",
         }[self.codec]
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
+        mean = f"; mean with {', '.join(each.name for each in self.with_teachers)}" if self.with_teachers else ""
         return [
-            ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}"),
+            ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}{mean}"),
             ("logits codec", f"{self.codec}, {self.row_bytes} bytes {per}"),
         ]
 
     def _cut(self, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None) -> NDArray[np.floating[Any]]:
         """The classes that are stored, with zeros in rows that do not count."""
-        rows = as_rows("logits", rows, self.padded_vocab_size or self.vocab_size)
+        rows = as_rows("logits", rows, self.given_classes)
         kept = counted_rows(rows[:, : self.vocab_size], counted)
         if not np.isfinite(kept).all():
             raise ShdError("not-finite", "logits must be finite; got NaN or infinity", "CACHE-165")

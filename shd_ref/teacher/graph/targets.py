@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.nodes import is_constant, name_of
@@ -79,6 +81,24 @@ def find_targets(
     layers = sorted(set(hidden))
     found = _find_hidden(model, sites, layers) if layers else ()
     return TargetTensors(_find_logits(model, output) if logits else None, found)
+
+
+def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
+    """The type that a teacher computes in, for its manifest: of its attention, else of its logits or hidden states.
+
+    Inference may know neither; float32 is then also the type in which a graph is compared with the reference.
+
+    Args:
+        model: from ``load_teacher``.
+        sites: those that are used; exporters give all one type.
+        targets: what is used beside them.
+    """
+    if sites:
+        return sites[0].dtype or "float32"
+    names = {name for name in (targets.logits, *(name for _, name in targets.hidden)) if name is not None}
+    values = (*model.graph.output, *model.graph.value_info)
+    kinds = {value.type.tensor_type.elem_type for value in values if value.name in names} & _FLOATS
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(min(kinds))).name if len(kinds) == 1 else "float32"
 
 
 def _find_logits(model: onnx.ModelProto, output: str | None) -> str:

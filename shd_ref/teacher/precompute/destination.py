@@ -47,6 +47,10 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
     differences = [
         f"{name}: {old!r} -> {new!r}" for name, new in known.items() if (old := _member(found, name)) != new
     ]
+    names = [] if found.logits is None else [each.name for each in found.logits.with_teachers]
+    asked = [path.name for path in options.with_teachers]
+    if names != asked:
+        differences.append(f"logits.with_teachers: {names} -> {asked}")
     if differences:
         raise other_job(storage.root, differences)
 
@@ -63,6 +67,7 @@ def _known_members(found: Manifest, teacher: Path, options: PrecomputeOptions, r
         "attention.alpha_rule": options.alpha_rule,
         "attention.alpha_per": options.alpha_per,
         "attention.codec": options.stored_codec,
+        "logits.codec": None if options.logits == "none" else options.logits,
         "compression": options.compression,
         "on_error": options.on_error,
         "inputs.seed": options.seed_column,

@@ -164,6 +164,21 @@ def squeeze_graph(
     return SqueezedGraph(assembled, tuple(squeezed), options, check_outputs, found)
 
 
+def target_graph(model: onnx.ModelProto, targets: TargetTensors) -> tuple[onnx.ModelProto, TargetTensors]:
+    """A graph that outputs logits and hidden states in float32, and nothing else; and the names that they have there.
+
+    Args:
+        model: from ``load_teacher``; not changed.
+        targets: from ``find_targets`` on this model.
+
+    Raises:
+        ShdError: ``graph-invalid``, ``graph-unsupported`` for an operator set that is too old.
+    """
+    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
+    found = _output_targets(body, targets)
+    return assemble_graph(model, body, ()), found
+
+
 def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
     """Make tensors of the teacher float32 outputs; the names that they have as such."""
     body.prefix = f"{FUNCTION_DOMAIN}/targets/"

@@ -126,6 +126,10 @@ class ModelInputs:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def spec(self, name: str) -> InputSpec:
+        """What the graph says of one of ``names``."""
+        return self._specs[name]
+
     @property
     def supply(self) -> str:
         """What is fed beside the data, in a line; empty for nothing."""
@@ -303,7 +307,7 @@ class ModelInputs:
             raise self._source.refuse(
                 f"{name} must be {spec.dtype}; got text: give a tokenizer (--tokenizer FOLDER)", index
             )
-        array = _as_dtype(value, np.dtype(spec.dtype))
+        array = as_dtype(value, np.dtype(spec.dtype))
         if array is None:
             raise self._source.refuse(f"{name} must be {spec.dtype}; got {value.dtype}: convert it", index)
         if array.ndim != len(spec.shape) - 1:
@@ -358,7 +362,7 @@ def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
     return padded
 
 
-def _as_dtype(array: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
+def as_dtype(array: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
     """The array in the graph's dtype where no value changes its meaning; otherwise None."""
     if array.dtype == wanted:
         return array

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Final
 
 from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
@@ -208,6 +209,14 @@ class PrecomputeOptions:
             least=1,
         ),
     ] = None
+    with_teachers: Annotated[
+        tuple[Path, ...],
+        Shown(
+            "A further teacher of the same vocabulary: the mean of all logits is stored (BabyLlama). Once a teacher.",
+            TARGETS,
+            metavar="TEACHER.onnx",
+        ),
+    ] = ()
     hidden: Annotated[
         tuple[int, ...],
         Shown(

@@ -22,11 +22,12 @@ from shd_ref.teacher.graph.independence import SHARED_SCALES
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import frozen_specs
-from shd_ref.teacher.graph.targets import TargetTensors, find_targets
+from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph
 from shd_ref.teacher.rewrite.union import unite_graphs
+from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.calibration import calibrate_plans
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
@@ -64,6 +65,8 @@ class TeacherRun:
         options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
+        others: further teachers, whose logits are averaged with this one's.
+        logit_columns: classes that this teacher gives, padding included, once a run told.
 
     Raises:
         ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
@@ -85,11 +88,14 @@ class TeacherRun:
         for each in students:
             check_options(each)
         check_run(run)
+        check_teachers(teacher, options)
         self.model = load_teacher(teacher)
         sites, specs = find_sites(self.model), input_specs(self.model)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
         self.targets = self._find_targets(sites)
+        self.others = tuple(LogitsTeacher(path, options, run) for path in options.with_teachers)
+        self._check_classes()
         self.factors = self._choose_stored()
         self.num_teacher_heads = _common_heads(self.layers)
         for each in students:
@@ -108,11 +114,14 @@ class TeacherRun:
             decoder_mask=self.site_kinds.decoder_mask,
         )
         self._check_lengths()
+        for other in self.others:
+            other.fit(self.inputs)
         self.students = tuple(
             Student(number, each, plans or self._match_plans(each))
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
+        self.logit_columns: int | None = None
         self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
 
     def storing(self, **changes: str) -> TeacherRun:
@@ -147,7 +156,7 @@ class TeacherRun:
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
-        targets = TargetOutputs.read(session.graphs[0].targets, values)
+        targets = self._average(TargetOutputs.read(session.graphs[0].targets, values), batch)
         return tuple(
             StudentOutputs(
                 student,
@@ -158,6 +167,17 @@ class TeacherRun:
             )
             for student, graph in zip(self.students, session.graphs, strict=True)
         )
+
+    def _average(self, targets: TargetOutputs, batch: Batch) -> TargetOutputs:
+        """With the mean logits of all teachers in place of this one's."""
+        if targets.logits is None:
+            return targets
+        self.logit_columns = targets.logits.shape[-1]
+        if not self.others:
+            return targets
+        count, name = len(batch.indices), self.inputs.mask
+        mask = None if name is None else batch.arrays[name][:count].astype(np.bool_)
+        return replace(targets, logits=average_logits(targets.logits, self.others, batch, mask, self.options))
 
     def sample(self, outputs: StudentOutputs, number: int) -> SampleOutputs:
         """One sample of a run, by its number in the batch."""
@@ -186,6 +206,8 @@ class TeacherRun:
                 opened = self._open(True)
                 targets = opened.graphs[0].targets.titles
                 check_samples(self.model, {}, self.inputs, functools.partial(self._run_noting, opened), targets)
+        for other in self.others:
+            other.check_samples(self.inputs)
 
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
@@ -231,9 +253,12 @@ class TeacherRun:
         """How many of these samples may give logits and hidden states at once: one, until a run told the widths."""
         if not self.targets or self.inputs.fixed_batch is not None or self._target_columns == 0:
             return len(indices)
-        if self._target_columns is None:
+        others = [other.columns for other in self.others]
+        if self._target_columns is None or None in others:
             return 1
-        entries = self._target_columns * max(self.inputs.longest_axis(indices), 1)
+        # Beside the first teacher's, one other's logits are held at a time.
+        columns = self._target_columns + max((each for each in others if each is not None), default=0)
+        entries = columns * max(self.inputs.longest_axis(indices), 1)
         return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
 
     def _run_noting(self, opened: _Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
@@ -261,6 +286,14 @@ class TeacherRun:
                 "decoder: store its attention alone, and let the teacher run beside the student for the rest",
             )
         return found
+
+    def _check_classes(self) -> None:
+        """Refuse further teachers with other classes, as far as the graphs say how many they have."""
+        given = self.options.vocab_size
+        size = count_classes(self.model, str(self.targets.logits)) if given is None else given
+        if size is not None:
+            for other in self.others:
+                other.check_classes(size, exact=given is None)
 
     def mask_of_rows(self, site: AttentionSite) -> str | None:
         """Name of the input that says which rows of a site's maps count; None where every row does."""
@@ -306,9 +339,7 @@ class TeacherRun:
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
-        # One dtype for all: exporters give every layer's attention the same. Inference may not know it; float32
-        # is then the dtype in which the graph is compared with the reference, too.
-        dtype = self.layers[0][1].dtype or "float32"
+        dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
         provider = PROVIDERS.get(self.run.provider, self.run.provider)
         return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
 

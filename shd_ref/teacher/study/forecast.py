@@ -315,7 +315,13 @@ def _zstd_ratio(blobs: Sequence[Any]) -> float | None:
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
     session = open_session(work.model, provider=work.run.provider, num_threads=work.run.num_threads)
     fed = {value.name for value in session.get_inputs()}
-    return lambda batch: session.run(None, {name: array for name, array in batch.arrays.items() if name in fed})
+
+    def run(batch: Batch) -> None:
+        session.run(None, {name: array for name, array in batch.arrays.items() if name in fed})
+        for other in work.others:
+            other.run(batch)
+
+    return run
 
 
 def _time(run: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:

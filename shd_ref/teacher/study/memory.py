@@ -58,6 +58,7 @@ def forecast_memory(
     """
     parameters, weights = count_weights(work.model)
     student = parameters if student_parameters is None else student_parameters
+    weights += sum(count_weights(other.model)[1] for other in work.others)
     positions = _FLOAT * batch_size * length
     # A student's head is taken to be as wide as the teacher's.
     own = [positions * work.options.num_student_heads * (site.d_k or site.d_v or 0) for _, site in work.layers]

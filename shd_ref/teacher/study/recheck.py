@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def recheck_records(
     teacher: str | Path,
     inputs: Source | Arrays,
     *,
+    with_teachers: Sequence[str | Path] = (),
     num_records: int = 8,
     seed: int = 0,
     provider: str = "cpu",
@@ -49,6 +51,7 @@ def recheck_records(
         cache: a sealed cache, a folder or an address.
         teacher: the ``.onnx`` file that it should come from.
         inputs: the model inputs that it should come from.
+        with_teachers: the further teachers of a mean of logits, in the order of the manifest.
         num_records: how many records to run.
         seed: of the choice.
         provider: as in ``precompute``; it may differ from the first run's.
@@ -58,7 +61,7 @@ def recheck_records(
     """
     reader = CacheReader(cache)
     manifest, form = reader.manifest, reader.manifest.attention
-    work = rerun_teacher(reader, teacher, inputs, provider=provider)
+    work = rerun_teacher(reader, teacher, inputs, with_teachers=with_teachers, provider=provider)
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
@@ -95,7 +98,12 @@ def recheck_records(
 
 
 def rerun_teacher(
-    reader: CacheReader, teacher: str | Path, inputs: Source | Arrays, *, provider: str = "cpu"
+    reader: CacheReader,
+    teacher: str | Path,
+    inputs: Source | Arrays,
+    *,
+    with_teachers: Sequence[str | Path] | None = None,
+    provider: str = "cpu",
 ) -> TeacherRun:
     """The teacher of a cache, ready to squeeze as the cache was squeezed.
 
@@ -103,20 +111,16 @@ def rerun_teacher(
         reader: the cache; a partial one may lack some of the inputs.
         teacher: the ``.onnx`` file that it should come from.
         inputs: the model inputs that it should come from, or some of them.
+        with_teachers: the further teachers of a mean of logits, in the order of the manifest; None to run for the
+            attention alone.
         provider: as in ``precompute``.
 
     Raises:
-        ShdError: ``cache-mismatch`` for another teacher or other inputs.
+        ShdError: ``cache-mismatch`` for another teacher or other inputs; ``argument-value`` for another number of
+            further teachers.
     """
     manifest, form = reader.manifest, reader.manifest.attention
-    load_teacher(teacher)  # refuses external data outside the folder before anything is hashed
-    found = hash_teacher(teacher)
-    if found != manifest.teacher.sha256:
-        raise ShdError(
-            "cache-mismatch",
-            f"{reader.folder} must come from this teacher; it was made from {manifest.teacher.name!r} with SHA-256 "
-            f"{manifest.teacher.sha256[:16]}..., and {teacher} has {found[:16]}...",
-        )
+    _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=with_teachers is not None)
     options = PrecomputeOptions(
         num_student_heads=form.num_student_heads,
         layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
@@ -131,7 +135,8 @@ def rerun_teacher(
     options = (
         replace(options, codec=form.codec) if isinstance(form, Maps) else replace(options, factored_codec=form.codec)
     )
-    options = _with_targets(options, manifest)
+    if with_teachers is not None:
+        options = replace(_with_targets(options, manifest), with_teachers=tuple(map(Path, with_teachers)))
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)
@@ -146,6 +151,29 @@ def rerun_teacher(
     return work
 
 
+def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_targets: bool) -> None:
+    """Refuse other teachers than those of the cache; without targets its first one is enough."""
+    manifest = reader.manifest
+    averaged = manifest.logits.with_teachers if has_targets and manifest.logits is not None else ()
+    if len(averaged) != len(teachers) - 1:
+        raise ShdError(
+            "argument-value",
+            "with_teachers must be the further teachers whose logits were averaged, "
+            f"{', '.join(repr(each.name) for each in averaged) or 'none'}, in this order; got "
+            f"{', '.join(map(str, teachers[1:])) or 'none'}",
+            "CACHE-163",
+        )
+    for path, known in zip(teachers, (manifest.teacher, *averaged), strict=True):
+        load_teacher(path)  # refuses external data outside the folder before anything is hashed
+        found = hash_teacher(path)
+        if found != known.sha256:
+            raise ShdError(
+                "cache-mismatch",
+                f"{reader.folder} must come from this teacher; it was made from {known.name!r} with SHA-256 "
+                f"{known.sha256[:16]}..., and {path} has {found[:16]}...",
+            )
+
+
 def _with_targets(options: PrecomputeOptions, manifest: Manifest) -> PrecomputeOptions:
     """The options that also ask for the logits and hidden states of a cache."""
     if manifest.logits is not None:
@@ -155,6 +183,7 @@ def _with_targets(options: PrecomputeOptions, manifest: Manifest) -> PrecomputeO
             logits=form.codec,
             logits_output=form.tensor,
             logits_temperature=form.temperature or 1.0,
-            vocab_size=form.vocab_size if form.padded_vocab_size else None,
+            # Each of several teachers may have padding of its own, or none.
+            vocab_size=form.vocab_size if form.padded_vocab_size or form.with_teachers else None,
         )
     return replace(options, hidden=() if manifest.hidden is None else tuple(manifest.hidden.teacher_layers))

@@ -61,15 +61,16 @@ def write_cache(folder: Path, **more: Any) -> Path:
     if not (folder / "teacher.onnx").exists():
         export(folder)
     options = PrecomputeOptions(**({"num_student_heads": 2, "codec": "float32"} | more))
-    name = "-".join(["cache", *(f"{key}={value}" for key, value in more.items())])
+    shown = {key: len(value) if key == "with_teachers" else value for key, value in more.items()}
+    name = "-".join(["cache", *(f"{key}={value}" for key, value in shown.items())])
     precompute(folder / "teacher.onnx", arrays, folder / name, options, RunOptions(num_threads=1))
     return folder / name
 
 
-def export(folder: Path) -> None:
+def export(folder: Path, seed: int = 1) -> None:
     arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
     example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
-    teacher = make_model(4, seed=1).eval()
+    teacher = make_model(4, seed=seed).eval()
     teacher.set_attn_implementation("eager")
     export_teacher(teacher, example, folder / "teacher.onnx")
 

@@ -30,6 +30,7 @@ def committed(folder: Path) -> int:
 @pytest.mark.slow
 def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) -> None:
     onnx.save(language_model(), tmp_path / "teacher.onnx")
+    onnx.save(language_model(num_layers=1), tmp_path / "second.onnx")
     rng, moments = np.random.default_rng(0), random.Random(3)
     mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
     ids = rng.integers(0, 50, (NUM_SAMPLES, LENGTH))
@@ -39,6 +40,7 @@ def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) ->
         teacher, inputs = str(tmp_path / "teacher.onnx"), str(tmp_path / "data.npz")
         options = ["--batch-size", "4", "--samples-per-shard", "1", "--threads", "1"]
         options += ["--logits", "sampled", "--logits-top", "4", "--logits-draws", "3", "--hidden", "0,1"]
+        options += ["--with-teacher", str(tmp_path / "second.onnx")]
         return ["precompute", teacher, "--inputs", inputs, "--student-heads", "2", "--out", str(folder), *options]
 
     def finish(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from support.binding.allocations import Live
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights, write_cache
+from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, weights, write_cache
 from support.makers import ALONE, TOPK, job, key_of, length_of
 from support.makers import write_cache as write_made
 
@@ -57,8 +57,15 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return cache
 
 
-def live(**targets: Any) -> OnlineTeacher:
-    return OnlineTeacher(make_model(4, seed=1), 2, 2, targets=LiveTargets(**targets), hidden_layers=[0, 1, 2])
+def live(with_teachers: Sequence[torch.nn.Module] = (), **targets: Any) -> OnlineTeacher:
+    return OnlineTeacher(
+        make_model(4, seed=1),
+        2,
+        2,
+        targets=LiveTargets(**targets),
+        hidden_layers=[0, 1, 2],
+        with_teachers=with_teachers,
+    )
 
 
 def terms(**options: Any) -> dict[str, Any]:
@@ -129,6 +136,34 @@ def test_loss_and_gradient_are_within_the_stated_error(form: str, cached: Callab
         off = (state - wanted[layer])[mask].norm(dim=-1) / wanted[layer][mask].norm(dim=-1)
         assert float(off.max()) <= reader.errors.hidden.relative_max + 1e-5
         assert float(hidden_loss(state, wanted[layer], loss_mask=mask)) < 1e-5
+
+
+def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path], tmp_path: Path) -> None:
+    """The mean of all logits, before anything is left out, beside the attention of the first (CACHE-163)."""
+    options, kept = FORMS["topk"]
+    export(tmp_path, seed=5)
+    reader = CacheReader(cached(**options, with_teachers=(tmp_path / "teacher.onnx",)))
+    dataset, batch = SupervisedDataset(make_samples(), reader), pad(make_samples())
+    _, supervision = dataset.collate_with(pad)([dataset[index] for index in range(8)])
+    seen = {name: value for name, value in batch.items() if name != "labels"}
+    mask = seen["attention_mask"].bool()
+    both, alone = live(with_teachers=[make_model(4, seed=5)], **kept)(**seen), live(**kept)(**seen)
+    logits = torch.randn(8, 12, 30, generator=torch.Generator().manual_seed(0))
+    term = KdTerm(temperature=2.0)
+    gradients = []
+    for targets in (supervision.targets(), both.targets(), alone.targets()):
+        z = logits.clone().requires_grad_()
+        term.loss([targets], z, loss_mask=mask, check=True).backward()
+        gradients.append(z.grad)
+    assert reader.errors.logits is not None
+    rows = 2.0 / int(mask.sum()) * math.sqrt(2 * reader.errors.logits.kl_max)
+    moved = [float((gradient - gradients[1]).abs().sum(-1).max()) for gradient in gradients]
+    assert moved[0] <= rows + 1e-7
+    assert moved[2] > 10 * rows
+    for cached, held in zip(supervision.hidden_states().values(), alone.hidden_states().values(), strict=True):
+        torch.testing.assert_close(cached[mask], held[mask], rtol=2e-3, atol=2e-3)
+    for one, other in zip(both.supervisions, alone.supervisions, strict=True):
+        torch.testing.assert_close(one.mixing, other.mixing)
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def describe_logits(work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
             "name another output (--logits-output)",
             "CACHE-160",
         )
-    columns = logits.shape[-1]
+    columns = work.logit_columns or logits.shape[-1]  # a mean of several is cut already
     size = columns if options.vocab_size is None else options.vocab_size
     if size > columns:
         raise ShdError(
@@ -90,6 +90,7 @@ def describe_logits(work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
         "tensor": name,
         "vocab_size": size,
         "padded_vocab_size": columns if size < columns else None,
+        "with_teachers": tuple(other.describe(size) for other in work.others),
     }
     if options.logits == "float16":
         return Logits(**common)
@@ -204,9 +205,13 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
     """
     dtype = manifest.teacher.dtype
     if manifest.logits is not None:
+        # A mean moves no further than the teacher of it that moves most.
+        again = max(
+            tolerance_of("recheck", each.dtype) for each in (manifest.teacher, *manifest.logits.with_teachers)
+        )
         rows, _, counted = _logit_rows(manifest.logits, sample, record.extent, record.index)
         found, bound = manifest.logits.compare(record, rows)
-        _check_moves(record, "logits", found, bound + tolerance_of("recheck", dtype), counted)
+        _check_moves(record, "logits", found, bound + again, counted)
     if manifest.hidden is not None:
         for layer in manifest.hidden.teacher_layers:
             rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)

@@ -1,0 +1,295 @@
+"""Further teachers, whose logits are averaged with the first's in one pass (CACHE-163)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.logits import check_padding
+from shd_ref.cache.forms.logits import AveragedTeacher
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
+from shd_ref.teacher.opening.external import hash_teacher
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.rewrite.squeeze import target_graph
+from shd_ref.teacher.run.independence import check_samples
+from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.supply import SUPPLIED, Supply
+from shd_ref.teacher.session import open_session
+
+_WHO: Final = "--with-teacher {}"
+
+
+class LogitsTeacher:
+    """A teacher of which nothing but its logits is asked.
+
+    Args:
+        path: the ``.onnx`` file.
+        options: of the pass: ``vocab_size``, and ``logits_output`` where this graph has it too.
+        run: how to run it.
+
+    Attributes:
+        path: of the file.
+        model: as it was loaded.
+        columns: classes that it gives, padding included; None until a run told, where the graph does not say.
+
+    Raises:
+        ShdError: as ``load_teacher`` and ``find_targets``, naming the file.
+    """
+
+    def __init__(self, path: Path, options: PrecomputeOptions, run: RunOptions) -> None:
+        self.path = path
+        self.who = _WHO.format(path)
+        try:
+            self.model = load_teacher(path)
+            self._targets = _find_logits(self.model, options.logits_output)
+        except ShdError as error:
+            raise _named(error, self.who) from error
+        self._options, self._run_options = options, run
+        self._specs = {spec.name: spec for spec in input_specs(self.model)}
+        self._supply = Supply(())
+        self._mask: str | None = None
+        self.columns = count_classes(self.model, str(self._targets.logits))
+
+    def fit(self, inputs: ModelInputs) -> None:
+        """Refuse inputs that this teacher cannot run on; afterwards it runs on their batches.
+
+        Raises:
+            ShdError: ``inputs-invalid``, ``graph-unsupported``.
+        """
+        supplied = [spec for name, spec in self._specs.items() if spec.part in SUPPLIED and name not in inputs.names]
+        self._supply, self._mask = Supply(supplied), inputs.mask
+        missing = sorted(self._specs.keys() - set(inputs.names) - {spec.name for spec in supplied})
+        if missing:
+            raise ShdError(
+                "inputs-invalid",
+                f"{self.who} must take inputs that the first teacher takes too ({', '.join(inputs.names)}), since "
+                f"these find a sample; it also takes {', '.join(missing)}: export both with the same inputs",
+                "CACHE-36",
+            )
+        if inputs.mask is not None and inputs.mask not in self._specs:
+            raise ShdError(
+                "inputs-invalid",
+                f"{self.who} must take {inputs.mask}, as the first teacher does, or padding would change its logits; "
+                f"it takes {', '.join(sorted(self._specs))}: export it with its mask",
+            )
+        for name in inputs.names:
+            spec = self._specs.get(name)
+            if spec is None:
+                continue
+            first = inputs.spec(name)
+            axes = zip(spec.shape, first.shape, strict=False)
+            fits = len(spec.shape) == len(first.shape) and all(
+                not isinstance(own, int) or own == other for own, other in axes
+            )
+            if not fits:
+                raise ShdError(
+                    "inputs-invalid",
+                    f"{self.who} must take {name} as the first teacher does, {list(first.shape)}; it takes "
+                    f"{list(spec.shape)}: export it with open axes",
+                )
+
+    def check_classes(self, size: int, *, exact: bool) -> None:
+        """Refuse another number of classes, as soon as this teacher's are known.
+
+        Args:
+            size: V.
+            exact: whether it is the first teacher's own number, so that there is nothing to cut.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+        if self.columns is None or self.columns == size or (self.columns > size and not exact):
+            return
+        raise ShdError(
+            "argument-value",
+            f"{self.who} must have the first teacher's classes for a mean of logits, {size}; got {self.columns}: "
+            "take teachers of one vocabulary, and where one pads it, say how many classes count (--vocab-size)",
+            "CACHE-163",
+        )
+
+    def check_samples(self, inputs: ModelInputs) -> None:
+        """Refuse logits of a sample that depend on the samples that run with it.
+
+        Raises:
+            ShdError: ``graph-unsupported``.
+        """
+        name = str(self._graph[1])
+
+        def run(names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+            return {name: self.run(batch)}
+
+        check_samples(self.model, {}, inputs, run, {name: f"{self.who}: logits"})
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Its logits of a batch, float32 ``(B, L, columns)`` or ``(B, columns)``; a fixed batch axis keeps its fill.
+
+        Raises:
+            ShdError: ``inputs-invalid``.
+        """
+        session, name = self._graph
+        arrays = {
+            given: as_dtype(batch.arrays[given], np.dtype(spec.dtype))
+            for given, spec in self._specs.items()
+            if given in batch.arrays and given not in self._supply.names
+        }
+        wrong = [given for given, array in arrays.items() if array is None]
+        if wrong:
+            raise ShdError(
+                "inputs-invalid",
+                f"{self.who} must take {wrong[0]} in a type that holds its values; it takes "
+                f"{self._specs[wrong[0]].dtype}, and the first teacher's are {batch.arrays[wrong[0]].dtype}",
+            )
+        fed: dict[str, Any] = dict(arrays)
+        mask = None if self._mask is None else batch.arrays[self._mask]
+        first = mask if mask is not None else next(iter(batch.arrays.values()))
+        fed |= self._supply.arrays(len(first), first.shape[1] if first.ndim > 1 else 1, mask)
+        try:
+            values = run_batch(session, [name], Batch(batch.indices, batch.lengths, fed))
+        except ShdError as error:
+            raise _named(error, self.who) from error
+        logits: NDArray[np.float32] = values[name]
+        self.columns = logits.shape[-1]
+        return logits
+
+    def describe(self, vocab_size: int) -> AveragedTeacher:
+        """As a manifest names it.
+
+        Args:
+            vocab_size: V.
+        """
+        assert self.columns is not None  # it has run
+        tensor = str(self._targets.logits)
+        padded = self.columns if self.columns > vocab_size else None
+        return AveragedTeacher(
+            hash_teacher(self.path), self.path.name, dtype_of(self.model, (), self._targets), tensor, padded
+        )
+
+    @functools.cached_property
+    def _graph(self) -> tuple[Any, str]:
+        model, found = target_graph(self.model, self._targets)
+        run = self._run_options
+        return open_session(model, provider=run.provider, num_threads=run.num_threads), str(found.logits)
+
+
+def average_logits(
+    first: NDArray[np.float32],
+    others: Sequence[LogitsTeacher],
+    batch: Batch,
+    mask: NDArray[np.bool_] | None,
+    options: PrecomputeOptions,
+) -> NDArray[np.float32]:
+    """The mean logits of all teachers on a batch (KD-15), of the classes that count.
+
+    One teacher's logits are held beside the sum at a time.
+
+    Args:
+        first: the first teacher's, ``(B, L, V')`` or ``(B, V')``; overwritten.
+        others: the further teachers, which run here.
+        batch: the samples.
+        mask: ``(B, L)``, True = the position counts; None where all do.
+        options: of the pass.
+
+    Returns:
+        ``(B, L, V)`` or ``(B, V)``.
+
+    Raises:
+        ShdError: ``argument-value`` for another number of classes, or padding that has mass; ``graph-unsupported``
+            for other positions.
+    """
+    columns, count = first.shape[-1], len(batch.indices)
+    size = columns if options.vocab_size is None else options.vocab_size
+    if size > columns:
+        return first  # refused with its own message
+    by_position = mask is not None and first.shape[:-1] == mask.shape
+    counted = mask if by_position else None
+    _check_padding("the first teacher", first, size, counted, options)
+    total = first[..., :size] if first.flags.writeable else first[..., :size].copy()
+    for other in others:
+        logits = other.run(batch)[:count]
+        other.check_classes(size, exact=options.vocab_size is None)
+        if logits.shape[:-1] != first.shape[:-1]:
+            raise ShdError(
+                "graph-unsupported",
+                f"{other.who} must give logits for the first teacher's samples and positions, "
+                f"{list(first.shape[:-1])}; got {list(logits.shape[:-1])}: export both with the same head",
+                "CACHE-163",
+            )
+        _check_padding(other.who, logits, size, counted, options)
+        total += logits[..., :size]
+    total /= np.float32(1 + len(others))
+    return total
+
+
+def count_classes(model: onnx.ModelProto, output: str) -> int | None:
+    """How many classes an output has, where the graph says it."""
+    for value in model.graph.output:
+        if value.name == output and value.type.tensor_type.shape.dim:
+            return value.type.tensor_type.shape.dim[-1].dim_value or None
+    return None
+
+
+def check_teachers(first: Path, options: PrecomputeOptions) -> None:
+    """Refuse further teachers that options rule out, before any is loaded.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    others = options.with_teachers
+    if others and options.logits == "none":
+        raise ShdError(
+            "argument-value",
+            f"with_teachers must go with logits, whose mean is stored; got {', '.join(map(str, others))} with logits "
+            "'none'",
+            "CACHE-163",
+        )
+    places = [path.resolve() for path in (first, *others)]
+    twice = next((path for path, place in zip(others, places[1:], strict=True) if places.count(place) > 1), None)
+    if twice is not None:
+        raise ShdError(
+            "argument-value",
+            f"with_teachers must name each teacher once, and not the first; got {twice}",
+            "CACHE-163",
+        )
+
+
+def _check_padding(
+    who: str,
+    logits: NDArray[np.float32],
+    size: int,
+    counted: NDArray[np.bool_] | None,
+    options: PrecomputeOptions,
+) -> None:
+    """A teacher's padding must have no mass where its row is finite; other rows are faults of their sample."""
+    if logits.shape[-1] == size:
+        return
+    rows = logits.reshape(-1, logits.shape[-1]) if counted is None else logits[counted]
+    rows = rows[np.isfinite(rows[:, :size]).all(axis=-1)]
+    try:
+        check_padding(rows, size, options.logits_temperature)
+    except ShdError as error:
+        raise _named(error, who) from error
+
+
+def _find_logits(model: onnx.ModelProto, output: str | None) -> TargetTensors:
+    """The output of the usual name; where that cannot be told, the one that was named for the first teacher."""
+    try:
+        return find_targets(model, (), logits=True)
+    except ShdError:
+        if output is None:
+            raise
+    return find_targets(model, (), logits=True, output=output)
+
+
+def _named(error: ShdError, who: str) -> ShdError:
+    named = ShdError(error.code, f"{who}: {error}")
+    named.spec_id = error.spec_id
+    return named

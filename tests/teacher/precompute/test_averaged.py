@@ -1,0 +1,334 @@
+"""The mean logits of several teachers, from one pass over all (CACHE-163)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from support.attention_graphs import language_model
+from support.makers import contents
+from support.students import precompute
+from typer.testing import CliRunner
+
+from shd_ref.attention import softmax
+from shd_ref.cache import CacheReader, list_cache, make_card, merge_caches, sample_key, verify_cache
+from shd_ref.commands.app import app
+from shd_ref.errors import ShdError
+from shd_ref.kd.targets import kd_targets_topk
+from shd_ref.teacher.run import averaged
+from shd_ref.teacher.run import teacher as teacher_run
+from shd_ref.teacher.run.averaged import LogitsTeacher
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
+
+NUM_SAMPLES, LENGTH, TOP = 10, 7, 4
+RUN = RunOptions(batch_size=4, samples_per_shard=2, num_threads=1)
+
+
+def make_inputs() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    mask = (np.arange(LENGTH) < rng.integers(3, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
+    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, LENGTH)), "attention_mask": mask}
+
+
+def rename_weights(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
+    """Another model of the same architecture."""
+    rng = np.random.default_rng(seed)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "value" and len(attribute.t.dims) == 2:
+                weight = onnx.numpy_helper.to_array(attribute.t)
+                attribute.t.CopyFrom(onnx.numpy_helper.from_array(rng.permutation(weight)))
+    for tensor in model.graph.initializer:
+        if len(tensor.dims) == 2:
+            weight = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(rng.permutation(weight), tensor.name))
+    return model
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    models = [
+        language_model(),
+        language_model(num_layers=1, num_heads=5),
+        rename_weights(language_model(padding=6), 1),
+    ]
+    paths = [folder / f"{name}.onnx" for name in ("first", "second", "third")]
+    for model, path in zip(models, paths, strict=True):
+        onnx.save(model, path)
+    return paths
+
+
+def options_of(others: list[Path], **changes: Any) -> PrecomputeOptions:
+    options = PrecomputeOptions(
+        num_student_heads=2, logits="topk", logits_top=TOP, logits_bits=16, with_teachers=tuple(others)
+    )
+    return replace(options, **changes)
+
+
+def mean_of(teachers: list[Path], ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float64]:
+    rows = [
+        onnxruntime.InferenceSession(path).run(["logits"], {"input_ids": ids[None], "attention_mask": mask[None]})[0]
+        for path in teachers
+    ]
+    return np.mean([each[0, :, :50].astype(np.float64) for each in rows], axis=0)
+
+
+@pytest.mark.parametrize("codec", ["topk", "sampled", "float16"])
+def test_a_row_is_that_of_the_mean(teachers: list[Path], tmp_path: Path, codec: str) -> None:
+    inputs = make_inputs()
+    changes = {} if codec == "float16" else {"logits_temperature": 2.0, "logits_draws": 3}
+    options = options_of(teachers[1:], logits=codec, vocab_size=50, **changes)
+    precompute(teachers[0], inputs, tmp_path / "cache", options, RUN)
+    assert verify_cache(tmp_path / "cache").ok
+    reader = CacheReader(tmp_path / "cache")
+    form = reader.manifest.logits
+    assert form is not None
+    assert [each.name for each in form.with_teachers] == ["second.onnx", "third.onnx"]
+    assert [each.padded_vocab_size for each in form.with_teachers] == [None, 56]
+    assert form.padded_vocab_size is None
+    differs = 0.0
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        end = int(mask.sum())
+        record = reader.read(sample_key({"input_ids": ids[:end], "attention_mask": mask[:end]}))
+        mean = mean_of(teachers, ids[:end], mask[:end])
+        found: Any = form.decode(record)
+        if codec == "float16":
+            np.testing.assert_allclose(found, mean, rtol=2e-3, atol=2e-3)
+            continue
+        wanted = kd_targets_topk(mean, TOP, temperature=2.0)
+        np.testing.assert_array_equal(found.ids[:, :TOP], wanted.ids)
+        probs = np.exp(found.log_probs) if codec == "topk" else found.weights[:, :TOP]
+        np.testing.assert_allclose(probs, np.exp(wanted.log_probs), atol=1e-4)
+        alone = kd_targets_topk(mean_of(teachers[:1], ids[:end], mask[:end]), TOP, temperature=2.0)
+        differs = max(differs, float((alone.ids != wanted.ids).mean()))
+    assert codec == "float16" or differs > 0.2
+    again = recheck_records(tmp_path / "cache", teachers[0], inputs, with_teachers=teachers[1:])
+    assert again.records == 8
+
+
+def test_the_mean_of_two_truncated_caches_is_another(teachers: list[Path], tmp_path: Path) -> None:
+    """Why there is one pass: a class that only one of both keeps has no logit in the other to be averaged with."""
+    inputs = make_inputs()
+    ids, mask = inputs["input_ids"][0], inputs["attention_mask"][0]
+    end = int(mask.sum())
+    key = sample_key({"input_ids": ids[:end], "attention_mask": mask[:end]})
+    found = {}
+    for name, first, others in (("both", 0, [1]), ("one", 0, []), ("two", 1, [])):
+        options = options_of([teachers[other] for other in others])
+        precompute(teachers[first], inputs, tmp_path / name, options, RUN)
+        reader = CacheReader(tmp_path / name)
+        assert reader.manifest.logits is not None
+        stored: Any = reader.manifest.logits.decode(reader.read(key))
+        rows = np.full((end, 50), np.nan)
+        rest = np.exp(stored.log_tail)[:, None] / (50 - TOP)  # the rest in equal shares: all that a record knows
+        rows[:] = rest
+        np.put_along_axis(rows, stored.ids, np.exp(stored.log_probs), -1)
+        found[name] = rows
+    joint = softmax(mean_of(teachers[:2], ids[:end], mask[:end]))
+    truncated = softmax((np.log(found["one"]) + np.log(found["two"])) / 2)
+    head = np.argsort(joint, axis=-1)[:, -TOP:]
+    exact = np.abs(np.take_along_axis(found["both"] - joint, head, -1)).max()
+    wrong = np.abs(np.take_along_axis(truncated - joint, head, -1)).max()
+    assert exact < 1e-4
+    assert wrong > 100 * exact
+
+
+def test_parts_killed_and_whole_give_the_same_bytes(
+    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, options = make_inputs(), options_of([teachers[1]])
+    one = replace(RUN, batch_size=1)
+    precompute(teachers[0], inputs, tmp_path / "whole", options, one)
+    run = LogitsTeacher.run
+
+    def dying(self: LogitsTeacher, batch: Any) -> Any:
+        if len(list((tmp_path / "killed" / "receipts").glob("*.json"))) > 1:
+            raise KeyboardInterrupt
+        return run(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LogitsTeacher, "run", dying)
+        with pytest.raises(KeyboardInterrupt):
+            precompute(teachers[0], inputs, tmp_path / "killed", options, one)
+    assert 0 < len(list_cache(tmp_path / "killed").written) < 5
+    precompute(teachers[0], inputs, tmp_path / "killed", options, one)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    for part in range(2):
+        precompute(teachers[0], inputs, tmp_path / f"part-{part}", options, replace(one, shards=(part, 2)))
+    merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+    assert "with second.onnx" in make_card(list_cache(tmp_path / "merged"))
+
+
+@pytest.fixture(scope="module")
+def joint_cache(teachers: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("joint") / "cache"
+    precompute(teachers[0], make_inputs(), folder, options_of(teachers[1:], vocab_size=50), RUN)
+    return folder
+
+
+@pytest.mark.parametrize("others", [[], [2], [2, 1]], ids=["none", "another", "another order"])
+def test_another_list_of_teachers_is_another_job(teachers: list[Path], joint_cache: Path, others: list[int]) -> None:
+    inputs, given = make_inputs(), [teachers[other] for other in others]
+    with pytest.raises(ShdError, match=r"logits\.with_teachers") as caught:
+        precompute(teachers[0], inputs, joint_cache, options_of(given, vocab_size=50), RUN)
+    assert caught.value.code == "cache-mismatch"
+    with pytest.raises(ShdError) as caught:
+        recheck_records(joint_cache, teachers[0], inputs, with_teachers=given)
+    assert caught.value.code == ("argument-value" if len(others) < 2 else "cache-mismatch")
+
+
+def test_a_changed_second_teacher_of_the_same_name_is_found_out(teachers: list[Path], tmp_path: Path) -> None:
+    inputs, second = make_inputs(), tmp_path / "second.onnx"
+    onnx.save(language_model(num_layers=1), second)
+    options = options_of([second])
+    precompute(teachers[0], inputs, tmp_path / "cache", options, RUN)
+    onnx.save(rename_weights(language_model(num_layers=1), 4), second)
+    with pytest.raises(ShdError, match=r"logits\.with_teachers") as caught:
+        precompute(teachers[0], inputs, tmp_path / "cache", options, RUN)
+    assert caught.value.code == "cache-mismatch"
+    with pytest.raises(ShdError, match=r"must come from this teacher.*'second\.onnx'") as caught:
+        recheck_records(tmp_path / "cache", teachers[0], inputs, with_teachers=[second])
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_rows_of_the_first_teacher_alone_are_found_out(
+    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the second's had been forgotten."""
+    inputs = make_inputs()
+
+    def first_alone(first: Any, *given: Any) -> Any:
+        alone = first.copy()
+        averaged.average_logits(first, *given)
+        return alone
+
+    with monkeypatch.context() as patched:
+        patched.setattr(teacher_run, "average_logits", first_alone)
+        precompute(teachers[0], inputs, tmp_path / "cache", options_of([teachers[1]]), RUN)
+    with pytest.raises(ShdError, match=r"logits row .* must equal what the teacher gives now"):
+        recheck_records(tmp_path / "cache", teachers[0], inputs, with_teachers=[teachers[1]])
+
+
+def other_mask(model: onnx.ModelProto) -> onnx.ModelProto:
+    for value in model.graph.input:
+        if value.name == "attention_mask":
+            value.name = "mask"
+    for node in model.graph.node:
+        node.input[:] = ["mask" if name == "attention_mask" else name for name in node.input]
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], str, str]] = {
+    "other classes": (
+        lambda: language_model(padding=6),
+        {},
+        "argument-value",
+        "classes .* 50; got 56.*--vocab-size",
+    ),
+    "fewer classes": (
+        lambda: language_model(vocabulary=50 - 8),
+        {"vocab_size": 50},
+        "argument-value",
+        "classes .* 50; got 42",
+    ),
+    "classes that are no padding": (
+        lambda: language_model(vocabulary=56),
+        {"vocab_size": 50},
+        "argument-value",
+        "other.onnx: vocab_size must cut padding alone",
+    ),
+    "other positions": (lambda: language_model(head="last"), {}, "graph-unsupported", "positions, .*got .*1]"),
+    "one row a sample": (lambda: language_model(head="sample"), {}, "graph-unsupported", "samples and positions"),
+    "other inputs": (lambda: other_mask(language_model()), {}, "inputs-invalid", "it also takes mask"),
+    "a teacher twice": (
+        language_model,
+        {"with_teachers": (Path("a.onnx"), Path("a.onnx"))},
+        "argument-value",
+        "once",
+    ),
+    "no logits asked for": (language_model, {"logits": "none"}, "argument-value", "must go with logits"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_teachers_that_do_not_fit_are_refused_before_anything_is_written(
+    teachers: list[Path], tmp_path: Path, case: str
+) -> None:
+    make, changes, code, message = WRONG[case]
+    onnx.save(make(), tmp_path / "other.onnx")
+    inputs = {name: array % 42 if name == "input_ids" else array for name, array in make_inputs().items()}
+    with pytest.raises(ShdError, match=message) as caught:
+        precompute(teachers[0], inputs, tmp_path / "cache", options_of([tmp_path / "other.onnx"], **changes), RUN)
+    assert caught.value.code == code
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_sample_on_which_the_second_fails_is_skipped(teachers: list[Path], tmp_path: Path) -> None:
+    inputs, model = make_inputs(), rename_weights(language_model(), 3)
+    inputs["input_ids"][inputs["input_ids"] == 13] = 0
+    inputs["input_ids"][4, 1] = 13
+    tensors = [node.attribute[0].t for node in model.graph.node if node.op_type == "Constant"]
+    table = next(t for t in [*model.graph.initializer, *tensors] if list(t.dims) == [50, 12])
+    weights = onnx.numpy_helper.to_array(table).copy()
+    weights[13] = np.nan
+    table.CopyFrom(onnx.numpy_helper.from_array(weights, table.name))
+    onnx.save(model, tmp_path / "second.onnx")
+    options = options_of([tmp_path / "second.onnx"])
+    with pytest.raises(ShdError, match=r"sample 4 .*its logits") as caught:
+        precompute(teachers[0], inputs, tmp_path / "cache", options, RUN)
+    assert caught.value.code == "not-finite"
+    summary = precompute(teachers[0], inputs, tmp_path / "skipped", replace(options, on_error="skip"), RUN)
+    assert summary.missing_shards == 0
+    assert list_cache(tmp_path / "skipped").skipped == 1
+
+
+def test_batches_leave_room_for_a_second_row(
+    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run_batch = averaged.run_batch
+
+    def counted(session: Any, names: Any, batch: Any) -> Any:
+        sizes.append(batch.arrays["input_ids"].size)
+        return run_batch(session, names, batch)
+
+    monkeypatch.setattr(averaged, "run_batch", counted)
+    monkeypatch.setattr(teacher_run, "TARGET_BYTES", 2 * 4 * (50 + 56) * LENGTH)
+    options = options_of(teachers[1:], vocab_size=50)
+    precompute(teachers[0], make_inputs(), tmp_path / "cache", options, RunOptions(num_threads=1))
+    assert max(sizes[4:]) <= 2 * LENGTH
+
+
+def test_the_commands_take_and_name_all_teachers(teachers: list[Path], tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **make_inputs())
+    run, data = CliRunner(), ["--inputs", str(tmp_path / "data.npz")]
+    others = ["--with-teacher", str(teachers[1]), "--with-teacher", str(teachers[2]), "--vocab-size", "50"]
+    asked = [str(teachers[0]), *data, "--student-heads", "2", "--logits", "topk", "--logits-top", "4", *others]
+    planned = run.invoke(app, ["plan", *asked, "--samples", "2", "--json"])
+    assert planned.exit_code == 0, planned.output
+    assert f"--with-teacher {teachers[1]} --with-teacher {teachers[2]}" in planned.output
+    cache = str(tmp_path / "cache")
+    made = run.invoke(app, ["precompute", *asked, "--out", cache])
+    assert made.exit_code == 0, made.output
+    words = made.output.rpartition("next: shd ")[2].split()
+    assert words[words.index("--with-teacher") + 1] == str(teachers[1])
+    assert run.invoke(app, words).exit_code == 0
+    shown = " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
+    assert "mean with second.onnx, third.onnx" in shown
+    alone = run.invoke(app, ["verify", cache, "--teacher", str(teachers[0]), *data])
+    assert alone.exit_code == 1
+    assert "'second.onnx', 'third.onnx'" in " ".join(alone.output.split())
+    page = str(tmp_path / "report.html")
+    reported = run.invoke(app, ["report", cache, "--out", page, "--teacher", str(teachers[0]), *data])
+    assert reported.exit_code == 0, reported.output
+    assert "mean with second.onnx, third.onnx" in Path(page).read_text(encoding="utf-8")
