@@ -15,7 +15,9 @@ def kd_loss_gradient(targets: Targets, student_logits: ArrayLike, **keywords: Un
     """The gradient of ``kd_loss`` with respect to the student's logits, before the division by T.
 
     Args:
-        targets, student_logits, **keywords: those of ``kd_loss``.
+        targets: those of ``kd_loss``.
+        student_logits: those of ``kd_loss``.
+        **keywords: those of ``kd_loss``, with its defaults.
 
     Returns:
         dz, shaped as the student's logits; exactly 0 on rows that do not count and on classes that are cut.
@@ -39,7 +41,11 @@ def linear_kd_loss_gradient(
     """The gradients of ``linear_kd_loss`` (KD-25).
 
     Args:
-        targets, hidden, weight, bias, **keywords: those of ``linear_kd_loss``.
+        targets: those of ``linear_kd_loss``.
+        hidden: the input of the output layer, as there.
+        weight: the output layer's, as there.
+        bias: the output layer's, as there.
+        **keywords: those of ``kd_loss``, with its defaults.
 
     Returns:
         ``(dhidden, dweight, dbias)``, shaped as their arguments; dbias is None without a bias.

@@ -64,7 +64,9 @@ def hidden_loss_gradient(
     """The gradient of ``hidden_loss`` with respect to the student's hidden states (HID-6 to HID-8).
 
     Args:
-        student_hidden, teacher_hidden, **keywords: those of ``hidden_loss``.
+        student_hidden: those of ``hidden_loss``.
+        teacher_hidden: those of ``hidden_loss``.
+        **keywords: those of ``hidden_loss``, with its defaults.
 
     Returns:
         One array, or a list with one array a layer, shaped as the student's; 0 on rows that do not count.

@@ -38,7 +38,9 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         cache: a sealed cache, its folder, address or reader.
         model_inputs: as for ``SupervisedDataset``.
         layers: student layers to read; default all of the cache.
-        skipped, logits, hidden: as for ``SupervisedDataset``.
+        skipped: as for ``SupervisedDataset``.
+        logits: as there.
+        hidden: as there.
         divide: whether ranks and workers share out the samples; False where ``data`` does it.
         remainder: what becomes of the last samples where they are too few for all ranks: ``"repeat"`` gives the other
             ranks the first samples again, ``"drop"`` leaves them out (both as PyTorch's ``DistributedSampler`` does),

@@ -1,0 +1,126 @@
+"""What the site does beyond Markdown, as hooks of MkDocs: pages read the same on GitHub and here.
+
+- ``specs/*.md`` are pages of the site, though they lie beside ``docs``.
+- Links lead where they lead on GitHub: to another page, or to the file in the repository.
+- Notebooks are pages, from their committed outputs.
+- ``ALPHA-3`` in a page or a docstring is a link to that sentence of the specification.
+- Links that leave the site are listed at the end of a build, and not fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECS = sorted(path.name for path in (ROOT / "specs").glob("*.md"))
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"))
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
+SENTENCE = re.compile(r"^\s*- \*\*([A-Z]{1,10}-\d+)\b", re.MULTILINE)
+NAMED = re.compile(r"<(a|pre|code|h[1-6])\b.*?</\1>|<[^>]+>|\b([A-Z]{1,10}-\d+)\b", re.DOTALL)
+log = logging.getLogger("mkdocs.hooks")
+external: set[str] = set()
+
+
+def spec_ids() -> dict[str, str]:
+    """Id of every numbered sentence -> the page that says it."""
+    found: dict[str, str] = {}
+    for name in SPECS:
+        for sentence in SENTENCE.findall((ROOT / "specs" / name).read_text(encoding="utf-8")):
+            found.setdefault(sentence, f"specs/{name}")
+    return found
+
+
+IDS = spec_ids()
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the specification and the notebooks."""
+    from mkdocs.structure.files import File  # here, as tests read this file without MkDocs
+
+    for name in SPECS:
+        text = (ROOT / "specs" / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, f"specs/{name}", content=text))
+    for name in NOTEBOOKS:
+        text = (ROOT / "docs" / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
+        files.append(File.generated(config, f"notebooks/{name}.md", content=notebook_page(json.loads(text))))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn links between files of the repository into links between pages."""
+    return relink(markdown, page.file.src_uri, config["repo_url"])
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Give numbered sentences an anchor, and link to them wherever they are named."""
+    external.update(re.findall(r'href="(https?://[^"]+)"', html))
+    here = page.file.src_uri
+    urls = {name: files.get_file_from_path(name).url_relative_to(page.file) for name in set(IDS.values()) - {here}}
+    return link_ids(html, here, urls)
+
+
+def on_post_build(config: Any) -> None:
+    """List the links that leave the site."""
+    others = sorted(link for link in external if not link.startswith(config["repo_url"]))
+    log.info("%d links lead to other sites and were not fetched:\n%s", len(others), "\n".join(others))
+
+
+def relink(markdown: str, here: str, repository: str) -> str:
+    """Links of the page ``here`` (its path in the site), from those of the repository to those of the site."""
+    folder = posixpath.dirname(here if here.startswith("specs/") else f"docs/{here}")
+
+    def replace(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        path = ROOT / target
+        if target.endswith(".ipynb"):
+            target = target.removesuffix(".ipynb") + ".md"
+        elif not path.exists() or (target.startswith("docs/") and path.is_file()):
+            pass
+        elif not (target.startswith("specs/") and target.endswith(".md")):
+            return f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{target}"
+        site = target.removeprefix("docs/")
+        return posixpath.relpath(site, posixpath.dirname(here) or ".")
+
+    return LINK.sub(replace, markdown)
+
+
+def link_ids(html: str, here: str, urls: dict[str, str]) -> str:
+    """Anchors for the sentences that the page ``here`` says, and links for all that it names outside of code."""
+    said: set[str] = set()
+
+    def anchor(match: re.Match[str]) -> str:
+        sentence = match[1]
+        if IDS.get(sentence) != here or sentence in said:
+            return match[0]
+        said.add(sentence)
+        return f'<strong id="{sentence.lower()}">{sentence}'
+
+    def link(match: re.Match[str]) -> str:
+        sentence = match[2]
+        if sentence not in IDS:
+            return match[0]
+        return f'<a class="sentence" href="{urls.get(IDS[sentence], "")}#{sentence.lower()}">{sentence}</a>'
+
+    return NAMED.sub(link, re.sub(r"<strong>([A-Z]{1,10}-\d+)\b", anchor, html))
+
+
+def notebook_page(notebook: dict[str, Any]) -> str:
+    """A notebook as Markdown: its text, its code, and what the code gave."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                parts.append(
+                    f'<img alt="what the code drew" src="data:image/png;base64,{data["image/png"].strip()}">'
+                )
+            elif text := "".join(output.get("text", data.get("text/plain", ""))):
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
