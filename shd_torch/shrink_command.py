@@ -17,6 +17,7 @@ from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, narrow_table, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.sources import open_source
 from shd_ref.teacher.sources.npz import open_npz
 
 if TYPE_CHECKING:
@@ -29,7 +30,13 @@ COMPARED = 128
 
 def shrink(
     teacher: Annotated[Path, typer.Argument(help="A Hugging Face model's folder, with safetensors.")],
-    data: Annotated[Path, Shown("Calibration: .npz of the model's inputs by name, or .npy of token ids or pixels.")],
+    data: Annotated[
+        Path,
+        Shown(
+            "Calibration: .npz of the model's inputs by name, .npy of token ids or pixels, or .jsonl with a column "
+            "text, for the tokenizer in the teacher's folder."
+        ),
+    ],
     out: Annotated[Path, Shown("A new folder for the student.")],
     heads: Annotated[int | None, Shown("Query heads of the student; the teacher's by default.", least=1)] = None,
     layers: Annotated[str | None, Shown("How many layers, or which of the teacher's: 3, or 0,2,4.")] = None,
@@ -68,8 +75,8 @@ def shrink(
         if find_spec(package) is None:
             message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
             raise ShdError("dependency-missing", message)
-    inputs = read_inputs(data, samples)
-    held_out = None if compare is None else read_inputs(compare, COMPARED)
+    inputs = read_inputs(data, samples, teacher)
+    held_out = None if compare is None else read_inputs(compare, COMPARED, teacher)
     from transformers.utils import logging
 
     from shd_torch.shrink import shrink as run
@@ -174,14 +181,17 @@ def _read_numbers(option: str, text: str | None) -> tuple[int, ...]:
     return () if text is None else read_list(option, text, kind=int, least=0)
 
 
-def read_inputs(path: Path, samples: int) -> dict[str, NDArray[Any]]:
+def read_inputs(path: Path, samples: int, tokenizer: Path | None = None) -> dict[str, NDArray[Any]]:
     """The first samples of each array, by the name of the model's input; nothing in the file is run.
 
-    A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``.
+    A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
+    texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
 
     Raises:
-        ShdError: ``read-failed``, ``inputs-invalid``, ``argument-shape``.
+        ShdError: ``read-failed``, ``inputs-invalid``, ``argument-shape``, ``dependency-missing`` (tokenizers).
     """
+    if path.suffix == ".jsonl":
+        return _tokenise(path, samples, tokenizer)
     if path.suffix == ".npz":
         source = open_npz(path)
         rows = list(islice(source.rows(source.columns), samples))
@@ -203,3 +213,13 @@ def read_inputs(path: Path, samples: int) -> dict[str, NDArray[Any]]:
             + (f"got {wrong[0]!r} of {arrays[wrong[0]].dtype} {arrays[wrong[0]].shape}" if wrong else "got nothing"),
         )
     return arrays
+
+
+def _tokenise(path: Path, samples: int, tokenizer: Path | None) -> dict[str, NDArray[Any]]:
+    names = "input_ids", "attention_mask"
+    rows = list(islice(open_source(path, tokenizer=tokenizer).rows(names), samples))
+    given = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
+    for number, row in enumerate(rows):
+        for name in names:
+            given[name][number, : len(row[name])] = row[name]
+    return given

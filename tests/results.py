@@ -1,6 +1,7 @@
 """What the judge says of every implementation in the table, sentence by sentence: ``specs/results.md``.
 
-Written by ``cd tests && python -m results``, which judges everything and also refreshes the README's short table.
+Written by ``cd tests && python -m results``, which judges everything and also refreshes the short table of
+``docs/judge.md``.
 ``tests/judge/test_implementations.py`` holds both to what it sees.
 """
 
@@ -17,7 +18,7 @@ from shd_ref.conformance.specification import load_sentences, spec_edition
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "specs" / "results.md"
-README = ROOT / "README.md"
+TABLE_PAGE = ROOT / "docs" / "judge.md"
 # What runs on every machine, and is judged by everything.
 SHOWN = tuple(row for row in JUDGED if not row.name.endswith("cuda") and row.only is None)
 _BLOCK = re.compile(r"(<!-- written by `cd tests && python -m results` -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -43,7 +44,7 @@ def column(report: Report) -> dict[str, str]:
 
 
 def line(row: Judged, report: Report) -> str:
-    """A report's line in the README."""
+    """A report's line in the short table."""
     rows = [row for row in report.requirements().values() if row[Status.PASSED] or row[Status.FAILED]]
     clean = sum(not row[Status.FAILED] for row in rows)
     total = len(load_sentences())
@@ -89,7 +90,7 @@ def read() -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    """Judge everything; write the page and the README's table."""
+    """Judge everything; write the page and the short table."""
     columns, lines = {}, []
     for row in SHOWN:
         reason = row.absent()
@@ -105,8 +106,8 @@ def main() -> None:
         "|---|---|--:|--:|--:|",
         *lines,
     ]
-    text = README.read_text(encoding="utf-8")
-    README.write_text(_BLOCK.sub(lambda m: m[1] + "\n".join(table) + "\n" + m[2], text), encoding="utf-8")
+    text = TABLE_PAGE.read_text(encoding="utf-8")
+    TABLE_PAGE.write_text(_BLOCK.sub(lambda m: m[1] + "\n".join(table) + "\n" + m[2], text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_precompute_offers_every_option() -> None:
         assert (f"{option_of(field.name)} " in page) != inner, field.name
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/clusters.md", "docs/object-stores.md"])
+@pytest.mark.parametrize("page", ["docs/teachers.md", "docs/clusters.md", "docs/object-stores.md"])
 def test_options_that_pages_show_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
     lines = re.findall(r"^\s*(?:srun |- |RAY_ADDRESS=auto )?shd ([a-z]+ [^#\n]*)", text, re.MULTILINE)

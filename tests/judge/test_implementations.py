@@ -48,4 +48,4 @@ def test_implementation_conforms(row: Judged, dtype: str) -> None:
     if row in results.SHOWN and dtype == results.widest(row):
         stale = "run `cd tests && python -m results`"
         assert results.read()[row.name] == results.column(report), stale
-        assert results.line(row, report) in results.README.read_text(encoding="utf-8"), stale
+        assert results.line(row, report) in results.TABLE_PAGE.read_text(encoding="utf-8"), stale

@@ -1,0 +1,66 @@
+"""One folder in which examples run, with the small trained teacher that ``examples/make_data.py`` makes."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = {"make_data.py": ("--steps", "30", "--samples", "64")}
+"""What makes a script short."""
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def run_line(line: str) -> None:
+    """A line of a shell, in this process: ``python script.py``, ``shd ...`` or ``shd-torch ...``."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "python":
+        script = ROOT / "examples" / Path(words[0]).name
+        before = sys.argv
+        sys.argv = [str(script), *words[1:], *FEW.get(script.name, ())]
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            sys.argv = before
+        return
+    from typer.testing import CliRunner
+
+    from shd_ref.cli import load_app
+    from shd_torch.commands import app
+
+    result = CliRunner().invoke({"shd": load_app, "shd-torch": lambda: app}[program](), words)
+    assert result.exit_code == 0, f"{line}\n{result.output}"
+
+
+@pytest.fixture(scope="session")
+def run_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs lines of a shell in the folder that all examples share; a line that ran before is not run again."""
+    for package in ("onnxruntime", "onnxscript", "transformers", "accelerate", "typer"):
+        pytest.importorskip(package, reason="examples go from a Hugging Face folder to a trained student")
+    folder, done = tmp_path_factory.mktemp("try"), set()
+
+    def run(*lines: str) -> Path:
+        with inside(folder):
+            for line in lines:
+                if line not in done:
+                    run_line(line)
+                    done.add(line)
+        return folder
+
+    return run
