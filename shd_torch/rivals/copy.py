@@ -23,11 +23,12 @@ class AttentionCopy(Rival):
     ``torch.nn.functional.scaled_dot_product_attention``; its dropout is left out.
     """
 
+    merges_maps = True
     needs_teacher = True
 
     def watch(self, student: nn.Module, lesson: Lesson) -> Any:
         """A block for the student's forward pass on the lesson's batch, with the lesson's maps in it."""
-        maps = dict(zip(lesson.attention.layers, lesson.attention.supervisions, strict=True))
+        maps = dict(zip(lesson.squeezed.layers, lesson.squeezed.supervisions, strict=True))
         return _copy_maps(student, {layer: each.probs(temperature=self.temperature) for layer, each in maps.items()})
 
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from shd_torch.rivals.copy import AttentionCopy
 from shd_torch.rivals.features import AttentionOutput, OrthogonalProjector, Projector, SelfCorrelation
 from shd_torch.rivals.maps import Divergence, GeometricMean, MergedMaps, ScoreMse
 from shd_torch.rivals.rival import Rival
-from shd_torch.rivals.watch import Seen, watch_model
+from shd_torch.rivals.watch import Seen, eval_mode, watch_model
 from shd_torch.shrink.merges import merge_heads
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
@@ -104,13 +104,8 @@ def make_rival(
 @torch.no_grad()
 def _look(model: nn.Module, batch: Mapping[str, Any], hidden: bool) -> Seen:
     """A forward pass in evaluation mode; modes are left as they were."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        with watch_model(model.eval(), hidden=hidden) as seen:
-            model(**batch)
-    finally:
-        for module in training:
-            module.training = True
+    with eval_mode(model), watch_model(model, hidden=hidden) as seen:
+        model(**batch)
     return seen
 
 
@@ -130,8 +125,8 @@ def _widths(cls: type[Rival], student: Seen, teacher: Seen, pair: tuple[int, int
 @torch.no_grad()
 def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: int) -> dict[int, Any]:
     """Matched rounds of each teacher layer that is paired, by its number."""
-    with record(values=True) as recording, ProjectionWatch(teacher) as watch:
-        teacher.eval()(**batch)
+    with eval_mode(teacher), record(values=True) as recording, ProjectionWatch(teacher) as watch:
+        teacher(**batch)
     numbers = tuple(sorted({layer for _, layer in pairs}))
     captured = Captured(numbers)
     captured.take(recording.calls, grad_enabled=False)

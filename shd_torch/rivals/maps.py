@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.plans import plan_groups
 from shd_torch.maps import shd_loss
 from shd_torch.rivals.rival import LayerPair, Lesson, Rival
 from shd_torch.rivals.watch import Seen
@@ -17,16 +18,20 @@ from shd_torch.teacher import layer_kls
 class MergedMaps(Rival):
     """The KL of the teacher's maps, merged as ``online`` does it: SHD, and every other mixing matrix (Eq. 11)."""
 
+    merges_maps = True
+
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
         """``layer_kls``, a sum over layers and heads."""
         kls = layer_kls(
-            seen.captured, lesson.attention, loss_mask=loss_mask, temperature=self.temperature, check=False
+            seen.captured, lesson.squeezed, loss_mask=loss_mask, temperature=self.temperature, check=False
         )
         return torch.stack(list(kls.values())).sum()
 
 
 class Divergence(Rival):
     """Another divergence of the same merged maps: ``mse`` (summed over keys), ``js`` or ``reverse_kl`` (LOSS-11)."""
+
+    merges_maps = True
 
     def __init__(self, *args: Any, divergence: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +40,7 @@ class Divergence(Rival):
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
         """``shd_loss``, a sum over layers and heads."""
         return shd_loss(
-            [each.probs(temperature=self.temperature) for each in lesson.attention.supervisions],
+            [each.probs(temperature=self.temperature) for each in lesson.squeezed.supervisions],
             [seen.captured.layer(student).compute_logits() for student, _ in self.pairs],
             loss_mask=loss_mask,
             temperature=self.temperature,
@@ -52,6 +57,8 @@ class GeometricMean(Rival):
     of mean logits. Our reading: no code of theirs was at hand.
     """
 
+    merges_maps = True
+
     def __init__(self, *args: Any, all_heads: bool = False, class_row: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.all_heads, self.class_row = all_heads, class_row
@@ -59,10 +66,10 @@ class GeometricMean(Rival):
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
         """A sum over layers and over maps."""
         taught, logits = [], []
-        for (student, teacher), each in zip(self.pairs, lesson.attention.supervisions, strict=True):
+        for (student, teacher), squeeze in zip(self.pairs, lesson.squeezed.squeezes, strict=True):
             own = seen.captured.layer(student).compute_logits()
-            other = lesson.seen.captured.layer(teacher).compute_logits()
-            groups = each.groups or (tuple(range(other.shape[1])),) * each.num_heads
+            other = lesson.calls[teacher].compute_logits()
+            groups = plan_groups(squeeze.plan, other.shape[1])
             if self.all_heads:
                 own, groups = own.mean(1, keepdim=True), (tuple(range(other.shape[1])),)
             means = torch.stack([other[:, list(group)].mean(1) for group in groups], dim=1)

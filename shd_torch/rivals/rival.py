@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shd_torch.capture import AttentionCall
+from shd_torch.capture.outputs import read_logits
+from shd_torch.kd.rows import Record
 from shd_torch.recipes import SHD, Term
-from shd_torch.rivals.watch import Seen, watch_model
+from shd_torch.rivals.watch import Seen, eval_mode, watch_model
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
 
 
@@ -20,12 +23,26 @@ class Lesson(NamedTuple):
     """What a live teacher makes of one batch.
 
     Attributes:
-        attention: its squeezed attention; ``attention.targets()`` and ``attention.output`` serve a base loss.
-        seen: its own attention calls and hidden states.
+        attention: its squeezed attention; None for a rival that merges no maps.
+        calls: its attention calls, by the number of a layer that teaches.
+        hidden: what those layers' blocks return ``(B, L, D_t)``; empty unless the rival reads hidden states.
+        output: of its forward pass.
     """
 
-    attention: OnlineSupervision
-    seen: Seen
+    attention: OnlineSupervision | None
+    calls: Mapping[int, AttentionCall]
+    hidden: Mapping[int, Tensor]
+    output: Any
+
+    @property
+    def squeezed(self) -> OnlineSupervision:
+        """``attention``, of a rival that merges."""
+        assert self.attention is not None
+        return self.attention
+
+    def targets(self) -> Tensor | Record | None:
+        """For ``kd_loss`` and recipes: the teacher's logits; None for a model without."""
+        return read_logits(self.output) if self.attention is None else self.attention.targets()
 
 
 class LayerPair(NamedTuple):
@@ -58,6 +75,9 @@ class Rival(nn.Module):
     reads_hidden = False
     """Whether hidden states of both models are read."""
 
+    merges_maps = False
+    """Whether the teacher's maps are merged, which costs a squeeze a batch."""
+
     needs_teacher = False
     """Whether the student cannot run without the teacher."""
 
@@ -76,11 +96,19 @@ class Rival(nn.Module):
         return first
 
     @torch.no_grad()
-    def teach(self, *args: Any, check: bool | None = None, **kwargs: Any) -> Lesson:
+    def teach(self, *args: Any, **kwargs: Any) -> Lesson:
         """Run the teacher on a batch; arguments as of ``OnlineTeacher.__call__``."""
-        with watch_model(self.online.model, hidden=self.reads_hidden) as seen:
-            attention = self.online(*args, check=check, **kwargs)
-        return Lesson(attention, seen)
+        model = self.online.model
+        with watch_model(model, hidden=self.reads_hidden) as seen:
+            if self.merges_maps:
+                attention = self.online(*args, **kwargs)
+                output = attention.output
+            else:
+                with eval_mode(model):
+                    attention, output = None, model(*args, **kwargs)
+        layers = sorted({teacher for _, teacher in self.pairs})
+        hidden = {layer: seen.hidden[layer + 1] for layer in layers} if self.reads_hidden else {}
+        return Lesson(attention, {layer: seen.captured.layer(layer) for layer in layers}, hidden, output)
 
     def watch(self, student: nn.Module, lesson: Lesson) -> AbstractContextManager[Seen]:
         """A block for the student's forward pass on the lesson's batch."""
@@ -103,7 +131,7 @@ class Rival(nn.Module):
     def beside(self, seen: Seen, lesson: Lesson, beta: float, *, loss_mask: Tensor | None = None) -> RivalTerm:
         """The argument ``shd`` of any recipe, with this loss in SHD's place."""
         value = self(seen, lesson, loss_mask=loss_mask)
-        return RivalTerm(seen.captured, lesson.attention, beta, loss_mask=loss_mask, value=value)
+        return RivalTerm(seen.captured, lesson.attention or (), beta, loss_mask=loss_mask, value=value)
 
     @abstractmethod
     def layer_loss(self, pair: LayerPair, loss_mask: Tensor | None) -> Tensor:
@@ -112,11 +140,9 @@ class Rival(nn.Module):
     def _pair_layers(self, seen: Seen, lesson: Lesson) -> list[LayerPair]:
         found = []
         for number, (student, teacher) in enumerate(self.pairs):
-            calls = seen.captured.layer(student), lesson.seen.captured.layer(teacher)
-            hidden = (
-                (seen.hidden[student + 1], lesson.seen.hidden[teacher + 1]) if self.reads_hidden else (None, None)
-            )
-            found.append(LayerPair(number, *calls, *hidden))
+            calls = seen.captured.layer(student), lesson.calls[teacher]
+            own = seen.hidden[student + 1] if self.reads_hidden else None
+            found.append(LayerPair(number, *calls, own, lesson.hidden.get(teacher)))
         return found
 
 
@@ -129,6 +155,11 @@ class RivalTerm(SHD):
     """
 
     value: Tensor | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """A rival's teacher saw this very batch."""
+        return True
 
     def term(self) -> Term:
         """The rival's loss and its weight."""

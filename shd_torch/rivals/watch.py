@@ -53,3 +53,15 @@ def watch_model(model: nn.Module, *, hidden: bool) -> Iterator[Seen]:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; every module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shd_torch import ShdError, capture_attention
-from shd_torch.maps import squeeze_heads, value_outputs
+from shd_torch.maps import softmax, squeeze_heads, value_outputs
 from shd_torch.recipes import SHD, language_kd
 from shd_torch.rivals import RIVALS, Lesson, Rival, Seen, make_rival
 
@@ -53,16 +53,20 @@ def student_maps(seen: Seen) -> list[Tensor]:
     return [seen.captured.probs[layer] for layer in (0, 1)]
 
 
+def attention_maps(call: Any) -> Tensor:
+    return softmax(call.compute_logits(), check=False)
+
+
 def teacher_maps(lesson: Lesson) -> list[Tensor]:
     """Student layers 0 and 1 of 2 meet teacher layers 1 and 3 of 4."""
-    return [lesson.seen.captured.probs[layer] for layer in (1, 3)]
+    return [attention_maps(lesson.calls[layer]) for layer in (1, 3)]
 
 
 def merged_maps(teacher: Any, lesson: Lesson, name: str, **options: Any) -> list[Tensor]:
     keywords = {"alpha_rule": "as_printed"} if name == "as_printed" else {"strategy": name}
     found = []
     for layer, maps in zip((1, 3), teacher_maps(lesson), strict=True):
-        value = lesson.seen.captured.layer(layer).value
+        value = lesson.calls[layer].value
         assert value is not None
         projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
         outputs = value_outputs(value, projection)
@@ -125,7 +129,7 @@ def test_scores_are_compared_head_by_head(teacher: Any) -> None:
     seen, lesson = run(rival, student)
     expected = torch.zeros(())
     for own, other in ((0, 1), (1, 3)):
-        mine, theirs = seen.captured.logits[own].detach(), lesson.seen.captured.logits[other]
+        mine, theirs = seen.captured.logits[own].detach(), lesson.calls[other].compute_logits()
         entries = [
             (float(mine[b, h, i, j]) - float(theirs[b, h, i, j])) ** 2
             for b in range(2)
@@ -195,8 +199,8 @@ def test_outputs_of_attention_are_projected(teacher: Any) -> None:
     expected = torch.zeros(())
     for number, (own, other) in enumerate(((0, 1), (1, 3))):
         sides = []
-        for captured, layer in ((seen.captured, own), (lesson.seen.captured, other)):
-            maps, value = captured.probs[layer], captured.layer(layer).value
+        for call in (seen.captured.layer(own), lesson.calls[other]):
+            maps, value = attention_maps(call), call.value
             assert value is not None
             groups = maps.shape[1] // value.shape[1]
             heads = [maps[:, head] @ value[:, head // groups] for head in range(maps.shape[1])]
@@ -229,7 +233,7 @@ def test_a_copy_of_its_own_maps_changes_nothing(teacher: Any) -> None:
     lesson = rival.teach(**BATCH)
     with torch.no_grad(), rival.watch(teacher, lesson):
         logits = teacher(**BATCH).logits
-    torch.testing.assert_close(logits[COUNTED], lesson.attention.output.logits[COUNTED], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[COUNTED], lesson.output.logits[COUNTED], atol=1e-5, rtol=1e-4)
 
 
 def test_a_copy_needs_fused_attention(teacher: Any) -> None:
@@ -248,7 +252,7 @@ def test_gradients_reach_the_student_alone(teacher: Any, name: str) -> None:
         logits = student(**BATCH).logits
     labels = BATCH["input_ids"].masked_fill(~COUNTED, -100)
     term = rival.beside(seen, lesson, beta=0.5, loss_mask=COUNTED)
-    terms = language_kd(logits, labels, lesson.attention.targets(), shift=True, shd=term)
+    terms = language_kd(logits, labels, lesson.targets(), shift=True, shd=term)
     assert isinstance(term, SHD)
     assert terms["shd"].weight == 0.5
     terms.total.backward()
@@ -268,8 +272,8 @@ def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
     student = make_model(16, 2, 2)
     rival = make_rival("shd", teacher, student, BATCH, plan="matched", alpha_per="row")
     lesson = rival.teach(**BATCH)
-    for squeeze, layer, maps in zip(lesson.attention.squeezes, (1, 3), teacher_maps(lesson), strict=True):
-        value = lesson.seen.captured.layer(layer).value
+    for squeeze, layer, maps in zip(lesson.squeezed.squeezes, (1, 3), teacher_maps(lesson), strict=True):
+        value = lesson.calls[layer].value
         assert value is not None
         projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
         outputs = value_outputs(value, projection).double()

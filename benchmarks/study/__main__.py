@@ -1,0 +1,87 @@
+"""``python -m benchmarks.study [TASK ...]``: run what is missing, then write the table and the pictures.
+
+Every run is a line of ``runs.jsonl`` as soon as it ends; started again, the study goes on where it stopped. Figures
+of a machine's time are processor seconds of this process, one thread unless ``--threads`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.study.analysis import compare, print_tables, write_table
+from benchmarks.study.arms import Arm, read_grid
+from benchmarks.study.digits import UnavailableError
+from benchmarks.study.pictures import draw_all
+from benchmarks.study.runs import Record, run_missing
+from benchmarks.study.tasks import TASKS, Task, load_task
+
+HERE = Path(__file__).parent
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def read_duration(text: str) -> float:
+    """Seconds of ``90s``, ``20m``, ``3h`` or ``1.5h``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a budget must be a number with s, m or h, such as 3h; got {text!r}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; default all")
+    parser.add_argument("--parts", nargs="+", help="only these parts of the grids")
+    parser.add_argument("--budget", type=read_duration, help="start no run after so long, such as 3h")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of runs.jsonl and table.csv")
+    parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
+    parser.add_argument("--pictures", type=Path, help="folder of pictures; default docs/study, or --out with --quick")
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.tasks) - set(TASKS))
+    if unknown:
+        parser.error(f"tasks are {', '.join(TASKS)}; got {', '.join(unknown)}")
+    torch.set_num_threads(given.threads)
+    console = Console()
+    record = Record(given.out / "runs.jsonl")
+    pictures = given.pictures or (given.out if given.quick else HERE.parents[1] / "docs" / "study")
+    end = None if given.budget is None else time.monotonic() + given.budget
+    for name in given.tasks or TASKS:
+        grid = read_grid(name, quick=given.quick)
+        runs = [(arm, seed) for arm, seed in grid.runs() if given.parts is None or arm.part in given.parts]
+        made: dict[str, Task] = {}
+
+        def train(arm: Arm, seed: int, made: dict[str, Task] = made) -> dict[str, object]:
+            settings = str(arm.settings)
+            if settings not in made:
+                made.clear()  # one teacher at a time
+                made[settings] = load_task(arm.task)(given.work / arm.task, arm.settings)
+            machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+            return {**made[settings].train(arm, seed), "machine": machine}
+
+        before = len(record.found)
+        try:
+            missing = run_missing(record, runs, train, console=console, end=end)
+        except UnavailableError as error:
+            console.print(f"{name}: not run. {error}", soft_wrap=True)
+            continue
+        console.print(f"{name}: {len(record.found) - before} runs made, {len(missing)} of {len(runs)} missing")
+        for part in dict.fromkeys(arm.part for arm, _ in missing):
+            lacking = [f"{arm.method} (seed {seed})" for arm, seed in missing if arm.part == part]
+            console.print(f"  missing of {part}: {', '.join(lacking)}", soft_wrap=True)
+        rows = compare(grid, record)
+        if rows:
+            print_tables(rows, grid, console)
+            write_table(rows, given.out / f"{name}.csv")
+            draw_all(rows, grid, record, pictures)
+
+
+if __name__ == "__main__":
+    main()

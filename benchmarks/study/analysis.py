@@ -1,0 +1,199 @@
+"""From runs to figures: means with 95% t intervals, and differences from the base loss alone, paired by seed."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from benchmarks.study.arms import ALONE, Arm, Grid
+from benchmarks.study.runs import Record
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm over its seeds. Intervals are half widths at 95%, NaN for one seed.
+
+    Attributes:
+        task: name of the grid.
+        part: of the grid.
+        label: what tells the arm from others of its part.
+        method: a rival's name, or ``base``.
+        beta: of the arm.
+        options: all other options that its part varies.
+        seeds: how many were run.
+        metric: what ``valid``, ``test`` and ``gain`` are figures of.
+        valid: mean on samples of validation, by which beta may be chosen.
+        test: mean on other samples.
+        test_interval: of it.
+        gain: by how much ``test`` is better than that of the base loss alone, from the same start and on the same
+            data; mean of differences by seed. NaN where there is none to compare with.
+        gain_interval: of it.
+        is_chosen: whether this beta has the best ``valid`` of its method and options.
+        step_seconds: processor time of a training step without the teacher's pass, median.
+        sample_bytes: what of the teacher a sample's loss reads, in half precision.
+        parameter_bytes: that are trained beside the student and thrown away.
+        gradient_share: of the whole gradient's norm at the first step.
+    """
+
+    task: str
+    part: str
+    label: str
+    method: str
+    beta: float
+    options: str
+    seeds: int
+    metric: str
+    valid: float
+    test: float
+    test_interval: float
+    gain: float
+    gain_interval: float
+    is_chosen: bool
+    step_seconds: float
+    sample_bytes: float
+    parameter_bytes: float
+    gradient_share: float
+
+
+def compare(grid: Grid, record: Record) -> list[Row]:
+    """One row an arm that was run with any seed, part after part."""
+    rows = []
+    for arm in grid.arms:
+        runs = {seed: run for seed in range(grid.seeds) if (run := record.found.get(arm.key(seed))) is not None}
+        if runs:
+            rows.append(_summarise(grid, record, arm, runs))
+    best: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.part, row.method, row.options)
+        sign = 1 if _is_higher_better(row.metric) else -1
+        if key not in best or sign * row.valid > sign * best[key].valid:
+            best[key] = row
+    return [Row(**{**asdict(row), "is_chosen": row is best[row.part, row.method, row.options]}) for row in rows]
+
+
+def _is_higher_better(metric: str) -> bool:
+    return metric in ("accuracy", "rouge_l")
+
+
+def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, Any]]) -> Row:
+    metric = next(name for name in ("accuracy", "rouge_l", "distance", "loss") if f"test_{name}" in runs[min(runs)])
+    alone = _find_alone(grid, arm)
+    pairs = []
+    for seed, run in runs.items():
+        base = None if alone is None else record.found.get(alone.key(seed))
+        if base is not None and arm.method != ALONE:
+            gain = run[f"test_{metric}"] - base[f"test_{metric}"]
+            pairs.append(gain if _is_higher_better(metric) else -gain)
+    varied = {
+        name: value
+        for name, value in arm.options.items()
+        if name not in ("method", "beta") and any(o.options.get(name) != value for o in grid.arms)
+    }
+    options = ", ".join(f"{name}={value}" for name, value in varied.items())
+    own = _own_options(grid, arm)
+    beta = f" {arm.options['beta']:g}" if arm.method != ALONE and arm.options["beta"] else ""
+    tests = [run[f"test_{metric}"] for run in runs.values()]
+
+    def mean(name: str) -> float:
+        return float(np.mean([run[name] for run in runs.values()]))
+
+    return Row(
+        task=arm.task,
+        part=arm.part,
+        label=", ".join([arm.method + beta, *own]),
+        method=arm.method,
+        beta=float(arm.options["beta"]),
+        options=options,
+        seeds=len(runs),
+        metric=metric,
+        valid=mean(f"valid_{metric}"),
+        test=float(np.mean(tests)),
+        test_interval=half_interval(tests),
+        gain=float(np.mean(pairs)) if pairs else math.nan,
+        gain_interval=half_interval(pairs),
+        is_chosen=False,
+        step_seconds=mean("step_seconds"),
+        sample_bytes=mean("sample_bytes"),
+        parameter_bytes=mean("parameter_bytes"),
+        gradient_share=float(np.mean([run["gradient_share"].get("first", 0.0) for run in runs.values()])),
+    )
+
+
+def _find_alone(grid: Grid, arm: Arm) -> Arm | None:
+    """The arm with the same base loss, start and data, and nothing beside it."""
+    for other in grid.arms:
+        shared = {name: arm.options.get(name) for name in other.options if name not in ("method", "beta")}
+        if other.method == ALONE and other.settings == arm.settings:
+            own = {name: value for name, value in other.options.items() if name not in ("method", "beta")}
+            if own == shared:
+                return other
+    return None
+
+
+def _own_options(grid: Grid, arm: Arm) -> list[str]:
+    """Options that differ from one arm to another within the part."""
+    same = [other for other in grid.arms if other.part == arm.part]
+    own = {n: v for n, v in arm.options.items() if n not in ("method", "beta")}
+    return [f"{n} {v}" for n, v in own.items() if len({str(other.options.get(n, v)) for other in same}) > 1]
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95% t interval of a mean; NaN for fewer than two values."""
+    if len(values) < 2:
+        return math.nan
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """One line an arm."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+
+
+def print_tables(rows: Sequence[Row], grid: Grid, console: Console) -> None:
+    """A table a part."""
+    for part, question in grid.questions.items():
+        own = [row for row in rows if row.part == part]
+        if not own:
+            continue
+        table = Table(title=f"{part}: {question}", title_justify="left")
+        for column in (
+            "arm",
+            "seeds",
+            f"test {own[0].metric}",
+            "gain over base, paired",
+            "share",
+            "ms a step",
+            "kB a sample",
+        ):
+            table.add_column(column, justify="left" if column == "arm" else "right")
+        for row in own:
+            table.add_row(*cells(row))
+        console.print(table)
+
+
+def cells(row: Row) -> list[str]:
+    """A row as it is printed."""
+    scale, form = (100, ".2f") if _is_higher_better(row.metric) else (1, ".4f")
+    gain = "" if math.isnan(row.gain) else f"{scale * row.gain:+{form}} ± {scale * row.gain_interval:{form}}"
+    return [
+        row.label,
+        str(row.seeds),
+        f"{scale * row.test:{form}} ± {scale * row.test_interval:{form}}",
+        gain,
+        f"{row.gradient_share:.2f}" if row.gradient_share else "",
+        f"{1e3 * row.step_seconds:.0f}",
+        f"{row.sample_bytes / 1e3:.0f}",
+    ]

@@ -1,0 +1,89 @@
+"""What is run, as data: arms of a grid file, and the key under which a run is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GRIDS = Path(__file__).parent / "grids"
+ALONE = "base"
+"""The method of an arm without anything beside its base loss."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train one student.
+
+    Attributes:
+        task: name of the grid.
+        part: of the grid, the question that the arm answers.
+        options: every other choice by name; ``method`` and ``beta`` are always there.
+        settings: sizes of the task, which its part may change.
+    """
+
+    task: str
+    part: str
+    options: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def method(self) -> str:
+        """A rival's name, or ``base``."""
+        return str(self.options["method"])
+
+    def key(self, seed: int) -> str:
+        """Equal for equal runs, whichever part asks for them."""
+        return json.dumps([self.task, self.options, self.settings, seed], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A task's arms.
+
+    Attributes:
+        task: its name.
+        seeds: of every arm, from 0.
+        arms: part after part.
+        questions: of each part.
+    """
+
+    task: str
+    seeds: int
+    arms: tuple[Arm, ...]
+    questions: dict[str, str]
+
+    def runs(self) -> list[tuple[Arm, int]]:
+        """Part after part; within a part arm after arm, as arms of one teacher are cheaper together."""
+        return list({arm.key(seed): (arm, seed) for arm in self.arms for seed in range(self.seeds)}.values())
+
+
+def read_grid(task: str, *, quick: bool = False) -> Grid:
+    """The grid of a task: each part is the product of its lists, over the grid's defaults.
+
+    An arm without a method beside its base loss has no beta; the product holds it once.
+    """
+    with (GRIDS / f"{task}.toml").open("rb") as file:
+        page = tomllib.load(file)
+    settings = page["settings"] | (page["quick"]["settings"] if quick else {})
+    arms = []
+    parts = page["quick"]["part"] if quick else page["part"]
+    for part in parts:
+        lists = {name: value if isinstance(value, list) else [value] for name, value in part["options"].items()}
+        for values in itertools.product(*lists.values()):
+            options = page["defaults"] | dict(zip(lists, values, strict=True))
+            if options["method"] == ALONE:
+                options = (
+                    page["defaults"]
+                    | {"beta": 0.0}
+                    | {name: value for name, value in options.items() if name in page["base_options"]}
+                )
+                options |= {"method": ALONE}
+            arm = Arm(task, part["name"], options, settings | part.get("settings", {}))
+            if arm not in arms:
+                arms.append(arm)
+    questions = {part["name"]: part["question"] for part in parts}
+    return Grid(task, 2 if quick else page["seeds"], tuple(arms), questions)

@@ -1,0 +1,116 @@
+"""A teacher's lessons on a whole training set, kept in memory: the teacher runs once, and every run takes rows.
+
+Values are those of a live teacher to the last bit, since nothing is coded: what a cache's codecs change is measured
+elsewhere (benchmarks/stories_distillation.py). Only for models whose attention needs no mask beside causality.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shd_torch.capture import AttentionCall
+from shd_torch.rivals import Lesson, Rival
+from shd_torch.supervision.supervision import Dense
+
+CHUNK = 64
+
+
+class Remembered:
+    """Lessons of a rival on every sample.
+
+    Args:
+        rival: what teaches.
+        inputs: arguments of the teacher by name, ``(N, ...)`` each.
+    """
+
+    def __init__(self, rival: Rival, inputs: Mapping[str, Tensor]) -> None:
+        started = time.process_time()
+        size = len(next(iter(inputs.values())))
+        parts = [
+            rival.teach(**{name: value[start : start + CHUNK] for name, value in inputs.items()})._replace(
+                output=None
+            )
+            for start in range(0, size, CHUNK)
+        ]
+        self.seconds = time.process_time() - started
+        self._lesson = _join(parts, rival.temperature)
+
+    def take(self, index: Tensor) -> Lesson:
+        """The lesson of some samples, in any order."""
+        return _take(self._lesson, index)
+
+    def bytes_a_sample(self, rival: Rival) -> float:
+        """What of the teacher a sample's loss reads, in half precision: merged maps, logits or features.
+
+        Of causal maps the half that may be above zero counts.
+        """
+        one = self.take(torch.tensor([0]))
+        if rival.reads_hidden:
+            return 2.0 * sum(hidden.numel() for hidden in one.hidden.values())
+        if rival.merges_maps:
+            causal = next(iter(one.calls.values())).rule.is_causal
+            shapes = [(each.shape, causal) for each in one.squeezed.supervisions]
+        else:
+            shapes = [((1, c.num_heads, *_lengths(c)), c.rule.is_causal) for c in one.calls.values()]
+        return 2.0 * sum(
+            h * (rows * (rows + 1) // 2 if causal else rows * keys) for (_, h, rows, keys), causal in shapes
+        )
+
+
+def _lengths(call: AttentionCall) -> tuple[int, int]:
+    return call.query.shape[2], call.key.shape[2]
+
+
+def _join(parts: list[Lesson], temperature: float) -> Lesson:
+    """Lessons of chunks as one of all samples, merged maps formed."""
+    calls = {
+        layer: _rebuild_call(
+            call, *(torch.cat([getattr(p.calls[layer], f) for p in parts]) for f in ("query", "key", "value"))
+        )
+        for layer, call in parts[0].calls.items()
+    }
+    hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
+    attention = parts[0].attention
+    if attention is not None:
+        supervisions = [
+            Dense(
+                torch.cat([part.squeezed.supervisions[number].probs(temperature=temperature) for part in parts]),
+                temperature,
+            )
+            for number in range(len(attention.squeezes))
+        ]
+        attention = replace(
+            attention,
+            squeezes=tuple(
+                replace(squeeze, supervision=each)
+                for squeeze, each in zip(attention.squeezes, supervisions, strict=True)
+            ),
+            output=None,
+            logits=None,
+        )
+    return Lesson(attention, calls, hidden, None)
+
+
+def _take(lesson: Lesson, index: Tensor) -> Lesson:
+    calls = {
+        layer: _rebuild_call(call, *(getattr(call, f)[index] for f in ("query", "key", "value")))
+        for layer, call in lesson.calls.items()
+    }
+    attention = lesson.attention
+    if attention is not None:
+        squeezes = [
+            replace(squeeze, supervision=replace(squeeze.supervision, maps=squeeze.supervision.maps[index]))
+            for squeeze in attention.squeezes
+        ]
+        attention = replace(attention, squeezes=tuple(squeezes))
+    return Lesson(attention, calls, {layer: hidden[index] for layer, hidden in lesson.hidden.items()}, None)
+
+
+def _rebuild_call(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+    assert call.rule.attn_mask is None, "samples with masks of their own cannot be taken apart"
+    return AttentionCall(query, key, call.rule, value=value)

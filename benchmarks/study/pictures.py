@@ -1,0 +1,130 @@
+"""Pictures of the study, each one question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # files, no window
+
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from benchmarks.study.analysis import Row
+from benchmarks.study.arms import Grid
+from benchmarks.study.runs import Record
+
+
+def draw_all(rows: Sequence[Row], grid: Grid, record: Record, folder: Path) -> None:
+    """Gains with their intervals, gain by beta, gain against cost, and curves where they were measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_gains(rows, folder / f"{grid.task}-gains.png")
+    draw_betas(rows, folder / f"{grid.task}-betas.png")
+    draw_costs(rows, folder / f"{grid.task}-costs.png")
+    draw_curves(grid, record, folder / f"{grid.task}-curves.png")
+
+
+def draw_gains(rows: Sequence[Row], path: Path) -> None:
+    """A dot with its interval for each arm of the chosen beta, part after part."""
+    own = [row for row in rows if not math.isnan(row.gain) and row.is_chosen]
+    if not own:
+        return
+    figure, axis = plt.subplots(figsize=(7.2, 0.8 + 0.24 * len(own)), layout="constrained")
+    colors = plt.get_cmap("tab10")
+    parts = list(dict.fromkeys(row.part for row in own))
+    scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
+    for place, row in enumerate(own):
+        half = 0.0 if math.isnan(row.gain_interval) else scale * row.gain_interval
+        color = colors(parts.index(row.part) % 10)
+        axis.errorbar(scale * row.gain, place, xerr=half, marker="o", markersize=4, capsize=2, color=color)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(own)), [f"{row.part}: {row.label}" for row in own], fontsize=7)
+    axis.set_ylim(len(own) - 0.5, -0.5)
+    unit = "points" if scale == 100 else "nats a token" if own[0].metric == "loss" else own[0].metric
+    axis.set_xlabel(f"gain over the base loss alone, {unit}: mean and 95% interval, paired by seed", fontsize=8)
+    axis.grid(axis="x", linewidth=0.4, alpha=0.5)
+    _save(figure, path)
+
+
+def draw_betas(rows: Sequence[Row], path: Path) -> None:
+    """Gain by beta, a line for each method and options with more than one beta."""
+    lines: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if not math.isnan(row.gain) and row.beta > 0:
+            lines.setdefault((row.part, row.method, row.options), []).append(row)
+    lines = {key: sorted(own, key=lambda row: row.beta) for key, own in lines.items() if len(own) > 1}
+    if not lines:
+        return
+    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for (part, method, _), own in lines.items():
+        scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
+        label = f"{part}: {', '.join([method, *own[0].label.split(', ')[1:]])}"
+        gains, halves = [scale * row.gain for row in own], [scale * row.gain_interval for row in own]
+        axis.errorbar([r.beta for r in own], gains, yerr=halves, marker="o", markersize=3, capsize=2, label=label)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_xlabel("beta")
+    axis.set_ylabel("gain over the base loss alone")
+    axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, path)
+
+
+def draw_costs(rows: Sequence[Row], path: Path) -> None:
+    """Gain against what a sample's teaching weighs, and against the time of a step."""
+    own = [row for row in rows if not math.isnan(row.gain) and row.is_chosen]
+    own = list(
+        {(row.method, row.options): row for row in own if row.part not in ("start", "labels", "table4")}.values()
+    )
+    if not own:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
+    for axis, (name, values) in zip(
+        axes,
+        {
+            "kB of the teacher a sample": [row.sample_bytes / 1e3 for row in own],
+            "ms a step, without the teacher": [1e3 * row.step_seconds for row in own],
+        }.items(),
+        strict=True,
+    ):
+        for x, row in zip(values, own, strict=True):
+            axis.plot(x, scale * row.gain, "o", markersize=4)
+            axis.annotate(row.label, (x, scale * row.gain), fontsize=5, xytext=(3, 2), textcoords="offset points")
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set_xlabel(name)
+    axes[0].set_ylabel("gain over the base loss alone")
+    _save(figure, path)
+
+
+def draw_curves(grid: Grid, record: Record, path: Path) -> None:
+    """The test figure by step, mean over seeds, where runs were evaluated on the way."""
+    figure, axis = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    drawn = 0
+    for arm in grid.arms:
+        runs = [run for seed in range(grid.seeds) if (run := record.found.get(arm.key(seed)))]
+        if arm.part not in ("beta", "start") or not runs or len(runs[0]["curve"]) < 3:
+            continue
+        steps = sorted(map(int, runs[0]["curve"]))
+        metric = "loss"
+        means = [sum(run["curve"][str(step)][f"test_{metric}"] for run in runs) / len(runs) for step in steps]
+        shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if step > 0]
+        start = arm.options.get("start", "random")
+        style = {"random": ":", "kept": "--", "squeezed": "-"}[start]
+        beta = f" {arm.options['beta']:g}" if arm.options["beta"] else ""
+        axis.plot(*zip(*shown, strict=True), style, marker="o", markersize=2.5, label=f"{start}: {arm.method}{beta}")
+        drawn += 1
+    if drawn:
+        axis.set_xscale("log")
+        axis.set_xlabel("step")
+        axis.set_ylabel("test loss, nats")
+        axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        _save(figure, path)
+    plt.close(figure)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,31 @@
+"""Where a student starts: random weights, heads and channels that are kept, or the squeezed teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shd_torch.shrink import shrink
+from shd_torch.shrink.compare.rivals import RIVALS
+
+STARTS = ("random", "kept", "squeezed")
+
+
+def start_student(
+    start: str, teacher: Any, calibration: Mapping[str, Tensor], make_random: Callable[[], Any], **sizes: Any
+) -> Any:
+    """A student of these sizes, ready to train; all parameters learn.
+
+    Args:
+        start: one of ``STARTS``.
+        teacher: a Hugging Face model of a family that ``shrink`` knows.
+        calibration: its inputs.
+        make_random: makes the student that starts from random weights.
+        **sizes: of ``shrink``.
+    """
+    if start == "random":
+        return make_random()
+    rival: dict[str, Any] = {"align": False, **RIVALS["kept heads"]} if start == "kept" else {}
+    return shrink(teacher, dict(calibration), **sizes, **rival).student.requires_grad_(True)

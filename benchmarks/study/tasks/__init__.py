@@ -1,0 +1,39 @@
+"""Tasks: data, a teacher, students, and a base loss each. ``TASKS`` names them as their grids are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.study.arms import Arm
+
+
+class Task(Protocol):
+    """One of the source's domains; what arms share is made once and kept."""
+
+    metric: str
+    """The figure that is compared, and by which beta is chosen, on samples of validation: ``valid_<metric>``."""
+
+    higher_is_better: bool
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None: ...
+
+    def train(self, arm: Arm, seed: int) -> dict[str, Any]:
+        """A run's result: ``train`` of ``training.py``, with ``valid_...`` and ``test_...`` figures."""
+
+
+def load_task(name: str) -> Callable[[Path, dict[str, Any]], Task]:
+    """The class of a task, imported when it is asked for."""
+    if name == "images":
+        from benchmarks.study.tasks.images import Images
+
+        return Images
+    if name == "language":
+        from benchmarks.study.tasks.language import Language
+
+        return Language
+    raise KeyError(name)
+
+
+TASKS = ("images", "language")

@@ -1,0 +1,197 @@
+"""Image classification: digits, a vision transformer of 6 heads as teacher, students of 3 (the source's Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.study.arms import ALONE, Arm
+from benchmarks.study.digits import SIZE, load_digits, load_small_digits
+from benchmarks.study.memory import Remembered
+from benchmarks.study.starts import start_student
+from benchmarks.study.training import Course, train
+from shd_torch.recipes import SHD, Terms, ViTKD, cross_entropy, image_kd, nkd
+from shd_torch.rivals import Rival, make_rival
+
+Forward = Callable[[Mapping[str, Tensor]], Any]
+
+
+class Images:
+    """See the module; the teacher is trained here, once a folder."""
+
+    metric, higher_is_better = "accuracy", True
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        if settings["data"] == "mnist":
+            self.size, (images, labels) = SIZE, load_digits(folder)
+        else:
+            self.size, (images, labels) = 8, load_small_digits()
+        sizes = [settings["pool"], settings["valid"], settings["test"]]
+        parts = [part.split([*sizes, len(images) - sum(sizes)])[:3] for part in (images, labels)]
+        self.train_images, self.valid_images, self.test_images = parts[0]
+        self.train_labels, self.valid_labels, self.test_labels = parts[1]
+        self.teacher = self._load_teacher(folder)
+        with torch.no_grad():
+            self.teacher_accuracy = _measure(lambda i: self.teacher(**i), self.test_images, self.test_labels)[
+                "accuracy"
+            ]
+        self._kept: tuple[str, Any] = ("", None)
+
+    def make_model(self, width: int, heads: int, layers: int) -> Any:
+        """DINOv2's architecture: LayerScale, class token, patches."""
+        from transformers import Dinov2Config, Dinov2ForImageClassification
+
+        config = Dinov2Config(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            mlp_ratio=2,
+            image_size=self.size,
+            patch_size=self.settings["patch"],
+            num_channels=1,
+            num_labels=10,
+            layerscale_value=0.1,
+        )
+        return Dinov2ForImageClassification(config)
+
+    def _load_teacher(self, folder: Path) -> Any:
+        given = self.settings["teacher"]
+        torch.manual_seed(0)
+        teacher = self.make_model(given["width"], given["heads"], given["layers"])
+        kept = folder / f"teacher-{self.settings['data']}-{given['width']}-{given['layers']}-{given['steps']}.pt"
+        if kept.exists():
+            teacher.load_state_dict(torch.load(kept, weights_only=True))
+            return teacher.eval().requires_grad_(False)
+        optimizer = torch.optim.AdamW(teacher.parameters(), given["rate"], weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, given["rate"], given["steps"])
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(given["steps"]):
+            index = torch.randint(len(self.train_images), (32,), generator=draw)
+            logits = teacher.train()(pixel_values=self.train_images[index]).logits
+            loss = F.cross_entropy(logits, self.train_labels[index], label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(".part")
+        torch.save(teacher.state_dict(), draft)
+        draft.replace(kept)
+        return teacher.eval().requires_grad_(False)
+
+    def train(self, arm: Arm, seed: int) -> dict[str, Any]:
+        """One student on the first ``labels`` images of the pool: a seed draws weights and order."""
+        options, settings = arm.options, arm.settings
+        inputs = {"pixel_values": self.train_images[: options["labels"]]}
+        labels = self.train_labels[: options["labels"]]
+        student = self._make_student(arm, seed)
+        torch.manual_seed(seed)
+        rivals = self._rivals(arm, student, inputs)
+        base, parts = self._base(options["base"], inputs, labels, student)
+
+        def evaluate(forward: Forward) -> dict[str, float]:
+            found = {}
+            for name in ("valid", "test"):
+                figures = _measure(forward, getattr(self, f"{name}_images"), getattr(self, f"{name}_labels"))
+                found |= {f"{name}_{figure}": value for figure, value in figures.items()}
+            return found
+
+        course = Course(student, inputs, base, evaluate, rivals, parts)
+        result = train(
+            course,
+            beta=options["beta"],
+            steps=settings["steps"],
+            batch=settings["batch"],
+            rate=settings["rate"],
+            seed=seed,
+        )
+        return {**result, "teacher_accuracy": self.teacher_accuracy}
+
+    def _make_student(self, arm: Arm, seed: int) -> Any:
+        sizes, options = self.settings["student"], arm.options
+
+        def make_random() -> Any:
+            torch.manual_seed(seed)
+            return self.make_model(sizes["width"], options["heads"], sizes["layers"])
+
+        calibration = {"pixel_values": self.train_images[: options["labels"]][:64]}
+        student = start_student(
+            options["start"],
+            self.teacher,
+            calibration,
+            make_random,
+            hidden=sizes["width"],
+            heads=options["heads"],
+            layers=sizes["layers"],
+        )
+        if not options["layer_scale"]:
+            for block in student.dinov2.encoder.layer:
+                block.layer_scale1, block.layer_scale2 = nn.Identity(), nn.Identity()
+        return student
+
+    def _rivals(self, arm: Arm, student: Any, inputs: Mapping[str, Tensor]) -> list[tuple[Rival, Remembered]]:
+        options = arm.options
+        if options["method"] == ALONE:
+            return []
+        example = {name: value[:64] for name, value in inputs.items()}
+        rival = make_rival(
+            options["method"],
+            self.teacher,
+            student,
+            example,
+            plan=options["plan"],
+            alpha_per=options["alpha_per"],
+            temperature=options["temperature"],
+        )
+        key = str([options[name] for name in ("method", "plan", "alpha_per", "temperature", "labels", "heads")])
+        if self._kept[0] != key:  # arms of one teaching follow each other
+            self._kept = ("", None)
+            self._kept = (key, Remembered(rival, inputs))
+        return [(rival, self._kept[1])]
+
+    def _base(
+        self, name: str, inputs: Mapping[str, Tensor], labels: Tensor, student: Any
+    ) -> tuple[Callable[[Any, Tensor, SHD | None], Terms], list[nn.Module]]:
+        with torch.no_grad():
+            seen = [
+                self.teacher(pixel_values=part, output_hidden_states=True)
+                for part in inputs["pixel_values"].split(64)
+            ]
+            targets = torch.cat([each.logits for each in seen])
+        if name == "ce":
+            return lambda output, index, shd: cross_entropy(output.logits, labels[index], shd=shd), []
+        if name == "kd":
+            return lambda output, index, shd: image_kd(output.logits, labels[index], targets[index], shd=shd), []
+        features = [torch.cat([each.hidden_states[layer][:, 1:] for each in seen]) for layer in (1, 2)]
+        norm = self.teacher.dinov2.layernorm
+        last = torch.cat([norm(each.hidden_states[-1])[:, 1:] for each in seen])
+        vitkd = ViTKD(student.config.hidden_size, self.teacher.config.hidden_size)
+
+        def both(output: Any, index: Tensor, shd: SHD | None) -> Terms:
+            own = output.hidden_states
+            terms = vitkd(
+                [own[1][:, 1:], own[2][:, 1:]],
+                student.dinov2.layernorm(own[-1])[:, 1:],
+                [feature[index] for feature in features],
+                last[index],
+            )
+            return nkd(output.logits, labels[index], targets[index], shd=shd) + terms
+
+        student.config.output_hidden_states = True
+        return both, [vitkd]
+
+
+def _measure(forward: Forward, images: Tensor, labels: Tensor) -> dict[str, float]:
+    right, loss = 0, 0.0
+    for part, wanted in zip(images.split(250), labels.split(250), strict=True):
+        with torch.no_grad():
+            logits = forward({"pixel_values": part}).logits
+        right += int((logits.argmax(-1) == wanted).sum())
+        loss += float(F.cross_entropy(logits, wanted, reduction="sum"))
+    return {"accuracy": right / len(labels), "loss": loss / len(labels)}

@@ -1,0 +1,126 @@
+"""One run: a student, a base loss, and what is taught beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.study.memory import Remembered
+from shd_torch.recipes import SHD, Terms, scale_report
+from shd_torch.rivals import Lesson, Rival, RivalTerm, Seen
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(eq=False)
+class Course:
+    """What a student is taught with.
+
+    Attributes:
+        student: the model.
+        inputs: its arguments by name, ``(N, ...)`` each.
+        base: ``(output, index, shd)`` to the base loss of these samples with ``shd`` beside it.
+        evaluate: figures by name, of the student as it stands; ``forward(inputs)`` runs it as in training.
+        rivals: what teaches beside the base loss, one a teacher, with what it remembers.
+        parts: modules of the base loss that are trained too.
+        loss_mask: ``(N, L)`` boolean, True = the row counts in the rivals' loss; None for all.
+    """
+
+    student: nn.Module
+    inputs: Batch
+    base: Callable[[Any, Tensor, SHD | None], Terms]
+    evaluate: Callable[[Callable[[Batch], Any]], dict[str, float]]
+    rivals: Sequence[tuple[Rival, Remembered]] = ()
+    parts: Sequence[nn.Module] = field(default=())
+    loss_mask: Tensor | None = None
+
+
+def train(
+    course: Course, *, beta: float, steps: int, batch: int, rate: float, seed: int, marks: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Train and evaluate: AdamW, cosine schedule, the same samples in the same order for a seed.
+
+    Returns:
+        ``curve`` (figures of ``evaluate`` by step), ``step_seconds`` (processor time, median), ``parameter_bytes``
+        that are trained and thrown away, ``sample_bytes`` of the teacher, ``gradient_share`` of what is taught beside
+        the base loss at the first and at the last step.
+    """
+    student, extra = course.student, [*course.parts, *(rival for rival, _ in course.rivals)]
+    trained = [*student.parameters(), *(parameter for part in extra for parameter in part.parameters())]
+    optimizer = torch.optim.AdamW(trained, rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    size = len(next(iter(course.inputs.values())))
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(size, generator=draw) for _ in range(-(-steps * batch // size))])
+    seconds, shares = [], {}
+    curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
+    for step in range(steps):
+        index = order[step * batch : (step + 1) * batch]
+        student.train()
+        started = time.process_time()
+        terms = _loss(course, index, beta)
+        if "shd" in terms and step in (0, steps - 1):
+            report = scale_report(terms, list(student.parameters()))
+            shares["first" if step == 0 else "last"] = report.terms["shd"].gradient_share
+        optimizer.zero_grad()
+        terms.total.backward()
+        optimizer.step()
+        schedule.step()
+        seconds.append(time.process_time() - started)
+        if step + 1 in marks or step + 1 == steps:
+            curve[str(step + 1)] = course.evaluate(_forward(course))
+    return {
+        "curve": curve,
+        **curve[str(steps)],
+        "step_seconds": statistics.median(seconds),
+        "parameter_bytes": sum(p.nbytes for part in extra for p in part.parameters()),
+        "sample_bytes": sum(kept.bytes_a_sample(rival) for rival, kept in course.rivals),
+        "gradient_share": shares,
+    }
+
+
+def _loss(course: Course, index: Tensor, beta: float) -> Terms:
+    lessons = [kept.take(index) for _, kept in course.rivals]
+    with _watching(course, lessons) as seen:
+        output = course.student(**{name: value[index] for name, value in course.inputs.items()})
+    if not course.rivals:
+        return course.base(output, index, None)
+    mask = None if course.loss_mask is None else course.loss_mask[index]
+    values = [
+        rival(each, lesson, loss_mask=mask)
+        for (rival, _), each, lesson in zip(course.rivals, seen, lessons, strict=True)
+    ]
+    if any(rival.needs_teacher for rival, _ in course.rivals):
+        return course.base(output, index, None)
+    return course.base(output, index, RivalTerm(seen[0].captured, (), beta, value=torch.stack(values).mean()))
+
+
+@contextlib.contextmanager
+def _watching(course: Course, lessons: Sequence[Lesson]) -> Iterator[list[Seen]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(rival.watch(course.student, lesson))
+            for (rival, _), lesson in zip(course.rivals, lessons, strict=True)
+        ]
+
+
+def _forward(course: Course) -> Callable[[Batch], Any]:
+    """The student in evaluation mode; one that copies attention takes it from its teacher here too."""
+
+    def forward(inputs: Batch) -> Any:
+        block: AbstractContextManager[Any] = contextlib.nullcontext()
+        for rival, _ in course.rivals:
+            if rival.needs_teacher:
+                block = rival.watch(course.student, rival.teach(**inputs))
+        with torch.no_grad(), block:
+            return course.student.eval()(**inputs)
+
+    return forward

