@@ -52,7 +52,7 @@ from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matc
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import NO_ATTENTION, Extent, Form, NewRecord, StoredRecord
 from shd_ref.cache.forms.hidden import Hidden, HiddenLayer
-from shd_ref.cache.forms.logits import Logits
+from shd_ref.cache.forms.logits import AveragedTeacher, Logits
 from shd_ref.cache.forms.maps import Maps
 from shd_ref.cache.listing import CacheListing, list_cache
 from shd_ref.cache.merge import MergeSummary, merge_caches
@@ -71,6 +71,7 @@ __all__ = [
     "ON_ERROR",
     "SUPPORTS",
     "Attention",
+    "AveragedTeacher",
     "Blob",
     "CacheListing",
     "CacheReader",

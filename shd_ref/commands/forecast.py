@@ -20,9 +20,11 @@ def print_forecast(forecast: Forecast, num_student_heads: int, command: str | No
         num_student_heads: H_s.
         command: that does it; None where no cache pays.
     """
+    heads, support = f"{num_student_heads} student heads", f", {forecast.support} support"
     _say(
-        f"{num_student_heads} student heads; {forecast.num_samples} samples, {forecast.mean_length:.0f} positions on "
-        f"average, {forecast.max_length} at most, {forecast.support} support"
+        f"{heads if num_student_heads else 'no attention'}; {forecast.num_samples} samples, "
+        f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
+        f"{support * bool(forecast.support)}"
     )
     if forecast.supplied:
         _say(f"fed beside the data: {forecast.supplied}")
@@ -99,6 +101,6 @@ def _say_memory(memory: TrainingMemory) -> None:
     _list(
         f"student {student}, its gradients and optimizer {optimizer}: {memory.student_parameters / 1e6:.3g} M "
         f"parameters{whose}",
-        f"SHD term about {term}",
+        *([f"SHD term about {term}"] * bool(memory.term)),
         f"records {records}; in their place a live teacher, {teacher}",
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import READING, RUNNING, Shown
+from shd_ref.teacher.run.options import NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
 from shd_ref.teacher.sources import Source
 
 
@@ -29,7 +30,17 @@ CacheArgument = Annotated[
     ),
 ]
 TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]
-StudentHeads = Annotated[tuple[int, ...], Shown("Heads of the student, at most the teacher's; several as 4,6.")]
+StudentHeads = Annotated[
+    tuple[int, ...] | None, Shown("Heads of the student, at most the teacher's; several as 4,6.")
+]
+NoAttention = Annotated[
+    bool,
+    typer.Option(
+        "--no-attention",
+        help="Store logits or hidden states alone, also of a graph without attention; goes without --student-heads.",
+        rich_help_panel=STORING,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProviderOption = Annotated[str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING)]
 
@@ -69,6 +80,30 @@ class InputOptions:
         return open_source(
             self.inputs, tokenizer=self.tokenizer, text_column=self.text_column, max_length=self.max_length
         )
+
+
+def heads_of(
+    student_heads: tuple[int, ...] | None, options: partial[PrecomputeOptions], *, no_attention: bool
+) -> tuple[tuple[int, ...], partial[PrecomputeOptions]]:
+    """The numbers of heads, one at least, and the options; without attention the one number 0.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if not no_attention:
+        if student_heads is None:
+            raise ShdError(
+                "argument-value",
+                "--student-heads must be given, unless logits or hidden states are stored alone (--no-attention)",
+            )
+        return student_heads, options
+    if student_heads is not None:
+        given = ",".join(map(str, student_heads))
+        raise ShdError("argument-value", f"--student-heads must be left out with --no-attention; got {given}")
+    form = options.keywords.get("form", PrecomputeOptions.form)
+    if form != PrecomputeOptions.form:
+        raise ShdError("argument-value", f"--form must be left out with --no-attention; got {form}")
+    return (0,), partial(options.func, **options.keywords | {"form": NO_FORM})
 
 
 def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from shd_ref.commands.derive import Without
-from shd_ref.commands.options import AsJson, InputOptions, StudentHeads, TeacherPath
+from shd_ref.commands.options import AsJson, InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of
 from shd_ref.commands.terminal import print_remarks
 from shd_ref.commands.words import option_words
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -26,13 +26,14 @@ STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs
 def plan(
     teacher: TeacherPath,
     inputs: InputOptions,
-    student_heads: StudentHeads,
     options: Annotated[
         partial[PrecomputeOptions],
         Without("num_student_heads", "form", "factored_codec", "codec", "compression", "on_error", "seed_column"),
     ],
     run: Annotated[RunOptions, Without("samples_per_shard", "shards")],
     wanted: PlanOptions,
+    student_heads: StudentHeads = None,
+    no_attention: NoAttention = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure a few samples: bytes, time and error of every form and codec; then say which to take, and why.
@@ -46,11 +47,12 @@ def plan(
     from shd_ref.teacher.study.forecast import forecast_cache
     from shd_ref.teacher.study.kept import advise_plan
 
+    heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     source = inputs.open()
-    for heads in student_heads:
+    for heads in heads_given:
         asked = options(num_student_heads=heads)
         forecast = forecast_cache(teacher, source, asked, run, wanted)
-        print_remarks(advise_plan(teacher, asked), *forecast.remarks)
+        print_remarks(None if no_attention else advise_plan(teacher, asked), *forecast.remarks)
         command = precompute_command(teacher, inputs, asked, run, forecast)
         if as_json:
             print(json.dumps(asdict(forecast) | {"command": command}))
@@ -86,8 +88,9 @@ def precompute_command(
     usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
     asks = usual | forecast.taken.asks | {"compression": forecast.advice.compression}
     asked = replace(options, **asks)  # type: ignore[arg-type]
-    words = option_words(inputs, asked, run, without=() if student is None else STUDENT_FIELDS)
+    without = ("num_student_heads", "form") if not asked.has_attention else () if student is None else STUDENT_FIELDS
+    words = option_words(inputs, asked, run, without=without)
+    words += [] if asked.has_attention else ["--no-attention"]
     words += [] if student is None else ["--student", str(student)]
-    return shlex.join(
-        ["shd", "precompute", str(teacher), *words, "--out", out or f"cache-{options.num_student_heads}"]
-    )
+    place = out or (f"cache-{options.num_student_heads}" if asked.has_attention else "cache-targets")
+    return shlex.join(["shd", "precompute", str(teacher), *words, "--out", place])

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shd_ref.commands.derive import Without, option_of
-from shd_ref.commands.options import InputOptions, TeacherPath, refuse_nothing
+from shd_ref.commands.options import (
+    InputOptions,
+    NoAttention,
+    StudentHeads,
+    TeacherPath,
+    heads_of,
+    refuse_nothing,
+)
 from shd_ref.commands.terminal import console, print_remarks, show_progress
 from shd_ref.commands.words import option_words
 from shd_ref.errors import ShdError
@@ -35,13 +42,12 @@ def precompute(
             callback=refuse_nothing,
         ),
     ],
-    student_heads: Annotated[
-        tuple[int, ...] | None, Shown("Heads of the student, at most the teacher's; several as 4,6.")
-    ] = None,
+    student_heads: StudentHeads = None,
     student: Annotated[
         Path | None,
         Shown("A student of shd-torch shrink, in place of its heads, layers, pairs and plans: a folder."),
     ] = None,
+    no_attention: NoAttention = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing; measure a few samples and say what it would cost.")
     ] = False,
@@ -60,9 +66,10 @@ def precompute(
     tolerance refuses the run. Stop it at any moment, also with kill -9: the same command goes on where it stopped.
     """
     if student is not None:
+        if no_attention:
+            raise ShdError("argument-value", f"--student must be left out with --no-attention; got {student}")
         options, student_heads = _read_student(student, options, student_heads)
-    if student_heads is None:
-        raise ShdError("argument-value", "--student-heads must be given, or --student with a student's folder")
+    heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     if engine != "ray" and workers is not None:
         raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
     from shd_ref.teacher.precompute.engine import students_of
@@ -70,17 +77,17 @@ def precompute(
 
     source = inputs.open()
     if dry_run:
-        asked = [options(num_student_heads=heads) for heads in student_heads]
+        asked = [options(num_student_heads=heads) for heads in heads_given]
         _measure(teacher, inputs, source, asked, run, out, student)
         return
-    if student is None:
-        print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in student_heads))
+    if student is None and not no_attention:
+        print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in heads_given))
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
-        summaries = _run(teacher, inputs, source, out, options, student_heads, run, engine, workers, told)
+        summaries = _run(teacher, inputs, source, out, options, heads_given, run, engine, workers, told)
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     # As they were said: actors were given whole paths.
-    several = students_of(out, options(num_student_heads=1), student_heads) if len(student_heads) > 1 else []
+    several = students_of(out, options(num_student_heads=1), heads_given) if len(heads_given) > 1 else []
     others = options.keywords["with_teachers"]
     _print_summaries(summaries, teacher, others, inputs, [str(folder) for folder, _ in several] or [out])
 

@@ -31,23 +31,24 @@ def summary_table(summary: PrecomputeSummary) -> Table:
         table.add_row("alpha", f"median {middle:.3f}, 90% in [{low:.3f}, {high:.3f}], of {alphas.size}")
         table.add_row("clipped", f"{summary.num_clipped} outside [0, 1]; {summary.num_degenerate} without preference")
     comparison = summary.comparison
-    table.add_row(
-        "residual",
-        f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
-        f"(of {summary.compared_samples} samples)",
-    )
-    error = summary.errors.attention
-    table.add_row(
-        "codec", f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
-    )
+    if comparison is not None:
+        table.add_row(
+            "residual",
+            f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
+            f"(of {summary.compared_samples} samples)",
+        )
+        error = summary.errors.attention
+        codec = f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
+        table.add_row("codec", codec)
     logits, hidden = summary.errors.logits, summary.errors.hidden
     if logits is not None:
         left_out = f", {logits.gradient_mean:.1%} of a gradient with what is left out"
         table.add_row("logits", f"KL {logits.kl_mean:.2g} nats per row (max {logits.kl_max:.2g}){left_out}")
     if hidden is not None:
         table.add_row("hidden", f"{hidden.relative_mean:.2g} of a row's length (max {hidden.relative_max:.2g})")
-    table.add_row(
-        "graph = reference",
-        f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
-    )
+    if comparison is not None:
+        table.add_row(
+            "graph = reference",
+            f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
+        )
     return table

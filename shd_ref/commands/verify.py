@@ -63,5 +63,7 @@ def verify(
             provider=provider,
         )
         print_remarks(source.remark)
-        counts = f"{again.records} records ({again.rows} rows) run again"
-        console.print(marked("same", "green", f": {counts}, largest total variation {again.tv_max:.2g}"))
+        rows = f"{again.rows} rows, largest total variation {again.tv_max:.2g}" if again.rows else ""
+        targets = f"{again.target_rows} rows of logits and hidden states" if again.target_rows else ""
+        counts = f"{again.records} records run again ({'; '.join(filter(None, (rows, targets)))})"
+        console.print(marked("same", "green", f": {counts}"))

@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CacheReader
+from shd_ref.cache import NO_ATTENTION, CacheReader
+from shd_ref.errors import ShdError
 from shd_ref.mixing import squeeze_heads
 from shd_ref.report.content import choose_example
 from shd_ref.teacher.run.reading import AttentionReader
@@ -80,6 +81,13 @@ def read_evidence(
         ShdError: ``cache-mismatch`` for another teacher or other inputs; ``not-finite`` and
             ``not-a-distribution`` for maps that the reference refuses.
     """
+    if reader.manifest.attention is NO_ATTENTION:
+        raise ShdError(
+            "argument-value",
+            f"{reader.folder} must hold attention to be shown beside its teacher's; it holds none: leave --teacher "
+            "and --inputs out, and let shd verify run the teacher again",
+            "CACHE-160",
+        )
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}
     example = choose_example(reader, index_of)

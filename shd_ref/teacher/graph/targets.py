@@ -137,6 +137,12 @@ def _find_hidden(
     model: onnx.ModelProto, sites: Sequence[AttentionSite], layers: Sequence[int]
 ) -> tuple[tuple[int, str], ...]:
     count = len(sites)
+    if not count:
+        raise ShdError(
+            "graph-unsupported",
+            f"hidden states are found by the attention of their blocks, and the graph has none; got layers "
+            f"{', '.join(map(str, layers))}: store its logits alone",
+        )
     wrong = [layer for layer in layers if not 0 <= layer <= count]
     if wrong:
         raise ShdError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import shd_ref
-from shd_ref.cache import Manifest
+from shd_ref.cache import NO_ATTENTION, Manifest
 from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.cache.storage.storage import write_errors
@@ -16,7 +16,7 @@ from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
 from shd_ref.plans import merge_plan
 from shd_ref.teacher.precompute.manifest import matching_of
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import PROVIDERS
 
 
@@ -47,6 +47,9 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
     differences = [
         f"{name}: {old!r} -> {new!r}" for name, new in known.items() if (old := _member(found, name)) != new
     ]
+    stored = NO_FORM if found.attention is NO_ATTENTION else found.attention.form
+    if NO_FORM in (stored, options.form) and stored != options.form:
+        differences.append(f"attention: {stored} -> {options.form}")
     names = [] if found.logits is None else [each.name for each in found.logits.with_teachers]
     asked = [path.name for path in options.with_teachers]
     if names != asked:
@@ -57,21 +60,27 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
 
 def _known_members(found: Manifest, teacher: Path, options: PrecomputeOptions, run: RunOptions) -> dict[str, Any]:
     """Members of the manifest that options decide, by dotted name."""
-    known = {
+    known: dict[str, Any] = {
         "spec_version": shd_ref.SPEC_VERSION,
         "teacher.name": teacher.name,
         "teacher.provider": PROVIDERS.get(run.provider, run.provider),
+        "logits.codec": None if options.logits == "none" else options.logits,
+        "compression": options.compression,
+        "on_error": options.on_error,
+        "inputs.seed": options.seed_column,
+        "shards.seed": run.seed,
+    }
+    if run.samples_per_shard is not None:
+        known["shards.samples_per_shard"] = run.samples_per_shard
+    if found.attention is NO_ATTENTION or not options.has_attention:
+        return known
+    known |= {
         "attention.form": options.form,
         "attention.num_student_heads": options.num_student_heads,
         "attention.strategy": options.strategy,
         "attention.alpha_rule": options.alpha_rule,
         "attention.alpha_per": options.alpha_per,
         "attention.codec": options.stored_codec,
-        "logits.codec": None if options.logits == "none" else options.logits,
-        "compression": options.compression,
-        "on_error": options.on_error,
-        "inputs.seed": options.seed_column,
-        "shards.seed": run.seed,
     }
     if not options.is_factored:
         known["attention.temperature"] = float(options.temperature)
@@ -83,8 +92,6 @@ def _known_members(found: Manifest, teacher: Path, options: PrecomputeOptions, r
     if matching is None and options.plans is None:
         heads = min(options.num_student_heads, found.attention.num_teacher_heads)  # more are another job in any case
         known["attention.plan"] = merge_plan(found.attention.num_teacher_heads, heads, options.plan)
-    if run.samples_per_shard is not None:
-        known["shards.samples_per_shard"] = run.samples_per_shard
     return known
 
 

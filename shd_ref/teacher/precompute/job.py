@@ -79,7 +79,7 @@ class PrecomputeJob:
         # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
         ends = sorted({0, len(first[0].batch.indices) - 1})
         few = [each.select(ends) for each in first]
-        comparisons = [compare_layers(each.graph.options, each.layers) for each in few]
+        comparisons = [compare_layers(each.graph.options, each.layers) if each.layers else None for each in few]
         manifests = make_manifests(self._work, first)
         for manifest, each in zip(manifests, first, strict=True):
             samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
@@ -223,7 +223,7 @@ class _StudentCache:
         number: int,
         folder: str | os.PathLike[str],
         manifest: Manifest,
-        comparison: Comparison,
+        comparison: Comparison | None,
     ) -> None:
         self._work = work
         self.number = number
@@ -280,7 +280,7 @@ class _StudentCache:
         check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
     ) -> Errors:
         """What coding cost these records, or the first of them where check outputs of all would take too much."""
-        if outputs.layers[0].check is None:
+        if outputs.layers and outputs.layers[0].check is None:
             outputs = check_again(tuple(record.index for record in records))[self.number]
             held = set(outputs.batch.indices)
             records = [record for record in records if record.index in held]

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import shd_ref
 from shd_ref.cache import (
+    NO_ATTENTION,
     Dataset,
     Factors,
     LayerPair,
@@ -48,6 +49,8 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
     if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
         return options
     manifest = Manifest.read(folder)
+    if manifest.attention is NO_ATTENTION:
+        return options
     same = (
         manifest.attention.matching == matching_of(options, run)
         and manifest.attention.num_student_heads == options.num_student_heads
@@ -71,8 +74,9 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
     forms = [describe_attention(work, each) for each in outputs]
     logits, hidden = describe_logits(work, outputs[0]), describe_hidden(work, outputs[0])
     extents = [maker_of(form).extent(form, work.sample(each, 0)) for form, each in zip(forms, outputs, strict=True)]
+    rows = [each for each in (logits, hidden) if each is not None]
     per_sample = max(
-        sum(form.blob_sizes(extent)) + sum(each.held_size(extent) for each in (logits, hidden) if each is not None)
+        (0 if form is NO_ATTENTION else sum(form.blob_sizes(extent))) + sum(each.held_size(extent) for each in rows)
         for form, extent in zip(forms, extents, strict=True)
     )
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
@@ -103,7 +107,9 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
 
 
 def describe_attention(work: TeacherRun, outputs: StudentOutputs) -> Maps | Factors:
-    """How attention is stored for a student, see ``make_manifests``."""
+    """How attention is stored for a student, see ``make_manifests``; ``NO_ATTENTION`` where it is not."""
+    if not outputs.layers:
+        return NO_ATTENTION  # type: ignore[no-any-return]  # which stands for any form
     options, plans = outputs.student.options, outputs.student.plans
     same = len(set(plans)) == 1
     squeeze: dict[str, Any] = {

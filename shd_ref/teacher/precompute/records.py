@@ -8,22 +8,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Errors, Factors, Maps, NewRecord
+from shd_ref.cache import NO_ATTENTION, Errors, Factors, Maps, NewRecord
 from shd_ref.mixing import compose_mixing
 from shd_ref.teacher.precompute.forms.factors import FactorsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.maps import MapsMaker
+from shd_ref.teacher.precompute.forms.nothing import NothingMaker
 from shd_ref.teacher.precompute.forms.targets import HeldForms, make_targets, measure_targets
+from shd_ref.teacher.run.options import NO_FORM
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
-MAKERS: Final[dict[str, Maker[Any]]] = {"maps": MapsMaker(), "factored": FactorsMaker()}
+MAKERS: Final[dict[str, Maker[Any]]] = {"maps": MapsMaker(), "factored": FactorsMaker(), NO_FORM: NothingMaker()}
 """By the name that a form has in options and manifests."""
 
 
 def maker_of(form: Maps | Factors) -> Maker[Any]:
-    """The maker of a form."""
-    return MAKERS[form.form]
+    """The maker of a form, ``NO_ATTENTION`` included."""
+    return MAKERS[NO_FORM if form is NO_ATTENTION else form.form]
 
 
 def make_records(
@@ -44,9 +46,12 @@ def make_records(
     numbers = [number for number, index in enumerate(outputs.batch.indices) if index in wanted]
     if not numbers:
         return []
-    alphas = _stack_layers([layer.alphas[numbers] for layer in outputs.layers])
-    # Weights by row follow from the alphas and would double a record; weights by map are small.
-    mixings = mixings_of(outputs, alphas) if form.alpha_per == "map" else None
+    if form is NO_ATTENTION:
+        alphas, mixings = np.empty((len(numbers), 0, 0), np.float32), None
+    else:
+        alphas = _stack_layers([layer.alphas[numbers] for layer in outputs.layers])
+        # Weights by row follow from the alphas and would double a record; weights by map are small.
+        mixings = mixings_of(outputs, alphas) if form.alpha_per == "map" else None
     maker, records = maker_of(form), []
     for place, number in enumerate(numbers):
         sample = work.sample(outputs, number)

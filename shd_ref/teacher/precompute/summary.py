@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Errors, Manifest, Receipt
+from shd_ref.cache import NO_ATTENTION, Errors, Manifest, Receipt
 from shd_ref.cache.ranges import ShardFile
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import is_address, open_storage
@@ -38,7 +38,7 @@ class PrecomputeSummary:
         num_clipped, num_degenerate: counted over them.
         errors: what coding cost, over the rows that were measured.
         compared_samples: how many of the first batch the reference squeezed too, against the graph.
-        comparison: what it showed.
+        comparison: what it showed; None without attention.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
         supplied: what was fed beside the data, as it follows from them (CACHE-36), in a line; empty for nothing.
         remark: what the reading process said of the data, such as how many texts were cut; None for nothing.
@@ -58,7 +58,7 @@ class PrecomputeSummary:
     num_degenerate: int
     errors: Errors
     compared_samples: int
-    comparison: Comparison
+    comparison: Comparison | None
     remarks: tuple[str, ...] = ()
     supplied: str = ""
     remark: str | None = None
@@ -73,7 +73,7 @@ def summarise(
     resumed: int,
     seconds: float,
     compared_samples: int,
-    comparison: Comparison,
+    comparison: Comparison | None,
     remarks: tuple[str, ...] = (),
     supplied: str = "",
     remark: str | None = None,
@@ -92,6 +92,7 @@ def summarise(
         if sum(map(len, alphas)) < MAX_ALPHAS:
             alphas.append(_read_alphas(storage, receipt, manifest))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])
+    solved = manifest.attention is not NO_ATTENTION and manifest.attention.strategy == "shd"
     return PrecomputeSummary(
         folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
         samples=samples,
@@ -104,7 +105,7 @@ def summarise(
         float32_bytes=float32,
         alphas=found,
         num_clipped=int(((found < 0) | (found > 1)).sum()),
-        num_degenerate=int((found == 0.5).sum()) if manifest.attention.strategy == "shd" else 0,
+        num_degenerate=int((found == 0.5).sum()) if solved else 0,
         errors=Errors.merged(errors),
         compared_samples=compared_samples,
         comparison=comparison,

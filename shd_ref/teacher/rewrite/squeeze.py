@@ -87,7 +87,7 @@ def squeeze_graph(
     model: onnx.ModelProto,
     layers: Sequence[tuple[int, AttentionSite]],
     *,
-    num_student_heads: int,
+    num_student_heads: int = 0,
     plan: str | Iterable[Iterable[Sequence[int]]] = "progressive",
     plans: Mapping[int, MergePlan] | None = None,
     strategy: str = "shd",
@@ -108,7 +108,8 @@ def squeeze_graph(
 
     Args:
         model: the teacher, from ``load_teacher``; not changed.
-        layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from.
+        layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from; none for a
+            graph of targets alone.
         num_student_heads: H_s, at most every site's H.
         plan: see ``merge_plan``.
         plans: rounds by student layer, for layers that have their own.
@@ -132,7 +133,7 @@ def squeeze_graph(
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_option("codec", codec, CODECS, "CACHE-110")
-    _check_layers(model, layers)
+    _check_layers(model, layers, has_targets=bool(targets))
     if not isinstance(plan, str):
         plan = merge_plan(layers[0][1].num_heads or 0, num_student_heads, plan)
     options = SqueezeOptions(
@@ -162,21 +163,6 @@ def squeeze_graph(
     found = _output_targets(body, targets or TargetTensors())
     assembled = assemble_graph(model, body, functions.values())
     return SqueezedGraph(assembled, tuple(squeezed), options, check_outputs, found)
-
-
-def target_graph(model: onnx.ModelProto, targets: TargetTensors) -> tuple[onnx.ModelProto, TargetTensors]:
-    """A graph that outputs logits and hidden states in float32, and nothing else; and the names that they have there.
-
-    Args:
-        model: from ``load_teacher``; not changed.
-        targets: from ``find_targets`` on this model.
-
-    Raises:
-        ShdError: ``graph-invalid``, ``graph-unsupported`` for an operator set that is too old.
-    """
-    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
-    found = _output_targets(body, targets)
-    return assemble_graph(model, body, ()), found
 
 
 def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
@@ -361,9 +347,9 @@ def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
         )
 
 
-def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> None:
+def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]], *, has_targets: bool) -> None:
     students = [student for student, _ in layers]
-    if not students or len(set(students)) != len(students):
+    if not (students or has_targets) or len(set(students)) != len(students):
         raise ShdError(
             "layers-invalid", f"layers must hold each student layer once, and at least one; got {students}"
         )

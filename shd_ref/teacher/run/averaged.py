@@ -10,15 +10,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.cache.forms.logits import AveragedTeacher
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rewrite.squeeze import target_graph
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -175,9 +175,9 @@ class LogitsTeacher:
 
     @functools.cached_property
     def _graph(self) -> tuple[Any, str]:
-        model, found = target_graph(self.model, self._targets)
-        run = self._run_options
-        return open_session(model, provider=run.provider, num_threads=run.num_threads), str(found.logits)
+        graph, run = squeeze_graph(self.model, (), targets=self._targets), self._run_options
+        session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads)
+        return session, str(graph.targets.logits)
 
 
 def average_logits(

@@ -20,17 +20,17 @@ class Fault:
     Attributes:
         index: of the sample in the data set.
         key: its sample key.
-        student_layer: whose supervision it is.
-        site: the teacher's attention.
+        student_layer: whose supervision it is; None where it is of all.
+        site: the teacher's attention; empty where that is finite.
         head: the teacher's, or None where its maps and values are finite and what is made of them is not.
         target: what is not finite where the attention is: the logits, or a hidden state.
     """
 
     index: int
     key: str
-    student_layer: int
-    site: str
-    head: int | None
+    student_layer: int | None = None
+    site: str = ""
+    head: int | None = None
     target: str | None = None
 
     @property
@@ -69,7 +69,7 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
         elif layer.codes is not None:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
-    if outputs.layers[0].check is not None:
+    if outputs.layers and outputs.layers[0].check is not None:
         found = [_first_fault(work.sample(outputs, number)) for number in numbers]
     else:
         found = []
@@ -87,7 +87,7 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
 
 def _fault_of_targets(work: TeacherRun, sample: SampleOutputs) -> Fault | None:
     """What is not finite on a row that counts; classes that only pad the vocabulary may be."""
-    first, mask = sample.layers[0].layer, sample.layers[0].row_mask
+    mask = sample.targets.row_mask
     targets = {f"hidden state {layer}": states for layer, states in sample.targets.hidden.items()}
     if sample.targets.logits is not None:
         targets["its logits"] = sample.targets.logits[..., : work.options.vocab_size]
@@ -95,7 +95,7 @@ def _fault_of_targets(work: TeacherRun, sample: SampleOutputs) -> Fault | None:
         by_position = mask is not None and rows.shape[:-1] == mask.shape  # others are refused for that
         counted = rows[mask] if by_position else rows
         if not np.isfinite(counted).all():
-            return Fault(sample.index, sample.key, first.student_layer, first.site.name, None, title)
+            return Fault(sample.index, sample.key, target=title)
     return None
 
 

@@ -31,11 +31,13 @@ def choose_layers(
     Raises:
         ShdError: ``graph-unsupported``, ``layers-invalid``, ``argument-value``.
     """
+    if not options.has_attention:
+        return (), None, ()
     if not sites:
         raise ShdError(
             "graph-unsupported",
             "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
-            "export the model with eager attention",
+            "export the model with eager attention, or store its logits alone (--no-attention)",
         )
     if options.sites is not None and options.layer_pairs is not None:
         raise ShdError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -31,6 +31,9 @@ CODECS_OF: Final = {"maps": ("codec", CODECS), "factored": ("factored_codec", FA
 
 FORMS: Final = tuple(CODECS_OF)
 """What records hold: merged maps, or the teacher's queries and keys."""
+
+NO_FORM: Final = "none"
+"""The form of records without attention: logits and hidden states alone."""
 
 LOGIT_FORMS: Final = ("none", "topk", "sampled", "float16")
 """How the teacher's logits are stored: not at all, by top-k records, by sampled ones, or whole."""
@@ -78,6 +81,22 @@ SITES_HELP: Final = Shown(
 CALIBRATION_HELP: Final = Shown("Samples that matched plans are chosen on.", MERGING, least=1)
 
 
+_OF_ATTENTION: Final = (
+    "num_student_heads",
+    "num_student_layers",
+    "layer_pairs",
+    "sites",
+    "strategy",
+    "plan",
+    "plans",
+    "alpha_rule",
+    "alpha_per",
+    "temperature",
+    "factored_codec",
+    "codec",
+)
+
+
 @dataclass(frozen=True)
 class PrecomputeOptions:
     """What to make of the teacher; see ``shd_ref.squeeze_heads`` for the meaning.
@@ -93,10 +112,11 @@ class PrecomputeOptions:
             run's seed.
         plans: in place of ``plan``: rounds for every layer, in the order of the student's layers.
         alpha_rule: see ``shd_ref.solve_alpha``.
+        form: also ``"none"``, for logits and hidden states alone; the options of attention are then left alone.
         codec: ``sqrt8-row`` is coded inside the graph, the others on the host.
     """
 
-    num_student_heads: Annotated[int, Shown("Heads of the student, at most the teacher's.", least=1)]
+    num_student_heads: Annotated[int, Shown("Heads of the student, at most the teacher's.", least=1)] = 0
     num_student_layers: Annotated[
         int | Mapping[str, int] | None,
         Shown(
@@ -232,6 +252,11 @@ class PrecomputeOptions:
     ] = "float16"
 
     @property
+    def has_attention(self) -> bool:
+        """Whether records hold attention, in some form."""
+        return self.form != NO_FORM
+
+    @property
     def is_factored(self) -> bool:
         """Whether records hold queries and keys."""
         return self.form == "factored"
@@ -241,6 +266,15 @@ class PrecomputeOptions:
         """The codec of what records hold."""
         codec: str = getattr(self, CODECS_OF[self.form][0])
         return codec
+
+    @property
+    def attention_given(self) -> dict[str, object]:
+        """The options of attention that were given: those that are not at their default."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name in _OF_ATTENTION and getattr(self, each.name) != each.default
+        }
 
 
 @dataclass(frozen=True)
@@ -329,7 +363,18 @@ def check_run(run: RunOptions) -> None:
 
 
 def _check_form(options: PrecomputeOptions) -> None:
-    check_option("form", options.form, FORMS, "CACHE-140")
+    check_option("form", options.form, (*FORMS, NO_FORM), "CACHE-140")
+    if not options.has_attention:
+        for name, value in options.attention_given.items():
+            raise ShdError(
+                "argument-value", f"{name} must be left out where no attention is stored; got {value!r}", "CACHE-160"
+            )
+        if options.logits == "none" and not options.hidden:
+            raise ShdError(
+                "argument-value",
+                "logits or hidden must be asked for where no attention is stored; got neither",
+                "CACHE-160",
+            )
     if not options.is_factored:
         return
     check_factored_codec(options.factored_codec)

@@ -133,20 +133,31 @@ class TargetOutputs:
     Attributes:
         logits: ``(B, L, V)``, or ``(B, V)`` of a classifier; None where they are not asked for.
         hidden: ``(B, L, D)`` by layer, see ``TargetTensors``.
+        row_mask: boolean ``(B, L)``, True = the position counts; None where every one does.
     """
 
     logits: NDArray[np.float32] | None
     hidden: Mapping[int, NDArray[np.float32]]
+    row_mask: NDArray[np.bool_] | None = None
 
     @classmethod
-    def read(cls, tensors: TargetTensors, outputs: Mapping[str, NDArray[Any]]) -> TargetOutputs:
+    def read(
+        cls, tensors: TargetTensors, outputs: Mapping[str, NDArray[Any]], row_mask: NDArray[np.bool_] | None
+    ) -> TargetOutputs:
         """From the outputs of a session by name."""
         logits = None if tensors.logits is None else outputs[tensors.logits]
-        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden})
+        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden}, row_mask)
 
     def __getitem__(self, samples: int | Sequence[int]) -> TargetOutputs:
         logits = None if self.logits is None else self.logits[samples]
-        return TargetOutputs(logits, {layer: states[samples] for layer, states in self.hidden.items()})
+        mask = None if self.row_mask is None else self.row_mask[samples]
+        return TargetOutputs(logits, {layer: states[samples] for layer, states in self.hidden.items()}, mask)
+
+    @property
+    def positions(self) -> int | None:
+        """Rows of one sample, padding included; None of a classifier, and where nothing was asked for."""
+        rows = [*self.hidden.values(), *(() if self.logits is None else (self.logits,))]
+        return next((each.shape[-2] for each in rows if each.ndim == 2), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +168,7 @@ class SampleOutputs:
         index: of the sample in the data set.
         key: its sample key.
         extent: its length, its padding in front, and the rows and keys that a record keeps of each layer.
-        layers: by student layer.
+        layers: by student layer; none where attention is not asked for.
         targets: logits and hidden states, padding included.
     """
 

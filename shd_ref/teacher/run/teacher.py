@@ -61,7 +61,7 @@ class TeacherRun:
         num_student_layers: L_s, or None where explicit pairs leave it open.
         kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
         site_kinds: what the graph's sites are to each other.
-        students: with the plans of every layer, in the order of ``layers``.
+        students: with the plans of every layer, in the order of ``layers``; one alone where there is no attention.
         options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
@@ -98,8 +98,6 @@ class TeacherRun:
         self._check_classes()
         self.factors = self._choose_stored()
         self.num_teacher_heads = _common_heads(self.layers)
-        for each in students:
-            check_counts(self.num_teacher_heads, each.num_student_heads)
         given = [self._given_plans(each) for each in students]
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
@@ -117,7 +115,7 @@ class TeacherRun:
         for other in self.others:
             other.fit(self.inputs)
         self.students = tuple(
-            Student(number, each, plans or self._match_plans(each))
+            Student(number, each, plans or (self._match_plans(each) if self.layers else ()))
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
@@ -151,12 +149,14 @@ class TeacherRun:
             batch: of the inputs.
             checked: also give the teacher's maps and values and the merged maps before coding.
         """
-        session, count = self._open(checked), len(batch.indices)
+        session, count = self._open(checked and bool(self.layers)), len(batch.indices)
         values = self._run_noting(session, session.names, batch)
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
-        targets = self._average(TargetOutputs.read(session.graphs[0].targets, values), batch)
+        name = self.inputs.mask
+        row_mask = None if name is None else batch.arrays[name][:count].astype(np.bool_)
+        targets = self._average(TargetOutputs.read(session.graphs[0].targets, values, row_mask), batch)
         return tuple(
             StudentOutputs(
                 student,
@@ -175,18 +175,26 @@ class TeacherRun:
         self.logit_columns = targets.logits.shape[-1]
         if not self.others:
             return targets
-        count, name = len(batch.indices), self.inputs.mask
-        mask = None if name is None else batch.arrays[name][:count].astype(np.bool_)
-        return replace(targets, logits=average_logits(targets.logits, self.others, batch, mask, self.options))
+        mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
+        return replace(targets, logits=mean)
 
     def sample(self, outputs: StudentOutputs, number: int) -> SampleOutputs:
         """One sample of a run, by its number in the batch."""
         batch, index = outputs.batch, outputs.batch.indices[number]
         layers = tuple(layer[number] for layer in outputs.layers)
-        length = layers[0].map_axes[0] if self.inputs.mask is None else batch.lengths[number]
+        targets = outputs.targets[number]
+        length = self._length(batch, number, layers, targets)
         shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
         extent = Extent(length, int(self.inputs.firsts[index]), shapes)
-        return SampleOutputs(index, self.inputs.key(index), extent, layers, outputs.targets[number])
+        return SampleOutputs(index, self.inputs.key(index), extent, layers, targets)
+
+    def _length(self, batch: Batch, number: int, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> int:
+        """n of a sample: as its mask says, else the positions of its maps, of its rows or of its inputs."""
+        if self.inputs.mask is not None:
+            return batch.lengths[number]
+        if layers:
+            return layers[0].map_axes[0]
+        return targets.positions or max(batch.lengths[number], 1)  # an image has no positions
 
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it.
@@ -195,7 +203,7 @@ class TeacherRun:
             ShdError: ``graph-unsupported``.
         """
         if all(site.note is None for _, site in self.layers):
-            opened = self._open(True)
+            opened = self._open(bool(self.layers))
             sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
             targets = opened.graphs[0].targets.titles
             check_samples(self.model, sites, self.inputs, functools.partial(self._run_noting, opened), targets)
@@ -344,7 +352,10 @@ class TeacherRun:
         return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
-        """The plan of every layer; none where they are matched on the data."""
+        """The plan of every layer; none where they are matched on the data, and without layers."""
+        if not self.layers:
+            return ()
+        check_counts(self.num_teacher_heads, options.num_student_heads)
         count = len(self.layers)
         if options.plans is None and options.plan == MATCHED:
             return ()
@@ -466,7 +477,9 @@ def _choose_factors(model: onnx.ModelProto, layers: Sequence[tuple[int, Attentio
     return found
 
 
-def _common_heads(layers: Iterable[tuple[int, AttentionSite]]) -> int:
+def _common_heads(layers: Collection[tuple[int, AttentionSite]]) -> int:
+    if not layers:
+        return 0
     heads = {site.num_heads for _, site in layers}
     if len(heads) != 1 or None in heads:
         raise ShdError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shd_ref.cache import CodecError
+from shd_ref.teacher.run.options import NO_FORM
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class FormForecast:
         total_bytes: of the whole data set.
         zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
         break_even: bytes a second: a reader that is slower waits longer than the teacher would take.
-        error: of the maps, measured on the sampled rows.
+        error: of the maps, or without attention of the logits, measured on the sampled rows.
     """
 
     form: str
@@ -39,7 +40,7 @@ class FormForecast:
     @property
     def title(self) -> str:
         """For people."""
-        return f"{self.form} {self.codec}"
+        return f"{self.form} {self.codec}" if self.form != NO_FORM else f"{self.codec} alone"
 
 
 @dataclass(frozen=True)

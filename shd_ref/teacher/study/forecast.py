@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import CodecError, Errors, Extent, Factors, HiddenError, LogitsError, Maps, NewRecord
+from shd_ref.cache import NO_ATTENTION, CodecError, Errors, Extent, Factors, HiddenError, LogitsError, Maps, NewRecord
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
@@ -23,7 +23,7 @@ from shd_ref.teacher.precompute.manifest import describe_attention
 from shd_ref.teacher.precompute.records import make_records, maker_of, measure_errors
 from shd_ref.teacher.run.faults import find_faults
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.options import CODECS_OF, PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
@@ -69,7 +69,7 @@ class Forecast:
         read_samples: of how many the lengths are known; the rest is extrapolated.
         measured_samples: on how many the teacher ran: evenly spread over the lengths.
         mean_length, max_length: positions.
-        support: ``"full"`` or ``"causal"``.
+        support: ``"full"`` or ``"causal"``; empty without attention.
         teacher_seconds: a sample, of the teacher as it is, in batches as asked for.
         squeeze_seconds: a sample, of the squeezed graph of the way that is advised.
         ways: all forms and codecs of attention that can hold what the teacher gives.
@@ -126,14 +126,14 @@ def forecast_cache(
     plan.check()
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
     # Every codec codes the same maps, as the graph gives them for this one.
-    uncoded = replace(options, form="maps", codec="float32")
+    uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
     work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
     work.check_samples()
     chosen = _spread(work.inputs.lengths, plan.samples)
     study = _Study(work, list(work.checked_batches(chosen)), len(source))
     batches = list(work.batches(chosen))
     study.teacher_seconds = _time(_plain_runner(work), batches) / len(chosen)
-    ways = [way for form in CODECS_OF for way in study.forecast(form)]
+    ways = [way for form in (CODECS_OF if options.has_attention else (NO_FORM,)) for way in study.forecast(form)]
     default = PrecomputeOptions(1)
     usual = next((way for way in ways if (way.form, way.codec) == (default.form, default.stored_codec)), None)
     advice = advise(ways, usual, plan.bandwidth, plan.max_error)
@@ -182,7 +182,7 @@ class _Study:
         Raises:
             ShdError: ``not-finite``.
         """
-        field, codecs = CODECS_OF[form]
+        field, codecs = CODECS_OF.get(form, ("form", (form,)))
         outputs: list[StudentOutputs] = []
         for codec in codecs:
             asks = {"form": form, field: codec}
@@ -205,9 +205,12 @@ class _Study:
         return outputs
 
     def _measure(self, work: TeacherRun, outputs: Sequence[StudentOutputs], asks: dict[str, str]) -> FormForecast:
-        form = replace(describe_attention(work, outputs[0]), codec=work.options.stored_codec)
+        form = describe_attention(work, outputs[0])
+        if form is not NO_ATTENTION:
+            form = replace(form, codec=work.options.stored_codec)
         forms = Forms(form, describe_logits(work, outputs[0]), describe_hidden(work, outputs[0]))
-        held: list[Form] = [each for each in forms if each is not None]
+        rows: list[Form] = [each for each in forms[1:] if each is not None]
+        held = rows if form is NO_ATTENTION else [form, *rows]
         records: list[NewRecord] = []
         parts: list[Errors] = []
         for output in outputs:
@@ -218,7 +221,7 @@ class _Study:
         extents = self._extents(work, form, records)
         sizes_of = {each.SUBJECT: record_sizes(each, records[0], extents) for each in held}
         sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)
-        self.support = form.support
+        self.support = "" if form is NO_ATTENTION else form.support
         if not self.lengths.any():
             self.lengths = np.array([extent.length for extent in extents])
         counted = self.lengths - (work.inputs.firsts if len(self.lengths) == len(work.inputs) else 0)
@@ -231,11 +234,11 @@ class _Study:
                 total_bytes=float(sizes_of[each.SUBJECT].mean()) * self._num_samples,
                 error=errors.measured()[each.SUBJECT],
             )
-            for each in held[1:]
+            for each in rows
         )
         return FormForecast(
-            form=form.form,
-            codec=form.codec,
+            form=asks["form"],
+            codec=" and ".join(each.codec for each in (rows if form is NO_ATTENTION else [form])),
             asks=asks,
             bytes_per_sample=mean,
             bytes_per_token=mean / tokens,
@@ -243,7 +246,7 @@ class _Study:
             total_bytes=mean * self._num_samples,
             zstd_ratio=_zstd_ratio([blob for record in records for each in held for blob in each.pack(record)]),
             break_even=mean / self.teacher_seconds,
-            error=errors.attention,
+            error=_error_of(errors),
         )
 
     def _extents(self, work: TeacherRun, form: Maps | Factors, records: Sequence[NewRecord]) -> list[Extent]:
@@ -254,6 +257,16 @@ class _Study:
         lengths, firsts = work.inputs.lengths.tolist(), work.inputs.firsts.tolist()
         extents, none = map(Extent, lengths, firsts), TargetOutputs(None, {})
         return [maker.extent(form, SampleOutputs(0, "", extent, (), none)) for extent in extents]
+
+
+def _error_of(errors: Errors) -> CodecError:
+    """Of the maps; where there are none, of the rows of logits."""
+    if errors.attention is not NO_ATTENTION:
+        return errors.attention
+    found = errors.logits
+    if found is None:
+        return CodecError(0.0, 0.0, 0.0, 0)
+    return CodecError(found.kl_mean, found.kl_max, found.tv_mean, found.rows)
 
 
 def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:

@@ -71,7 +71,7 @@ def forecast_memory(
         student=_FLOAT * student,
         optimizer=_FLOAT * _OPTIMIZER_FLOATS * student,
         records=round(batch_size * record_bytes),
-        term=2 * sum(own) + _WORKING_ARRAYS * max(own),
+        term=2 * sum(own) + _WORKING_ARRAYS * max(own, default=0),
         teacher=weights + 2 * teachers,
     )
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from shd_ref.cache import CacheReader, Manifest, Maps
+from shd_ref.cache import NO_ATTENTION, AveragedTeacher, CacheReader, Factors, Manifest, Maps, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.precompute.forms.targets import check_targets
 from shd_ref.teacher.precompute.records import maker_of
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.options import NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -27,12 +27,14 @@ class RecheckReport:
     Attributes:
         records: how many were run again.
         rows: how many rows of maps were compared.
+        target_rows: how many of logits and hidden states.
         tv_max: largest total variation between a stored row, decoded, and the same row run again.
     """
 
     records: int
     rows: int
     tv_max: float
+    target_rows: int
 
 
 def recheck_records(
@@ -65,14 +67,15 @@ def recheck_records(
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
-    rows, tv_max = 0, 0.0
+    rows, tv_max, target_rows = 0, 0.0, 0
     for batch in work.checked_batches(chosen):
         (outputs,) = work.squeeze(batch, checked=True)
         for number in range(len(batch.indices)):
             sample = work.sample(outputs, number)
             record = reader.read(sample.key)
-            check_targets(manifest, sample, record)
-            for student_layer, layer in zip(form.student_layers, sample.layers, strict=True):
+            target_rows += check_targets(manifest, sample, record)
+            for layer in sample.layers:
+                student_layer = layer.layer.student_layer
                 stored = reader.decode(record, student_layer)
                 n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
                 again = np.asarray(layer.checked.merged[:, :n, :keys], dtype=np.float32).copy()
@@ -94,7 +97,7 @@ def recheck_records(
                         f"cost it; got {difference[head, row]:.4f}: the cache was made another way",
                         "CACHE-91",
                     )
-    return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max)
+    return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max, target_rows=target_rows)
 
 
 def rerun_teacher(
@@ -121,20 +124,7 @@ def rerun_teacher(
     """
     manifest, form = reader.manifest, reader.manifest.attention
     _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=with_teachers is not None)
-    options = PrecomputeOptions(
-        num_student_heads=form.num_student_heads,
-        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
-        plans=form.layer_plans,
-        strategy=form.strategy,
-        alpha_rule=form.alpha_rule,
-        alpha_per=form.alpha_per,
-        temperature=form.bound_temperature or 1.0,
-        form=form.form,
-        on_error=manifest.on_error,
-    )
-    options = (
-        replace(options, codec=form.codec) if isinstance(form, Maps) else replace(options, factored_codec=form.codec)
-    )
+    options = replace(_attention_options(form), on_error=manifest.on_error)
     if with_teachers is not None:
         options = replace(_with_targets(options, manifest), with_teachers=tuple(map(Path, with_teachers)))
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
@@ -151,6 +141,25 @@ def rerun_teacher(
     return work
 
 
+def _attention_options(form: Maps | Factors) -> PrecomputeOptions:
+    """The options that ask for the attention of a cache."""
+    if form is NO_ATTENTION:
+        return PrecomputeOptions(form=NO_FORM)
+    options = PrecomputeOptions(
+        num_student_heads=form.num_student_heads,
+        layer_pairs=tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
+        plans=form.layer_plans,
+        strategy=form.strategy,
+        alpha_rule=form.alpha_rule,
+        alpha_per=form.alpha_per,
+        temperature=form.bound_temperature or 1.0,
+        form=form.form,
+    )
+    if isinstance(form, Maps):
+        return replace(options, codec=form.codec)
+    return replace(options, factored_codec=form.codec)
+
+
 def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_targets: bool) -> None:
     """Refuse other teachers than those of the cache; without targets its first one is enough."""
     manifest = reader.manifest
@@ -163,7 +172,8 @@ def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_
             f"{', '.join(map(str, teachers[1:])) or 'none'}",
             "CACHE-163",
         )
-    for path, known in zip(teachers, (manifest.teacher, *averaged), strict=True):
+    wanted: tuple[Teacher | AveragedTeacher, ...] = (manifest.teacher, *averaged)
+    for path, known in zip(teachers, wanted, strict=True):
         load_teacher(path)  # refuses external data outside the folder before anything is hashed
         found = hash_teacher(path)
         if found != known.sha256:

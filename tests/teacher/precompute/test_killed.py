@@ -28,7 +28,8 @@ def committed(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("attention", "kills"), [("--student-heads=2", KILLS), ("--no-attention", 5)])
+def test_a_killed_precompute_resumes_to_the_undisturbed_cache(attention: str, kills: int, tmp_path: Path) -> None:
     onnx.save(language_model(), tmp_path / "teacher.onnx")
     onnx.save(language_model(num_layers=1), tmp_path / "second.onnx")
     rng, moments = np.random.default_rng(0), random.Random(3)
@@ -41,7 +42,7 @@ def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) ->
         options = ["--batch-size", "4", "--samples-per-shard", "1", "--threads", "1"]
         options += ["--logits", "sampled", "--logits-top", "4", "--logits-draws", "3", "--hidden", "0,1"]
         options += ["--with-teacher", str(tmp_path / "second.onnx")]
-        return ["precompute", teacher, "--inputs", inputs, "--student-heads", "2", "--out", str(folder), *options]
+        return ["precompute", teacher, "--inputs", inputs, attention, "--out", str(folder), *options]
 
     def finish(folder: Path) -> None:
         process = start_command(command(folder))
@@ -50,7 +51,7 @@ def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) ->
 
     finish(tmp_path / "whole")
     killed, partial, folders = 0, 0, [tmp_path / "killed-0"]
-    while killed < KILLS:
+    while killed < kills:
         folder = folders[-1]
         before = committed(folder)
         process = start_command(command(folder))
@@ -74,7 +75,7 @@ def test_a_killed_precompute_resumes_to_the_undisturbed_cache(tmp_path: Path) ->
             with pytest.raises(ShdError, match=r"SEALED\.json must exist"):
                 CacheReader(folder)
             partial += bool(read_everything(CacheReader(folder, allow_partial=True)))  # what is committed is whole
-    assert partial >= KILLS // 2
+    assert partial >= kills // 2
     for folder in folders:
         finish(folder)
         assert verify_cache(folder).ok

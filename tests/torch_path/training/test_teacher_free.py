@@ -21,7 +21,7 @@ from support.makers import ALONE, TOPK, job, key_of, length_of
 from support.makers import write_cache as write_made
 
 import shd_torch.kd.chunks
-from shd_ref.cache import CacheReader
+from shd_ref.cache import NO_ATTENTION, CacheReader
 from shd_torch import (
     HiddenTerm,
     KdTerm,
@@ -217,6 +217,22 @@ def test_sampled_targets_teach_on_average(cached: Callable[..., Path], tmp_path:
     whole.train()
     values = [trainer.state.log_history[0]["kd_loss"] for trainer in (drawn, whole)]
     assert values[0] == pytest.approx(values[1], abs=0.1)  # 68 rows, each an unbiased estimate
+
+
+def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable[..., Path], tmp_path: Path) -> None:
+    """``precompute --no-attention`` and a step on it: what the live teacher's logits and hidden states give."""
+    options, kept = FORMS["topk"]
+    alone = cached(**options, form="none", num_student_heads=0, codec="sqrt8-row")
+    assert CacheReader(alone).manifest.attention is NO_ATTENTION
+    given = terms() | {"beta": None}
+    joined = SupervisedDataset(make_samples(), alone)
+    free = make_trainer(tmp_path, train=joined, arguments=WHOLE, **given)
+    held = make_trainer(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **given)
+    free.train()
+    held.train()
+    for key in ("loss", "base_loss", "kd_loss", "hidden_loss"):
+        assert free.state.log_history[0][key] == pytest.approx(held.state.log_history[0][key], rel=1e-3), key
+    assert "shd_loss" not in free.state.log_history[0]
 
 
 def test_without_attention_logits_teach_alone(tmp_path: Path) -> None:

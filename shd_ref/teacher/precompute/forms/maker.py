@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import CodecError, CodedFactors, Extent, NewRecord
-from shd_ref.cache.forms.attention import Attention
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
 
-FormT = TypeVar("FormT", bound=Attention)
+FormT = TypeVar("FormT")
 
 
 class Maker(ABC, Generic[FormT]):

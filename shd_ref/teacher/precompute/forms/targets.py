@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import (
+    AveragedTeacher,
     Extent,
     Factors,
     Hidden,
@@ -20,6 +21,7 @@ from shd_ref.cache import (
     Maps,
     NewRecord,
     StoredRecord,
+    Teacher,
 )
 from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.errors import ShdError
@@ -129,11 +131,14 @@ def describe_hidden(work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
 
 def _check_rows(outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
     """Refuse rows that are not those of the positions."""
-    positions = outputs.layers[0].map_axes[0]
+    mask = outputs.targets.row_mask
+    if mask is None and not outputs.layers:
+        return  # nothing else says how many positions there are
+    positions = outputs.layers[0].map_axes[0] if mask is None else mask.shape[1]
     if rows.shape[1] != positions:
         raise ShdError(
             "graph-unsupported",
-            f"{what} must have a row for each of {positions} positions, as the attention has; got {rows.shape[1]}: "
+            f"{what} must have a row for each of {positions} positions of the sequence; got {rows.shape[1]}: "
             "export the model with all positions (as of a decoder without a number of logits to keep)",
             "CACHE-160",
         )
@@ -192,7 +197,7 @@ def measure_targets(
     )
 
 
-def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecord) -> None:
+def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecord) -> int:
     """Refuse a record whose logits or hidden states are not what the teacher gives now (CACHE-91).
 
     Args:
@@ -200,18 +205,21 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
         sample: run again.
         record: what the cache holds of it.
 
+    Returns:
+        How many rows were compared.
+
     Raises:
         ShdError: ``cache-mismatch``.
     """
-    dtype = manifest.teacher.dtype
+    dtype, compared = manifest.teacher.dtype, 0
     if manifest.logits is not None:
         # A mean moves no further than the teacher of it that moves most.
-        again = max(
-            tolerance_of("recheck", each.dtype) for each in (manifest.teacher, *manifest.logits.with_teachers)
-        )
+        teachers: tuple[Teacher | AveragedTeacher, ...] = (manifest.teacher, *manifest.logits.with_teachers)
+        again = max(tolerance_of("recheck", each.dtype) for each in teachers)
         rows, _, counted = _logit_rows(manifest.logits, sample, record.extent, record.index)
         found, bound = manifest.logits.compare(record, rows)
         _check_moves(record, "logits", found, bound + again, counted)
+        compared += len(found)
     if manifest.hidden is not None:
         for layer in manifest.hidden.teacher_layers:
             rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)
@@ -221,6 +229,8 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
             found = np.linalg.norm(stored - rows, axis=-1) / norms
             bound = np.sqrt(rows.shape[-1]) * manifest.hidden.bound(rows) / norms
             _check_moves(record, f"hidden state {layer}", found, bound + tolerance_of("recheck", dtype), counted)
+            compared += len(found)
+    return compared
 
 
 def _check_moves(
@@ -252,5 +262,5 @@ def _logit_rows(
 
 def _rows(values: NDArray[np.float32], sample: SampleOutputs, extent: Extent) -> tuple[NDArray[np.float32], Counted]:
     """The rows of a record, and which of them count."""
-    kept, mask = slice(extent.first, extent.length), sample.layers[0].row_mask
+    kept, mask = slice(extent.first, extent.length), sample.targets.row_mask
     return values[kept], None if mask is None else mask[kept]

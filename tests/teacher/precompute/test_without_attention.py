@@ -1,0 +1,237 @@
+"""Logits and hidden states alone: of a language model, and of a classifier that has no attention (CACHE-160)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from support.attention_graphs import language_model
+from support.makers import contents
+from support.students import precompute
+from typer.testing import CliRunner
+
+from shd_ref.cache import (
+    NO_ATTENTION,
+    CacheReader,
+    export_webdataset,
+    list_cache,
+    make_card,
+    merge_caches,
+    sample_key,
+    verify_cache,
+)
+from shd_ref.commands.app import app
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute.commits import Commits
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
+
+NUM_SAMPLES, LENGTH = 10, 7
+RUN = RunOptions(batch_size=2, samples_per_shard=2, num_threads=1)
+ALONE = PrecomputeOptions(form="none", logits="topk", logits_top=4, hidden=(0, 1, 2))
+
+
+def make_tokens() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    mask = (np.arange(LENGTH) < rng.integers(3, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
+    mask[::3, 0] = 0  # padding in front
+    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, LENGTH)), "attention_mask": mask}
+
+
+def make_images() -> dict[str, NDArray[Any]]:
+    return {"pixels": np.random.default_rng(1).normal(size=(NUM_SAMPLES, 3, 6, 6)).astype(np.float32)}
+
+
+def convolutional_classifier() -> onnx.ModelProto:
+    """Convolution, mean over the image, ten classes: no attention, and an output that is not named logits."""
+    rng = np.random.default_rng(2)
+    weights = [
+        numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name)
+        for name, shape in (("kernel", (4, 3, 3, 3)), ("head", (4, 10)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["pixels", "kernel"], ["features"], pads=[1] * 4),
+        helper.make_node("Relu", ["features"], ["active"]),
+        helper.make_node("ReduceMean", ["active"], ["pooled"], axes=[2, 3], keepdims=0),
+        helper.make_node("MatMul", ["pooled", "head"], ["scores"]),
+    ]
+    inputs = [helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ["batch", 3, 6, 6])]
+    outputs = [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 10])]
+    graph = helper.make_graph(nodes, "classifier", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    paths = {"tokens": folder / "tokens.onnx", "images": folder / "images.onnx"}
+    onnx.save(language_model(), paths["tokens"])
+    onnx.save(convolutional_classifier(), paths["images"])
+    return paths
+
+
+def test_rows_are_those_beside_attention(teachers: dict[str, Path], tmp_path: Path) -> None:
+    inputs = make_tokens()
+    precompute(teachers["tokens"], inputs, tmp_path / "alone", ALONE, RUN)
+    beside = replace(ALONE, form="factored", num_student_heads=2)  # which leaves padding in front out, too
+    precompute(teachers["tokens"], inputs, tmp_path / "beside", beside, RUN)
+    assert verify_cache(tmp_path / "alone").ok
+    again = recheck_records(tmp_path / "alone", teachers["tokens"], inputs, num_records=NUM_SAMPLES)
+    assert (again.records, again.rows) == (NUM_SAMPLES, 0)
+    alone, other = CacheReader(tmp_path / "alone"), CacheReader(tmp_path / "beside")
+    assert again.target_rows == 4 * sum(alone.read(key).length - alone.read(key).first for key in alone)
+    assert alone.manifest.attention is NO_ATTENTION
+    assert alone.manifest.logits == other.manifest.logits
+    for key in other:
+        one, two = alone.read(key), other.read(key)
+        assert (one.length, one.first) == (two.length, two.first)
+        np.testing.assert_array_equal(one.logits, two.logits)
+        assert one.hidden.keys() == two.hidden.keys()
+        for layer, states in one.hidden.items():
+            np.testing.assert_array_equal(states, two.hidden[layer])
+
+
+@pytest.mark.parametrize("codec", ["float16", "topk"])
+def test_a_classifier_without_attention(teachers: dict[str, Path], tmp_path: Path, codec: str) -> None:
+    images, options = make_images(), PrecomputeOptions(form="none", logits=codec, logits_top=3)
+    precompute(teachers["images"], images, tmp_path / "cache", options, RUN)
+    assert recheck_records(tmp_path / "cache", teachers["images"], images).target_rows == 8
+    reader = CacheReader(tmp_path / "cache")
+    assert reader.manifest.logits is not None
+    (scores,) = onnxruntime.InferenceSession(teachers["images"]).run(None, images)
+    for image, row in zip(images["pixels"], scores, strict=True):
+        record = reader.read(sample_key({"pixels": image}))
+        found: Any = reader.manifest.logits.decode(record)
+        assert record.length == 1
+        if codec == "float16":
+            np.testing.assert_allclose(found[0], row, rtol=2e-3, atol=1e-3)
+        else:
+            np.testing.assert_array_equal(found.ids[0], np.sort(np.argsort(row)[-3:]))
+
+
+def test_parts_and_an_interrupted_run_give_the_same_bytes(
+    teachers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_tokens()
+    precompute(teachers["tokens"], inputs, tmp_path / "whole", ALONE, RUN)
+    put = Commits.put
+
+    def dying(self: Commits, shard: int, *given: Any) -> None:
+        if shard == 2:
+            raise KeyboardInterrupt
+        put(self, shard, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Commits, "put", dying)
+        with pytest.raises(KeyboardInterrupt):
+            precompute(teachers["tokens"], inputs, tmp_path / "killed", ALONE, RUN)
+    assert 0 < len(list_cache(tmp_path / "killed").written) < 5
+    precompute(teachers["tokens"], inputs, tmp_path / "killed", ALONE, RUN)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    for part in range(2):
+        precompute(teachers["tokens"], inputs, tmp_path / f"part-{part}", ALONE, replace(RUN, shards=(part, 2)))
+    merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+    assert "| heads |" not in make_card(list_cache(tmp_path / "merged"))
+    assert export_webdataset(tmp_path / "merged", tmp_path / "tars").samples == NUM_SAMPLES
+
+
+def test_what_was_changed_is_found_out(teachers: dict[str, Path], tmp_path: Path) -> None:
+    inputs, cache = make_tokens(), tmp_path / "cache"
+    precompute(teachers["tokens"], inputs, cache, ALONE, RUN)
+    changed = {**inputs, "input_ids": (inputs["input_ids"] + 1) % 50}
+    for given in ({**inputs, "input_ids": inputs["input_ids"][::-1].copy()}, changed):
+        with pytest.raises(ShdError) as caught:
+            precompute(teachers["tokens"], given, cache, ALONE, RUN)
+        assert caught.value.code == "cache-mismatch"
+    with pytest.raises(ShdError, match="they are other inputs") as caught:
+        recheck_records(cache, teachers["tokens"], changed)
+    assert caught.value.code == "cache-mismatch"
+    with pytest.raises(ShdError, match="must come from this teacher"):
+        recheck_records(cache, teachers["images"], inputs)
+    with pytest.raises(ShdError, match="attention: none -> maps") as caught:
+        precompute(teachers["tokens"], inputs, cache, replace(ALONE, form="maps", num_student_heads=2), RUN)
+    assert caught.value.code == "cache-mismatch"
+    for path in sorted(cache.rglob("*.safetensors"))[:2]:
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 97):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            assert not verify_cache(cache).ok
+        path.write_bytes(whole)
+    assert verify_cache(cache).ok
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_sample_that_is_not_finite_is_named_or_skipped(
+    teachers: dict[str, Path], tmp_path: Path, on_error: str
+) -> None:
+    images = make_images()
+    images["pixels"][3, 0, 2, 2] = np.nan
+    options = PrecomputeOptions(form="none", logits="float16", on_error=on_error)
+    if on_error == "stop":
+        with pytest.raises(ShdError, match=r"sample 3 .*its logits") as caught:
+            precompute(teachers["images"], images, tmp_path / "cache", options, RUN)
+        assert caught.value.code == "not-finite"
+        return
+    precompute(teachers["images"], images, tmp_path / "cache", options, RUN)
+    assert list_cache(tmp_path / "cache").skipped == 1
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing asked for": ({"logits": "none", "hidden": ()}, "argument-value", "logits or hidden must be asked for"),
+    "heads": ({"num_student_heads": 2}, "argument-value", "num_student_heads must be left out"),
+    "a plan": ({"plan": "matched"}, "argument-value", "plan must be left out"),
+    "a codec of maps": ({"codec": "u4"}, "argument-value", "codec must be left out"),
+    "no heads with attention": ({"form": "maps"}, "argument-value", "num_student_heads must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_options_that_do_not_fit_are_refused(teachers: dict[str, Path], tmp_path: Path, case: str) -> None:
+    changes, code, message = WRONG[case]
+    with pytest.raises(ShdError, match=message) as caught:
+        precompute(teachers["tokens"], make_tokens(), tmp_path / "cache", replace(ALONE, **changes), RUN)
+    assert caught.value.code == code
+    assert not (tmp_path / "cache").exists()
+
+
+def test_hidden_states_need_blocks_with_attention(teachers: dict[str, Path], tmp_path: Path) -> None:
+    options = PrecomputeOptions(form="none", logits="float16", hidden=(0,))
+    with pytest.raises(ShdError, match="hidden states are found by the attention") as caught:
+        precompute(teachers["images"], make_images(), tmp_path / "cache", options, RUN)
+    assert caught.value.code == "graph-unsupported"
+
+
+@pytest.mark.parametrize("kind", ["tokens", "images"])
+def test_the_commands_plan_make_check_and_show_it(teachers: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    np.savez(tmp_path / "data.npz", **(make_tokens() if kind == "tokens" else make_images()))
+    run, data = CliRunner(), ["--inputs", str(tmp_path / "data.npz")]
+    asked = [str(teachers[kind]), *data, "--no-attention", "--logits", "float16"]
+    planned = run.invoke(app, ["plan", *asked, "--samples", "3"])
+    assert planned.exit_code == 0, planned.output
+    assert "no attention; 10 samples" in planned.output
+    assert "SHD term" not in planned.output
+    (command,) = (line.split() for line in planned.output.splitlines() if line.startswith("  shd precompute"))
+    cache = str(tmp_path / "cache")
+    words = [*command[1 : command.index("--out")], "--out", cache]
+    dry = run.invoke(app, [*words, "--dry-run"])
+    assert dry.exit_code == 0, dry.output
+    made = run.invoke(app, words)
+    assert made.exit_code == 0, made.output
+    following = made.output.rpartition("next: shd ")[2].split()
+    checked = run.invoke(app, following)
+    assert checked.exit_code == 0, checked.output
+    assert "rows of logits and hidden states" in checked.output
+    for shown in (["ls", cache], ["card", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
+        result = run.invoke(app, shown)
+        assert result.exit_code == 0, result.output
+    refused = run.invoke(app, ["precompute", *asked, "--student-heads", "2", "--out", cache])
+    assert refused.exit_code == 1
+    assert "--student-heads must be left out with --no-attention" in " ".join(refused.output.split())
