@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from support.exporter import quicken_exports
+
+quicken_exports()
+
 WIDTH, HEADS, HEAD_WIDTH = 16, 4, 4
 
 

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 # Many small problems: threads would only wait for each other.
 torch.set_num_threads(1)
 
-from support.exporter_registry import keep_registry  # noqa: E402  (after the skip)
+from support.exporter import quicken_exports  # noqa: E402  (after the skip)
 
-keep_registry()
+quicken_exports()
 
 
 @pytest.fixture(scope="session")

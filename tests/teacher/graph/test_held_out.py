@@ -19,6 +19,8 @@ pytest.importorskip("onnxscript", reason="torch exports through onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 quantization = pytest.importorskip("onnxruntime.quantization")
 
+from support.exporter import quicken_exports  # noqa: E402  (after the skips)
+
 from shd_ref.teacher.graph.factors import find_factors  # noqa: E402
 from shd_ref.teacher.graph.find import AttentionSite, find_sites  # noqa: E402
 from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
@@ -26,6 +28,7 @@ from shd_ref.teacher.precompute.compare import compare_with_reference  # noqa: E
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph  # noqa: E402
 from shd_ref.teacher.session import open_session, run_session  # noqa: E402
 
+quicken_exports()
 WIDTH, HEADS = 16, 4
 
 

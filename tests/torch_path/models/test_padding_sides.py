@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
 from support.binding.models import hf_inputs, hf_model
 from support.binding.trainer_cases import make_trainer
+from support.exported_models import trace
 from support.students import precompute
 
 from shd_ref import squeeze_heads, value_outputs
@@ -58,35 +58,10 @@ def teacher_of(name: str) -> Any:
     return teacher
 
 
-class _Plain(torch.nn.Module):
-    """Ids and mask by place, and one output, as the tracer needs them."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        output: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
-        return output
-
-
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, axes = tmp_path_factory.mktemp("graphs"), {0: "batch", 1: "sequence"}
-    for name in NAMES:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # the tracer warns of every branch, and of its age
-            torch.onnx.export(
-                _Plain(teacher_of(name)),
-                tuple(hf_inputs(name).values()),
-                str(folder / f"{name}.onnx"),
-                input_names=list(hf_inputs(name)),
-                output_names=["output"],
-                dynamic_axes=dict.fromkeys((*hf_inputs(name), "output"), axes),
-                opset_version=18,
-                dynamo=False,
-            )
-    return {name: folder / f"{name}.onnx" for name in NAMES}
+    folder = tmp_path_factory.mktemp("graphs")
+    return {name: trace(teacher_of(name), hf_inputs(name), folder / f"{name}.onnx") for name in NAMES}
 
 
 def write(graph: Path, folder: Path, data: Arrays, **options: Any) -> CacheReader:

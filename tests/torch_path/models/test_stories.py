@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.binding.stories import Stories, load_stories
+from support.exported_models import trace
 from torch.utils.data import DataLoader
 
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from support.students import precompute
 
@@ -20,7 +20,7 @@ from shd_ref.cache import CacheReader
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.options import PrecomputeOptions
-from shd_torch import SupervisedDataset, capture_attention, export_teacher
+from shd_torch import SupervisedDataset, capture_attention
 from shd_torch.data import check_cache
 from shd_torch.demo.train import ArrayDataset
 from shd_torch.maps import shd_loss
@@ -42,7 +42,7 @@ def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         logits = teacher(torch.from_numpy(tokens))
     loss = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), torch.from_numpy(tokens)[:, 1:].flatten()))
     assert loss < 1.5  # it was trained, and was read right
-    export_teacher(teacher, {"input_ids": torch.from_numpy(tokens[:2])}, folder / "teacher.onnx")
+    trace(teacher, {"input_ids": torch.from_numpy(tokens[:2])}, folder / "teacher.onnx")
     return folder
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.binding.models import hf_inputs, hf_model
+from support.exported_models import trace
 from support.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of, write_cache
 from torch import Tensor
 
@@ -149,14 +150,12 @@ def loss_change(exact: Tensor, coded: Tensor, student_probs: Tensor, counted: Te
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-    pytest.importorskip("onnxscript", reason="export needs onnxscript")
     from support.students import precompute
 
     from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-    from shd_torch import export_teacher
 
     inputs, layers = hf_inputs(name, batch=6, length=12), {"num_hidden_layers": 1}
-    teacher = export_teacher(hf_model(name, **layers), hf_inputs(name), tmp_path / "teacher.onnx").path
+    teacher = trace(hf_model(name, **layers), hf_inputs(name), tmp_path / "teacher.onnx")
     arrays = {key: tensor.numpy() for key, tensor in inputs.items()}
     run = RunOptions(num_threads=1)
     forms: dict[str, dict[str, str]] = {"maps": {"codec": "float32"}}
@@ -211,19 +210,17 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "windows"), [("mistral", [4]), ("gemma2", [4, None])])
 def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int | None], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-    pytest.importorskip("onnxscript", reason="export needs onnxscript")
     pytest.importorskip("transformers", reason="these teachers come from transformers")
     from support.binding.architectures import HEADS, make_inputs, make_model
     from support.students import precompute
 
     from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-    from shd_torch import export_teacher
 
     model = make_model(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
     inputs = make_inputs(name, batch=6, length=12)
     firsts = [0, 1, 5, 2, 8, 11]
     inputs["attention_mask"] = (torch.arange(12) >= torch.tensor(firsts)[:, None]).long()
-    teacher = export_teacher(model, make_inputs(name), tmp_path / "teacher.onnx").path
+    teacher = trace(model, make_inputs(name), tmp_path / "teacher.onnx")
     arrays = {key: tensor.numpy() for key, tensor in inputs.items()}
     run = RunOptions(num_threads=1, batch_size=2)
     options = PrecomputeOptions(HEADS, form="factored", factored_codec="float16")
@@ -236,7 +233,6 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     _, codes = joined.collate([joined[i] for i in range(6)])
     assert isinstance(codes, FactoredCodes)
     assert codes.firsts == tuple(firsts)
-    model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True).attentions
     counted = inputs["attention_mask"].bool()[:, None, :, None]
