@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from shd_ref.teacher.precompute.engine import precompute, students_of
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
-from shd_torch.demo.train import ArrayDataset
+from shd_torch.demo.arrays import ArrayDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too

@@ -43,7 +43,7 @@ from shd_torch import (
     kd_loss,
     layer_kls,
 )
-from shd_torch.demo.train import ArrayDataset
+from shd_torch.demo.arrays import ArrayDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.binding.allocations import Live

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shd_ref.commands.derive import add_command
+from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
@@ -23,13 +24,15 @@ app = typer.Typer(
 
 
 @app.callback()
-def root() -> None:
-    """The PyTorch side of squeezing-heads: export a teacher to ONNX, for shd; start a smaller
-    student as its squeezed teacher; see it all on a small example.
+def root(version: ShowVersion = False) -> None:
+    """The PyTorch side of squeezing-heads: export a teacher to ONNX, for shd; start a smaller student as its squeezed
+    teacher; see it all on a small example.
 
     shd-torch export --model path/or/hub-id --out teacher.onnx
 
-    Students train in your own loop or in SHDTrainer; see docs/training.md.
+    shd-torch shrink path --data tokens.npy --heads 4 --out student
+
+    Then shd precompute makes the cache, and the student trains in SHDTrainer or in your own loop (docs/training.md).
     """
 
 
@@ -53,8 +56,10 @@ def export(
     PyTorch module use shd_torch.export_teacher. A trained student goes out with --student: to run, not to be read.
     """
     _require("torch", extra="torch")
-    from shd_torch.export import example_inputs, export_student, export_teacher, load_hf_model
+    from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
+    if find_spec("transformers") is not None:  # without it, the loader says what to install
+        hide_weight_bars()
     if beside is not None and not student:
         raise ShdError("argument-value", f"--beside must go with --student; got {beside} without it")
     teacher = load_hf_model(model)
@@ -88,18 +93,18 @@ def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> None:
 
 
 def demo(
-    out: Annotated[Path, Shown("Folder for everything the demo makes.")] = Path("demo_out"),
-    labels: Annotated[tuple[int, ...], Shown("Numbers of labelled images.")] = (50, 100, 300),
+    out: Annotated[Path, Shown("A new folder for everything the demo makes.")] = Path("demo_out"),
+    labels: Annotated[tuple[int, ...], Shown("Numbers of labelled images.")] = (50, 300),
     seeds: Annotated[int, Shown("Students per method and number of labels.", least=1)] = 5,
-    steps: Annotated[int, Shown("Optimiser steps per student.", least=1)] = 240,
+    steps: Annotated[int, Shown("Optimiser steps per student.", least=1)] = 200,
     teacher_epochs: Annotated[int, Shown("Epochs of the teacher.", least=1)] = 30,
     workers: Annotated[int, Shown("Students trained side by side.", least=1)] = 2,
 ) -> None:
-    """The whole path on handwritten digits: teacher, graph, cache, students, a table and pictures.
+    """The whole path on handwritten digits: teacher, squeezed start, cache, students, tables and pictures.
 
     shd-torch demo --out demo_out --seeds 2
     """
-    _require("torch", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all")
+    _require("torch", "transformers", "accelerate", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all")
     from shd_torch.demo.run import run_demo
 
     run_demo(

@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -30,6 +31,7 @@ from shd_ref.tolerances import load_tolerances
 
 OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
 FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
 
 
@@ -233,6 +235,9 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     import transformers
 
     is_folder = Path(model).is_dir()
+    if not is_folder and not _HUB_ID.fullmatch(str(model)):
+        # The hub would be asked five times.
+        raise ShdError("export-failed", f"model must be a folder that save_pretrained wrote; got {model}")
     from shd_torch.shrink.folders import check_files, find_class, load_student
 
     if is_folder:
@@ -255,6 +260,14 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
             f"safetensors; got {model}: {error}",
         ) from error
     return loaded.eval()
+
+
+def hide_weight_bars() -> None:
+    """Leave out the bars that transformers draws while it loads and writes weights, here and from now on."""
+    from transformers.utils import logging as transformers_logging
+
+    quiet: Any = transformers_logging
+    quiet.disable_progress_bar()
 
 
 def _is_dropped(folder: Path) -> bool:

@@ -75,16 +75,7 @@ def shrink(
         if find_spec(package) is None:
             message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
             raise ShdError("dependency-missing", message)
-    inputs = read_inputs(data, samples, teacher)
-    held_out = None if compare is None else read_inputs(compare, COMPARED, teacher)
-    from transformers.utils import logging
-
-    from shd_torch.shrink import shrink as run
-    from shd_torch.shrink.student import read_made
-
-    quiet: Any = logging
-    quiet.disable_progress_bar()
-    sizes: dict[str, Any] = {
+    smaller: dict[str, Any] = {
         "heads": heads,
         "layers": read_layers(layers),
         "hidden": hidden,
@@ -93,10 +84,18 @@ def shrink(
         "head_dim": head_dim,
         "drop_attention": _read_numbers("--drop-attention", drop_attention),
         "drop_activations": _read_numbers("--drop-activations", drop_activations),
-        "plan": plan,
-        "fit_samples": fit_samples,
-        "align": not no_align,
     }
+    if not any(value is not None and value != () for value in smaller.values()):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in smaller)
+        raise ShdError("argument-value", f"one of {options} must be given; got none, which makes the teacher again")
+    sizes = {**smaller, "plan": plan, "fit_samples": fit_samples, "align": not no_align}
+    inputs = read_inputs(data, samples, teacher)
+    held_out = None if compare is None else read_inputs(compare, COMPARED, teacher, "compare")
+    from shd_torch.export import hide_weight_bars
+    from shd_torch.shrink import shrink as run
+    from shd_torch.shrink.student import read_made
+
+    hide_weight_bars()
     with _open_comparison(out, str(teacher), inputs, held_out, {**sizes, "batch_size": batch_size}) as unfinished:
         if unfinished is not None and (out / "shrink.json").is_file():  # made before the comparison was stopped
             made = read_made(out)
@@ -181,7 +180,9 @@ def _read_numbers(option: str, text: str | None) -> tuple[int, ...]:
     return () if text is None else read_list(option, text, kind=int, least=0)
 
 
-def read_inputs(path: Path, samples: int, tokenizer: Path | None = None) -> dict[str, NDArray[Any]]:
+def read_inputs(
+    path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data"
+) -> dict[str, NDArray[Any]]:
     """The first samples of each array, by the name of the model's input; nothing in the file is run.
 
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
@@ -192,15 +193,20 @@ def read_inputs(path: Path, samples: int, tokenizer: Path | None = None) -> dict
     """
     if path.suffix == ".jsonl":
         return _tokenise(path, samples, tokenizer)
+    if path.suffix not in (".npy", ".npz"):
+        raise ShdError("read-failed", f"{argument} must end in .npy, .npz or .jsonl; got {path}")
     if path.suffix == ".npz":
-        source = open_npz(path)
+        try:
+            source = open_npz(path)
+        except ShdError as error:
+            raise ShdError(error.code, f"{argument} must be a readable .npz; got {path}: {error}") from error
         rows = list(islice(source.rows(source.columns), samples))
         given = {name: np.stack([row[name] for row in rows]) for name in source.columns}
     else:
         try:
             mapped = np.lib.format.open_memmap(path, mode="r")
         except (OSError, ValueError, OverflowError) as error:
-            raise ShdError("read-failed", f"data must be a readable .npy or .npz; got {path}: {error}") from error
+            raise ShdError("read-failed", f"{argument} must be a readable .npy; got {path}: {error}") from error
         name = "input_ids" if mapped.dtype.kind in "iu" else "pixel_values"
         given = {name: np.array(np.atleast_1d(mapped)[:samples])}
     # torch has few unsigned integers, and no model takes any; a mask of True and False is one of ones and zeros.
@@ -209,7 +215,8 @@ def read_inputs(path: Path, samples: int, tokenizer: Path | None = None) -> dict
     if wrong or not arrays:
         raise ShdError(
             "argument-shape",
-            "data must hold the model's inputs, numbers of shape (N, ...) with two axes or more, and nothing else; "
+            f"{argument} must hold the model's inputs, numbers of shape (N, ...) with two axes or more, and nothing "
+            "else; "
             + (f"got {wrong[0]!r} of {arrays[wrong[0]].dtype} {arrays[wrong[0]].shape}" if wrong else "got nothing"),
         )
     return arrays

@@ -193,8 +193,8 @@ class CacheWriter:
                 missing = self.missing_shards(shards[shard:])
                 raise ShdError(
                     "cache-incomplete",
-                    f"{self.folder} must hold all {len(shards)} shards before it is sealed; "
-                    f"{len(missing)} are missing, first shard {shard}: write them",
+                    f"{self.folder} must hold all {len(shards)} shards before it is sealed; {len(missing)} are "
+                    f"missing, first shard {shard}: run the same shd precompute again, or shd merge the parts",
                     "CACHE-55",
                 )
             checksums.append(checksum_of(receipt))

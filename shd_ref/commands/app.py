@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-import shd_ref
 from shd_ref.commands.caches import card, export, ls, merge, seal
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
 from shd_ref.commands.inspect import inspect
+from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
 from shd_ref.commands.report import report
-from shd_ref.commands.terminal import console
 from shd_ref.commands.verify import verify
 
 app = typer.Typer(
@@ -25,18 +22,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        console.print(f"squeezing-heads {shd_ref.__version__}, specification {shd_ref.SPEC_VERSION}")
-        raise typer.Exit
-
-
 @app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show versions and leave.")
-    ] = False,
-) -> None:
+def root(version: ShowVersion = False) -> None:
     """Squeeze a transformer teacher's attention into fewer heads, offline, and keep it in a cache.
 
     shd inspect teacher.onnx

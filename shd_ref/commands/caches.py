@@ -134,8 +134,11 @@ def _listing_table(listing: CacheListing) -> Table:
     else:
         remedy = "shd seal states that it is complete"
         if missing:
-            parts = "the same command resumes it; a part (--shards) waits for the others, or for shd merge"
-            remedy = f"{len(missing)} of {total} shards are missing: {parts}"
+            remedy = (
+                f"{len(missing)} of {total} shards are missing ({_shard_ranges(missing)}). If this is one part of a "
+                "run (--shards), the other parts have them: shd merge brings parts together. If not, the same shd "
+                "precompute goes on"
+            )
         table.add_row("state", marked("partial", "yellow", f": {remedy}"))
     teacher = manifest.teacher
     table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")

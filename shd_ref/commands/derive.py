@@ -32,6 +32,9 @@ _REPEATED: Final = {"with_teachers": "--with-teacher"}
 
 _ENUM: Final[Any] = StrEnum  # of names that are known when a command is made, which no type checker follows
 
+_CALLED: Final = {"pairs": "layer_pairs"}
+"""What messages of functions below call an argument, and the field that its option comes from."""
+
 _LONGEST: Final = 16
 """Characters that choices may take in ``--help`` before the option's name stands for them."""
 
@@ -74,9 +77,12 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_parameter(name, hints[name], parameter.default, readers))
     arguments = {one.name for one in parameters if isinstance(get_args(one.annotation)[1], ArgumentInfo)}
     options = {one.name: option_of(one.name) for one in parameters if one.name not in arguments}
-    # Fields that the command fills in itself, as it makes a number of each of several.
+    # Fields that the command fills in itself, as it makes a number of each of several; and what the mathematics calls
+    # an argument.
     for group in groups.values():
         options |= {name: option_of(name) for name in group.names if option_of(name) in options.values()}
+    options = {f"num_{name}": option for name, option in options.items()} | options
+    options |= {name: options[field] for name, field in _CALLED.items() if field in options}
 
     def command(**given: Any) -> None:
         with reported_errors(options):

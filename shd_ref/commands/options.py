@@ -9,9 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
+import shd_ref
+from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
 from shd_ref.teacher.sources import Source
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"squeezing-heads {shd_ref.__version__}, specification {shd_ref.SPEC_VERSION}")
+        raise typer.Exit
 
 
 def refuse_nothing(value: Any) -> Any:
@@ -40,6 +48,9 @@ NoAttention = Annotated[
         help="Store logits or hidden states alone, also of a graph without attention; goes without --student-heads.",
         rich_help_panel=STORING,
     ),
+]
+ShowVersion = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and leave.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProviderOption = Annotated[str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING)]

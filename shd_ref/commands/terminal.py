@@ -69,8 +69,9 @@ def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
     )
 
 
-_ARGUMENT: Final = re.compile(r"^((?:sample \d+ \(key \w+\): )?)(\w+)(?= must )")
-"""What a message says must be otherwise, where it begins with it or with the sample that it is about."""
+_ARGUMENT: Final = re.compile(r"^((?:sample \d+ \(key \w+\): )?)((?:inputs|tokenizer)(?= \S+)|\w+(?= must ))")
+"""What a message says must be otherwise, where it begins with it, with it and a path, or with the sample that it is
+about."""
 
 
 @contextmanager

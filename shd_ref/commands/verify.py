@@ -40,19 +40,24 @@ def verify(
     check_both(teacher, inputs)
     if with_teachers and teacher is None:
         raise ShdError("argument-value", f"--with-teacher must go with --teacher; got {with_teachers[0]} without it")
+    # What is named wrongly is said before every byte is read.
+    source = None if inputs is None else inputs.open()
+    if teacher is not None and not teacher.is_file():
+        raise ShdError("graph-invalid", f"--teacher must be a file; got {teacher}")
     with show_progress("shards") as (on_progress,):
         report = verify_cache(cache, on_progress=on_progress)
     if count := len(report.problems):
         messages.say(marked(f"{count} problem{'s' * (count > 1)}", "bold red", f" in {cache}:"))
         for problem in report.problems:
             messages.say(f"  {problem}")
+        if any(problem.path.startswith("receipts/") for problem in report.problems):
+            messages.say(f"shd ls {cache} says which shards are missing, and what to do")
         raise typer.Exit(1)
     counts = f"{report.records} records in {report.shards} shards, {decimal(report.bytes)}"
     console.print(marked("intact", "green", f": {counts}, every byte read"))
-    if teacher is not None and inputs is not None:
+    if teacher is not None and source is not None:
         from shd_ref.teacher.study.recheck import recheck_records
 
-        source = inputs.open()
         again = recheck_records(
             cache,
             teacher,

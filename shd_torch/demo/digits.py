@@ -14,7 +14,7 @@ NUM_CLASSES = 10
 
 @dataclass(frozen=True)
 class Digits:
-    """Images ``(N, 8, 8)`` float32 in [0, 1] and labels ``(N,)`` int64."""
+    """Images ``(N, 1, 8, 8)`` float32 in [0, 1] and labels ``(N,)`` int64."""
 
     train_images: NDArray[np.float32]
     train_labels: NDArray[np.int64]
@@ -28,7 +28,7 @@ def load_split(seed: int = 0) -> Digits:
     from sklearn.model_selection import train_test_split
 
     data: Any = load_digits()
-    images = (data.images / 16.0).astype(np.float32)
+    images = (data.images / 16.0).astype(np.float32)[:, None]
     labels = data.target.astype(np.int64)
     parts = train_test_split(images, labels, test_size=0.3, stratify=labels, random_state=seed)
     train_images, test_images, train_labels, test_labels = parts

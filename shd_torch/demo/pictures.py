@@ -4,56 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import matplotlib as mpl
-import numpy as np
 from numpy.typing import NDArray
 
 mpl.use("Agg")  # files, no window
 
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLORS = {"CE": "#7f7f7f", "CE + KD": "#1f77b4", "CE + SHD": "#ff7f0e", "CE + KD + SHD": "#d62728"}
+COLORS: Final = {"CE": "#7f7f7f", "CE + KD": "#1f77b4", "CE + KD + SHD": "#d62728"}
+"""By terms; a line of a random start is dashed."""
+_GAP: Final = 0.2
+"""Behind each pair of maps, in widths of one."""
+
+Panels = Sequence[tuple[str, NDArray[Any]]]
+"""Titles, and the class token's attention to the patches, ``(heads, n, n)``."""
 
 
-def draw_maps(image: NDArray[Any], rows: Sequence[tuple[str, NDArray[Any]]], path: Path) -> None:
-    """Where the class token looks: one row of panels per model, one panel per head, over the image.
+def draw_maps(images: Sequence[NDArray[Any]], rows: Sequence[tuple[Panels, Panels]], path: Path) -> None:
+    """Where the class token looks: for each image the teacher's heads, and below them what was made of them.
+
+    All maps have one scale of colours, from 0 to the largest entry.
 
     Args:
-        image: ``(H, W)`` in [0, 1].
-        rows: title and the class token's attention to the patches, ``(heads, n, n)``.
+        images: ``(H, W)`` in [0, 1].
+        rows: for each image its two lines of panels, of equally many maps.
         path: of the png.
     """
-    columns = max(len(maps) for _, maps in rows)
-    figure, axes = plt.subplots(
-        len(rows), columns + 1, figsize=(1.2 * (columns + 1), 1.45 * len(rows)), squeeze=False, layout="constrained"
-    )
-    for (title, maps), line in zip(rows, axes, strict=True):
-        for axis in line:
-            axis.axis("off")
-        line[0].imshow(1 - image, cmap="gray", vmin=0, vmax=1)
-        line[0].set_title(title, fontsize=7, pad=2)
-        for head, (axis, attention) in enumerate(zip(line[1:], maps, strict=False)):
-            scale = image.shape[0] // attention.shape[0]
-            heat = np.kron(attention, np.ones((scale, scale)))
-            axis.imshow(1 - image, cmap="gray", vmin=0, vmax=1)
-            axis.imshow(heat, cmap="inferno", alpha=0.65, vmin=0, vmax=attention.max())
-            axis.set_title(f"head {head}, max {attention.max():.2f}", fontsize=6, pad=2)
-    figure.suptitle("Attention of the class token, last layer", fontsize=10)
+    lines = [line for pair in rows for line in pair]
+    largest = max(float(maps.max()) for line in lines for _, maps in line)
+    count = max(sum(len(maps) for _, maps in line) for line in lines)
+    # In widths of a map: the image, the maps with a gap behind each pair, and the bar.
+    width, height = 1.3 + count + _GAP * (count // 2) + 0.5, 1.24 * len(lines)
+    figure = plt.figure(figsize=(width, height))
+
+    def axis_at(left: float, bottom: float, size: float) -> Axes:
+        axis = figure.add_axes((left / width, bottom / height, size / width, size / height))
+        axis.set_xticks([])
+        axis.set_yticks([])
+        return axis
+
+    drawn: Any = None
+    for number, line in enumerate(lines):
+        bottom = height - 1.24 * (number + 1) + 0.03
+        if number % 2 == 0:
+            axis_at(0.1, bottom - 0.62, 1.0).imshow(1 - images[number // 2], cmap="gray", vmin=0, vmax=1)
+        column = 0
+        for title, maps in line:
+            for head, attention in enumerate(maps):
+                axis = axis_at(1.3 + column + _GAP * (column // 2), bottom, 0.95)
+                drawn = axis.imshow(attention, cmap="magma", vmin=0, vmax=largest)
+                if head == 0:
+                    axis.set_title(title, fontsize=8, pad=3, loc="left")
+                column += 1
+    bar = figure.add_axes(((width - 0.55) / width, 0.2, 0.13 / width, 0.6))
+    figure.colorbar(drawn, cax=bar)
+    bar.tick_params(labelsize=7)
+    bar.set_title("attention", fontsize=7)
     _save(figure, path)
 
 
-def draw_alphas(alphas: NDArray[Any], titles: Sequence[str], labels: Sequence[str], path: Path) -> None:
-    """How alphas spread over samples, layer by layer: ``alphas`` is ``(N, layers, pairs)``, before clipping."""
-    figure, axes = plt.subplots(1, len(titles), figsize=(4.2 * len(titles), 3.2), sharey=True, squeeze=False)
+def draw_alphas(alphas: NDArray[Any], titles: Sequence[str], labels: Sequence[Sequence[str]], path: Path) -> None:
+    """How alphas spread over samples, layer by layer.
+
+    Args:
+        alphas: ``(N, layers, pairs)``, before clipping.
+        titles: of the layers.
+        labels: by layer what each pair merges.
+        path: of the png.
+    """
+    figure, axes = plt.subplots(1, len(titles), figsize=(4.6 * len(titles), 3.2), sharey=True, squeeze=False)
     for layer, (axis, title) in enumerate(zip(axes[0], titles, strict=True)):
         axis.axhspan(0, 1, color="#f2f2f2", zorder=0)
         axis.axhline(0.5, color="#999999", linewidth=0.8, linestyle="--", zorder=1)
-        axis.boxplot(
-            alphas[:, layer], tick_labels=list(labels), widths=0.6, flierprops={"markersize": 2, "alpha": 0.3}
-        )
+        fliers = {"markersize": 2, "alpha": 0.3}
+        axis.boxplot(alphas[:, layer], tick_labels=list(labels[layer]), widths=0.6, flierprops=fliers)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("merged teacher heads")
     axes[0][0].set_ylabel("alpha (weight of the first)")
@@ -61,41 +89,52 @@ def draw_alphas(alphas: NDArray[Any], titles: Sequence[str], labels: Sequence[st
     _save(figure, path)
 
 
-def draw_losses(curves: Mapping[str, Mapping[str, NDArray[Any]]], path: Path) -> None:
-    """Loss terms by step: term -> method -> mean over seeds."""
-    titles = {"ce": "cross entropy (training)", "kd": "KD", "shd": "SHD: sum of KL over layers and heads"}
-    figure, axes = plt.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.2), squeeze=False)
-    for axis, (term, methods) in zip(axes[0], curves.items(), strict=True):
-        for method, values in methods.items():
-            axis.plot(np.arange(1, len(values) + 1), values, label=method, color=COLORS[method], linewidth=1.2)
-        axis.set_title(titles[term], fontsize=9)
+def draw_losses(curves: Mapping[str, Mapping[tuple[str, str], NDArray[Any]]], path: Path) -> None:
+    """Loss terms by step: title of the term -> (start, terms) -> ``(points, 2)``, steps and means over seeds."""
+    figure, axes = plt.subplots(1, len(curves), figsize=(4.0 * len(curves), 3.2), squeeze=False)
+    for axis, (title, methods) in zip(axes[0], curves.items(), strict=True):
+        for (start, terms), points in methods.items():
+            axis.plot(points[:, 0], points[:, 1], label=f"{start}: {terms}", **_line(start, terms))
+        axis.set_title(title, fontsize=9)
         axis.set_xlabel("step")
         axis.set_yscale("log")
-        axis.legend(fontsize=7, frameon=False)
     axes[0][0].set_ylabel("nats")
-    figure.tight_layout()
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     _save(figure, path)
 
 
-def draw_accuracy(rows: Sequence[Mapping[str, Any]], teacher: float, path: Path) -> None:
-    """Test accuracy against the number of labelled images, with 95% intervals over seeds."""
-    figure, axis = plt.subplots(figsize=(5.4, 3.6))
-    counts = sorted({row["labels"] for row in rows})
-    for number, (method, color) in enumerate(COLORS.items()):
-        chosen = sorted((row for row in rows if row["method"] == method), key=lambda row: row["labels"])
-        at = [counts.index(row["labels"]) + 0.06 * (number - 1.5) for row in chosen]
-        mean = [100 * row["accuracy"] for row in chosen]
-        spread = [100 * row["interval"] for row in chosen]
-        axis.errorbar(
-            at, mean, yerr=spread, label=method, color=color, marker="o", markersize=4, capsize=2, linewidth=1
-        )
-    axis.axhline(100 * teacher, color="black", linewidth=0.8, linestyle=":", label="teacher (8 heads, all labels)")
+def draw_accuracy(
+    rows: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], lines: Mapping[str, float], path: Path
+) -> None:
+    """Test accuracy against the number of labelled images, with 95% intervals over seeds.
+
+    Args:
+        rows: by start and terms, a mean a number of labels.
+        lines: accuracies beside them, by what they are of.
+        path: of the png.
+    """
+    figure, axis = plt.subplots(figsize=(6.4, 4.0))
+    counts = sorted({row["labels"] for chosen in rows.values() for row in chosen})
+    for number, ((start, terms), chosen) in enumerate(rows.items()):
+        at = [counts.index(row["labels"]) + 0.05 * (number - (len(rows) - 1) / 2) for row in chosen]
+        mean = [100 * row["mean"] for row in chosen]
+        spread = [100 * (row["interval"] or 0.0) for row in chosen]
+        look = {"marker": "o", "markersize": 4, "capsize": 2, **_line(start, terms)}
+        axis.errorbar(at, mean, yerr=spread, label=f"{start}: {terms}", **look)
+    for (name, accuracy), style in zip(lines.items(), (":", "-."), strict=True):
+        axis.axhline(100 * accuracy, color="black", linewidth=0.8, linestyle=style, label=name)
     axis.set_xticks(range(len(counts)), [str(count) for count in counts])
     axis.set_xlabel("labelled images")
     axis.set_ylabel("test accuracy, % (mean, 95% interval)")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=7, frameon=False, loc="lower right")
     figure.tight_layout()
     _save(figure, path)
+
+
+def _line(start: str, terms: str) -> dict[str, Any]:
+    return {"color": COLORS[terms], "linewidth": 1.2, "linestyle": "--" if start == "random" else "-"}
 
 
 def _save(figure: Figure, path: Path) -> None:

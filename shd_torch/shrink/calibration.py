@@ -81,7 +81,8 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor]) -
     extra = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
     try:
         model(**inputs, **extra)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        # An input that is missing is None to some models, which then miss its attributes.
         raise ShdError(
             "inputs-invalid",
             f"data must hold inputs that {type(model).__name__} takes; got "

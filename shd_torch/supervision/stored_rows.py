@@ -42,7 +42,8 @@ class StoredRows:
             return None
         by_sample = form.rows == "sample"
         rows = self._rows(buffer, 0)
-        place = _Place(self.lengths, self.firsts, self._check_length(length), by_sample)
+        # A classifier's logits have no axis of positions, which a student's second axis would be taken for.
+        place = _Place(self.lengths, self.firsts, self._check_length(None if by_sample else length), by_sample)
         if form.codec == "float16":
             return place.spread(_view(rows, torch.float16))
         assert form.temperature is not None  # it is None of float16 alone

@@ -106,7 +106,7 @@ def _check_folder(root: Path) -> None:
     """A folder, or a place where one can be made."""
     there = next(place for place in (root, *root.parents) if place.exists())
     if there == root and not root.is_dir():
-        raise ShdError("cache-exists", f"{root} must be a folder; it is a file", "CACHE-60")
+        raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "may not be written" if there.is_dir() else "is a file"
         raise ShdError("write-failed", f"{root} could not be written: {there} {reason}: name another --out")

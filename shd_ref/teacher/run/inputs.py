@@ -389,9 +389,12 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
     try:
         values = session.run(list(names), {name: array for name, array in batch.arrays.items() if name in fed})
     except Exception as error:  # onnxruntime's errors share no base class but Exception
+        foreign = "indices element out of data bounds" in str(error)
         raise ShdError(
             "inputs-invalid",
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
-            f"{len(batch.indices)} failed: {error}",
+            f"{len(batch.indices)} failed: {error}"
+            + ": an id is outside of the teacher's vocabulary; take the teacher's own tokenizer (--tokenizer)"
+            * foreign,
         ) from error
     return dict(zip(names, values, strict=True))

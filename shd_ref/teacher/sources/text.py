@@ -50,7 +50,11 @@ class TokenizedSource(Source):
         self._rows = rows
         self._text_column = text_column
         if text_column not in rows.columns:
-            raise self.refuse(f"text column must be one of {', '.join(rows.columns)}; got {text_column!r}")
+            raise ShdError(
+                "inputs-invalid",
+                f"text_column must be one of {', '.join(rows.columns)}, the columns of {rows.name}; got "
+                f"{text_column!r}: name the one that holds text, or give no tokenizer where none does",
+            )
         self.columns = (*TOKEN_COLUMNS, *(name for name in rows.columns if name not in TOKEN_COLUMNS))
         self._tokenizer, self.max_length = _load_tokenizer(tokenizer, max_length)
         self._limited_by = tokenizer if max_length is None else "max_length"

@@ -22,7 +22,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_torch import SupervisedDataset, capture_attention
 from shd_torch.data import check_cache
-from shd_torch.demo.train import ArrayDataset
+from shd_torch.demo.arrays import ArrayDataset
 from shd_torch.maps import shd_loss
 
 LENGTH = 64

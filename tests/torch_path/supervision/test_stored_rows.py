@@ -77,6 +77,8 @@ def assert_decodes(batch: CachedSupervision, reader: CacheReader, indices: tuple
             wanted_fields = [wanted[0] if by_sample else wanted] if isinstance(wanted, np.ndarray) else wanted[:3]
             for got, expected in zip(fields_of(targets), wanted_fields, strict=True):
                 own = got[number] if by_sample else got[number, first:n]
+                if by_sample:  # what a trainer gives of a student's (B, V) is no length
+                    assert torch.equal(fields_of(batch.targets(1))[0], got)
                 assert torch.equal(own.double(), torch.from_numpy(expected).to(own.dtype).double())
                 if not by_sample:
                     assert got.shape[:2] == (len(indices), longest)

@@ -1,0 +1,144 @@
+"""What the demo found, as figures, as tables on a terminal, and as the page that lies beside its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from shd_ref.commands.terminal import narrow_table
+from shd_torch.demo.students import METHODS, Method, Outcome
+
+COMPARISONS: Final[dict[str, tuple[Method, Method]]] = {
+    "adding SHD to KD, random start": (Method("random", True, True), Method("random", True)),
+    "adding SHD to KD, squeezed start": (Method("squeezed", True, True), Method("squeezed", True)),
+    "squeezed start for random, both KD": (Method("squeezed", True), Method("random", True)),
+    "all of it for KD from random": (Method("squeezed", True, True), Method("random", True)),
+}
+"""Each the first method's accuracy less the second's, seed by seed."""
+
+YOUR_OWN: Final = """\
+shd-torch export --model path/or/hub-id --out teacher.onnx
+shd-torch shrink path --data tokens.npy --heads 4 --layers 3 --out student
+shd precompute teacher.onnx --inputs data.npz --student student --logits topk --out cache
+shd verify cache --teacher teacher.onnx --inputs data.npz"""
+YOUR_TRAINING: Final = """\
+student, joined = load_student("student"), SupervisedDataset(data, "cache")
+SHDTrainer(model=student, train_dataset=joined, beta=0.02, kd=KdTerm(), args=...).train()"""
+
+
+def summarise(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
+    """Means with 95% intervals over seeds: a row per number of labels and method, or comparison of two.
+
+    Comparisons are paired: one seed has the same labelled images in every method, and the same random weights.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"accuracy": [], "gain": []}
+    for labels in sorted({outcome.num_labels for outcome in outcomes}):
+        chosen = sorted((each for each in outcomes if each.num_labels == labels), key=lambda each: each.seed)
+        by_method = {
+            method: np.array([each.accuracy for each in chosen if each.method == method]) for method in METHODS
+        }
+        for method, accuracies in by_method.items():
+            found["accuracy"].append({"labels": labels, "name": str(method), **_mean(accuracies)})
+        for name, (one, other) in COMPARISONS.items():
+            found["gain"].append({"labels": labels, "name": name, **_mean(by_method[one] - by_method[other])})
+    return found
+
+
+def _mean(values: NDArray[Any]) -> dict[str, Any]:
+    """A mean, half the width of its 95% t interval (None of one seed), and what it is the mean of."""
+    from scipy import stats
+
+    several = len(values) > 1
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)) if several else None
+    return {"mean": float(values.mean()), "interval": half, "by_seed": [float(value) for value in values]}
+
+
+def console_table(rows: Sequence[Mapping[str, Any]], title: str, form: str) -> Table:
+    """A row per name, a column per number of labels; ``form`` formats a percentage."""
+    table = narrow_table(title)
+    table.add_column("", no_wrap=True)
+    counts, lines = _grid(rows, form)
+    for count in counts:
+        table.add_column(f"{count} labels", justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def render_page(found: Mapping[str, Any]) -> str:
+    """``README.md`` beside the pictures, from what ``results.json`` holds."""
+    start, seeds = found["squeezed_start"], found["seeds"]
+    accuracy = _markdown(found["accuracy"], ".1f", found["accuracy"])
+    gain = _markdown(found["gain"], "+.1f", [])
+    sizes = f"{start['teacher_parameters']:,} -> {start['parameters']:,} parameters"
+    return f"""# What `shd-torch demo` shows
+
+A vision transformer of {start["teacher_heads"]} heads and {start["teacher_layers"]} layers, trained on all 1,257
+training images of scikit-learn's handwritten digits, has {found["teacher_accuracy"]:.1%} of {found["test_images"]}
+test images right. `shd-torch shrink` makes a student of {start["heads"]} heads and {start["layers"]} layers of it
+({sizes}), which has {start["accuracy"]:.1%} right before any training.
+`shd precompute` stores the teacher's squeezed attention and its logits in one cache of
+{found["cache_bytes"] / 1e6:.1f} MB. Students then train on a few labelled images each, from random weights or from
+the squeezed teacher, with cross entropy (CE), KD and SHD; the teacher is no longer in memory. Everything runs
+through the commands and `SHDTrainer`, as yours would.
+
+Test accuracy in %, mean and 95% interval of {seeds} seeds, {found["steps"]} steps each:
+
+{accuracy}
+Differences in points, paired by seed, with 95% intervals; one that contains 0 shows nothing:
+
+{gain}
+One toy task, {seeds} seeds, `beta` {found["beta"]:g} untuned; one learning rate ({found["learning_rate"]:g}) for
+all, chosen on training images whose labels no student saw. The demo shows that the path works,
+not what SHD is worth on your task.
+
+{found["machine"]}; {found["cpu_seconds"]:.0f} s of processor time.
+
+![Where the class token looks](maps.png)
+
+![Accuracy by number of labels](accuracy.png)
+
+![Loss curves](losses.png)
+
+![Merge weights by layer](alphas.png)
+
+## Now your own teacher
+
+```bash
+{YOUR_OWN}
+```
+
+```text
+{YOUR_TRAINING}
+```
+"""
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]], form: str, best_of: Sequence[Mapping[str, Any]]) -> str:
+    """The table; the best mean of each column among ``best_of`` is bold."""
+    counts, lines = _grid(rows, form)
+    best = {count: max((row["mean"] for row in best_of if row["labels"] == count), default=None) for count in counts}
+    means = {(row["name"], row["labels"]): row["mean"] for row in rows}
+    text = [f"| | {' | '.join(f'{count} labels' for count in counts)} |", "|---" * (1 + len(counts)) + "|"]
+    for name, *cells in lines:
+        marked = [
+            f"**{cell}**" if means[name, count] == best[count] else cell
+            for count, cell in zip(counts, cells, strict=True)
+        ]
+        text.append(f"| {name} | {' | '.join(marked)} |")
+    return "\n".join(text) + "\n"
+
+
+def _grid(rows: Sequence[Mapping[str, Any]], form: str) -> tuple[list[int], list[list[str]]]:
+    """The numbers of labels, and a line per name: its cells in percent."""
+    counts = sorted({row["labels"] for row in rows})
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        # One seed has no interval.
+        interval = "" if row["interval"] is None else f" ± {100 * row['interval']:.1f}"
+        lines.setdefault(row["name"], [row["name"]]).append(f"{100 * row['mean']:{form}}{interval}")
+    return counts, list(lines.values())

@@ -1,0 +1,86 @@
+"""The demo's teacher: a small vision transformer of Hugging Face's, trained on every label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from shd_torch.capture.capture import capture_attention
+from shd_torch.demo.digits import IMAGE_SIZE, NUM_CLASSES, Digits
+
+PATCH_SIZE = 2
+TEACHER_HEADS = 8
+TEACHER_LAYERS = 4
+TEACHER_WIDTH = 64
+
+
+def make_teacher(seed: int = 0) -> Any:
+    """Untrained: 8 heads of 8 entries, 4 layers, 17 positions (the class token and 16 patches)."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(seed)
+    config = ViTConfig(
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+        num_channels=1,
+        hidden_size=TEACHER_WIDTH,
+        intermediate_size=2 * TEACHER_WIDTH,
+        num_hidden_layers=TEACHER_LAYERS,
+        num_attention_heads=TEACHER_HEADS,
+        num_labels=NUM_CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return ViTForImageClassification(config)
+
+
+def train_teacher(digits: Digits, *, epochs: int, on_epoch: Callable[[int, int], None], seed: int = 0) -> Any:
+    """A good teacher: all training labels, label smoothing, one-cycle schedule; seeded.
+
+    Args:
+        digits: the images.
+        epochs: passes over them.
+        on_epoch: told the passes done and in all.
+        seed: of weights and batches.
+    """
+    teacher = make_teacher(seed)
+    images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
+    batch_size, rate = 64, 2e-3
+    steps = len(images) // batch_size
+    optimizer = torch.optim.AdamW(teacher.parameters(), rate, weight_decay=0.05, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs * steps)
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs):
+        order = torch.randperm(len(images), generator=generator)
+        for chosen in torch.split(order[: steps * batch_size], batch_size):
+            loss = F.cross_entropy(teacher(images[chosen]).logits, labels[chosen], label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without a type
+            optimizer.step()
+            schedule.step()
+        on_epoch(epoch + 1, epochs)
+    return teacher.eval()
+
+
+@torch.no_grad()
+def measure_accuracy(model: Any, images: NDArray[Any], labels: NDArray[Any]) -> float:
+    """Share of images whose largest logit is their label."""
+    found = model.eval()(torch.from_numpy(images)).logits.argmax(-1)
+    return float((found == torch.from_numpy(labels)).float().mean())
+
+
+def class_rows(maps: NDArray[Any]) -> NDArray[Any]:
+    """The class token's attention to the patches as pictures: ``(H, 17, 17)`` to ``(H, 4, 4)``."""
+    side = IMAGE_SIZE // PATCH_SIZE
+    return maps[:, 0, 1:].reshape(-1, side, side)
+
+
+def last_class_rows(model: Any, image: NDArray[Any]) -> NDArray[Any]:
+    """The same of a model's last layer, for one image ``(1, 8, 8)``."""
+    with torch.no_grad(), capture_attention(model) as captured:
+        model(torch.from_numpy(image[None]))
+    return class_rows(captured.probs[-1][0].numpy())

@@ -1,0 +1,143 @@
+"""Typical mistakes at the terminal: one message that names the option, and what mends it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="shd needs the extra 'teacher'")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
+
+from support.attention_graphs import token_teacher  # noqa: E402  (after the skips)
+
+from shd_ref.cli import load_app  # noqa: E402
+from shd_ref.commands import terminal  # noqa: E402
+from shd_ref.errors import ShdError  # noqa: E402
+
+SHD = load_app()
+
+
+def run(app: Any, *words: str, code: int = 1) -> str:
+    result = typer_testing.CliRunner().invoke(app, list(words), env={"COLUMNS": "80"}, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return " ".join(str(result.output).split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    onnx.save(token_teacher(), folder / "t.onnx")
+    rng = np.random.default_rng(0)
+    ones = np.ones((4, 6), np.int64)
+    np.savez(folder / "d.npz", input_ids=rng.integers(0, 50, (4, 6)), attention_mask=ones)
+    np.savez(folder / "foreign.npz", input_ids=rng.integers(5000, 6000, (4, 6)), attention_mask=ones)
+    np.savez(folder / "image.npz", image=np.zeros((4, 1, 8, 8), np.float32))
+    (folder / "lines.jsonl").write_text(json.dumps({"content": "a b"}) + "\n")
+    (folder / "file").write_text("dear")
+    (folder / "bad.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+    return folder
+
+
+PRECOMPUTE = "precompute t.onnx --student-heads 2 --out new --inputs"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{PRECOMPUTE} gone.npz", "--inputs must exist; got gone.npz"),
+        (f"{PRECOMPUTE} file", "--inputs must be a folder or end in one of .npz"),
+        (f"{PRECOMPUTE} bad.safetensors", "--inputs bad.safetensors must be a readable .safetensors file"),
+        (f"{PRECOMPUTE} image.npz", "missing attention_mask, input_ids, found image"),
+        (f"{PRECOMPUTE} foreign.npz", "take the teacher's own tokenizer (--tokenizer)"),
+        (f"{PRECOMPUTE} lines.jsonl --tokenizer gone", "--text-column must be one of content"),
+        (f"{PRECOMPUTE} lines.jsonl --text-column content --tokenizer gone", "--tokenizer gone must be a readable"),
+        (f"{PRECOMPUTE} d.npz --layer-pairs 0:9", "--layer-pairs must lie in 0..0 and"),
+        (f"{PRECOMPUTE} d.npz --out file", "must be a folder; it is a file: name another --out"),
+        ("fidelity t.onnx --inputs d.npz --student-heads 99", "--student-heads must be at most num_teacher_heads"),
+        ("plan t.onnx --inputs d.npz --student-heads 99", "--student-heads must be at most num_teacher_heads"),
+        ("verify gone --teacher gone.onnx --inputs d.npz", "--teacher must be a file; got gone.onnx"),
+        ("verify gone --teacher t.onnx --inputs gone.npz", "--inputs must exist; got gone.npz"),
+    ],
+)
+def test_the_option_that_mends_it_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    assert said in run(SHD, *words.split())
+    assert not Path("new").exists()
+
+
+def test_a_part_says_where_the_other_shards_are(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    part, whole = str(tmp_path / "part"), str(tmp_path / "whole")
+    words = ("precompute", "t.onnx", "--inputs", "d.npz", "--student-heads", "2", "--samples-per-shard", "1")
+    run(SHD, *words, "--out", part, "--shards", "0/2", code=0)
+    said = run(SHD, "ls", part, code=0).replace("│ ", "")
+    assert "2 of 4 shards are missing (2-3)" in said
+    assert "the other parts have them: shd merge brings parts together" in said
+    assert f"shd ls {part} says which shards are missing" in run(SHD, "verify", part)
+    assert "run the same shd precompute again, or shd merge the parts" in run(SHD, "seal", part)
+    assert "missing 2-3: write them, then merge again" in run(SHD, "merge", part, "--out", whole, code=0)
+
+
+def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that has counted goes with its line, and one that has not is never drawn."""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = io.StringIO()
+    console = terminal.PlainConsole()
+    console.file, console._force_terminal, console._width, console.is_interactive = screen, True, 80, True
+    monkeypatch.setattr(terminal, "messages", console)
+
+    def fail() -> None:
+        with terminal.show_progress("inputs read", "samples") as (on_read, _):
+            on_read(1, 4)
+            raise ShdError("inputs-invalid", "inputs must exist; got none")
+
+    with pytest.raises(ShdError):
+        fail()
+    drawn = screen.getvalue()
+    assert "1/4 inputs read" in drawn
+    assert "0/?" not in drawn
+    assert "samples" not in drawn
+    # The last thing is to go up to the bar's line and clear it.
+    assert drawn.endswith("\x1b[1A\x1b[2K")
+
+
+def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="shd-torch needs PyTorch")
+    pytest.importorskip("transformers", reason="the commands load Hugging Face models")
+    from shd_torch.commands import app
+
+    monkeypatch.chdir(folder)
+    shrink = ("shrink", "model", "--out", "student")
+    for words, said in (
+        ((*shrink, "--data", "d.npz"), "--heads, --layers, --hidden"),
+        ((*shrink, "--data", "file", "--heads", "2"), "--data must end in .npy, .npz or .jsonl"),
+        ((*shrink, "--data", "gone.npz", "--heads", "2"), "--data must be a readable .npz; got gone.npz"),
+        ((*shrink, "--data", "d.npz", "--heads", "2", "--compare", "gone.npy"), "--compare must be a readable .npy"),
+        (("export", "--model", "./gone", "--out", "x.onnx"), "--model must be a folder that save_pretrained wrote"),
+    ):
+        assert said in run(app, *words)
+    assert "specification" in run(app, "--version", code=0)
+
+
+def test_samples_that_a_model_does_not_take_are_named(folder: Path, tmp_path: Path) -> None:
+    """Some models give an AttributeError where an input is missing."""
+    pytest.importorskip("torch", reason="shd-torch needs PyTorch")
+    pytest.importorskip("transformers", reason="the commands load Hugging Face models")
+    from support.binding.models import hf_model
+
+    from shd_torch.commands import app
+
+    hf_model("vit").save_pretrained(tmp_path / "vit")
+    words = ("shrink", str(tmp_path / "vit"), "--heads", "2", "--out", str(tmp_path / "student"))
+    said = run(app, *words, "--data", str(folder / "image.npz"))
+    assert "--data must hold inputs that ViT" in said
