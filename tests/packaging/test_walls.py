@@ -146,6 +146,7 @@ except SystemExit as error:
 ALLOWED_IN_TORCH = {
     "shd_ref.cache",
     "shd_ref.commands.derive",
+    "shd_ref.commands.options",
     "shd_ref.commands.parse",
     "shd_ref.commands.terminal",
     "shd_ref.conformance.adapter",
