@@ -74,7 +74,7 @@ def test_the_table_of_starts(tmp_path: Path) -> None:
     for start in ("teacher", "this student", "closed form", "kept heads", "mean pooling", "Minitron importance"):
         assert re.search(rf"^{start} .* \d+\.\d{{4}} .* [\d,]+ .* \d+\.\d\d ", output, flags=re.MULTILINE), output
     assert "layers 0, 2 as they are" in output
-    assert "read-failed" in run(*words[:-1], tmp_path / "none", "--out", tmp_path / "more", code=1)
+    assert "read-failed" in run(*words[:-1], tmp_path / "none", "--out", tmp_path / "more", "--heads", 2, code=1)
     assert not (tmp_path / "more").exists()
 
 
