@@ -133,6 +133,7 @@ def tests(session: nox.Session) -> None:
         "lightning",
         "peft",
         "moto[server]",
+        "rouge-score",  # it judges the answers of benchmarks/study
         "torchdata",
         "webdataset",
     )

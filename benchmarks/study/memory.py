@@ -40,26 +40,24 @@ class Remembered:
         self.seconds = time.process_time() - started
         self._lesson = _join(parts, rival.temperature)
 
-    def take(self, index: Tensor) -> Lesson:
+    def __call__(self, index: Tensor, _: Mapping[str, Tensor]) -> Lesson:
         """The lesson of some samples, in any order."""
         return _take(self._lesson, index)
 
-    def bytes_a_sample(self, rival: Rival) -> float:
-        """What of the teacher a sample's loss reads, in half precision: merged maps, logits or features.
 
-        Of causal maps the half that may be above zero counts.
-        """
-        one = self.take(torch.tensor([0]))
-        if rival.reads_hidden:
-            return 2.0 * sum(hidden.numel() for hidden in one.hidden.values())
-        if rival.merges_maps:
-            causal = next(iter(one.calls.values())).rule.is_causal
-            shapes = [(each.shape, causal) for each in one.squeezed.supervisions]
-        else:
-            shapes = [((1, c.num_heads, *_lengths(c)), c.rule.is_causal) for c in one.calls.values()]
-        return 2.0 * sum(
-            h * (rows * (rows + 1) // 2 if causal else rows * keys) for (_, h, rows, keys), causal in shapes
-        )
+def bytes_a_sample(rival: Rival, lesson: Lesson) -> float:
+    """What of the teacher a sample's loss reads, in half precision: merged maps, logits or features.
+
+    Of causal maps the half that may be above zero counts.
+    """
+    if rival.reads_hidden:
+        return 2.0 * sum(hidden[0].numel() for hidden in lesson.hidden.values())
+    causal = next(iter(lesson.calls.values())).rule.is_causal
+    if rival.merges_maps:
+        shapes = [each.shape[1:] for each in lesson.squeezed.supervisions]
+    else:
+        shapes = [(call.num_heads, *_lengths(call)) for call in lesson.calls.values()]
+    return 2.0 * sum(h * (rows * (rows + 1) // 2 if causal else rows * keys) for h, rows, keys in shapes)
 
 
 def _lengths(call: AttentionCall) -> tuple[int, int]:

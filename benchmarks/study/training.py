@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.study.memory import Remembered
+from benchmarks.study.memory import bytes_a_sample
 from shd_torch.recipes import SHD, Terms, scale_report
 from shd_torch.rivals import Lesson, Rival, RivalTerm, Seen
 
 Batch = Mapping[str, Tensor]
+
+
+Lessons = Callable[[Tensor, Batch], Lesson]
+"""What a teacher makes of samples: their numbers and the student's inputs, to a lesson."""
 
 
 @dataclass(eq=False)
@@ -26,21 +30,23 @@ class Course:
 
     Attributes:
         student: the model.
-        inputs: its arguments by name, ``(N, ...)`` each.
-        base: ``(output, index, shd)`` to the base loss of these samples with ``shd`` beside it.
+        size: number of training samples.
+        batch: numbers of samples to the student's arguments by name.
+        base: ``(output, index, shd)`` to the base loss of the samples that ``batch`` gave last.
         evaluate: figures by name, of the student as it stands; ``forward(inputs)`` runs it as in training.
-        rivals: what teaches beside the base loss, one a teacher, with what it remembers.
+        rivals: what teaches beside the base loss, one a teacher, with its lessons.
         parts: modules of the base loss that are trained too.
-        loss_mask: ``(N, L)`` boolean, True = the row counts in the rivals' loss; None for all.
+        loss_mask: numbers of samples to ``(B, L)`` boolean, True = the row counts in the rivals' loss; None for all.
     """
 
     student: nn.Module
-    inputs: Batch
+    size: int
+    batch: Callable[[Tensor], Batch]
     base: Callable[[Any, Tensor, SHD | None], Terms]
     evaluate: Callable[[Callable[[Batch], Any]], dict[str, float]]
-    rivals: Sequence[tuple[Rival, Remembered]] = ()
+    rivals: Sequence[tuple[Rival, Lessons]] = ()
     parts: Sequence[nn.Module] = field(default=())
-    loss_mask: Tensor | None = None
+    loss_mask: Callable[[Tensor], Tensor] | None = None
 
 
 def train(
@@ -57,16 +63,14 @@ def train(
     trained = [*student.parameters(), *(parameter for part in extra for parameter in part.parameters())]
     optimizer = torch.optim.AdamW(trained, rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    size = len(next(iter(course.inputs.values())))
     draw = torch.Generator().manual_seed(seed)
-    order = torch.cat([torch.randperm(size, generator=draw) for _ in range(-(-steps * batch // size))])
-    seconds, shares = [], {}
+    order = torch.cat([torch.randperm(course.size, generator=draw) for _ in range(-(-steps * batch // course.size))])
+    seconds, shares, last = [], {}, list[Lesson]()
     curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
     for step in range(steps):
         index = order[step * batch : (step + 1) * batch]
-        student.train()
         started = time.process_time()
-        terms = _loss(course, index, beta)
+        terms, last = _loss(course, index, beta)
         if "shd" in terms and step in (0, steps - 1):
             report = scale_report(terms, list(student.parameters()))
             shares["first" if step == 0 else "last"] = report.terms["shd"].gradient_share
@@ -82,25 +86,27 @@ def train(
         **curve[str(steps)],
         "step_seconds": statistics.median(seconds),
         "parameter_bytes": sum(p.nbytes for part in extra for p in part.parameters()),
-        "sample_bytes": sum(kept.bytes_a_sample(rival) for rival, kept in course.rivals),
+        "sample_bytes": sum(
+            bytes_a_sample(rival, lesson) for (rival, _), lesson in zip(course.rivals, last, strict=True)
+        ),
         "gradient_share": shares,
     }
 
 
-def _loss(course: Course, index: Tensor, beta: float) -> Terms:
-    lessons = [kept.take(index) for _, kept in course.rivals]
+def _loss(course: Course, index: Tensor, beta: float) -> tuple[Terms, list[Lesson]]:
+    inputs = course.batch(index)
+    lessons = [teach(index, inputs) for _, teach in course.rivals]
     with _watching(course, lessons) as seen:
-        output = course.student(**{name: value[index] for name, value in course.inputs.items()})
-    if not course.rivals:
-        return course.base(output, index, None)
-    mask = None if course.loss_mask is None else course.loss_mask[index]
+        output = course.student.train()(**inputs)
+    if not course.rivals or any(rival.needs_teacher for rival, _ in course.rivals):
+        return course.base(output, index, None), lessons
+    mask = None if course.loss_mask is None else course.loss_mask(index)
     values = [
         rival(each, lesson, loss_mask=mask)
         for (rival, _), each, lesson in zip(course.rivals, seen, lessons, strict=True)
     ]
-    if any(rival.needs_teacher for rival, _ in course.rivals):
-        return course.base(output, index, None)
-    return course.base(output, index, RivalTerm(seen[0].captured, (), beta, value=torch.stack(values).mean()))
+    shd = RivalTerm(seen[0].captured, (), beta, value=torch.stack(values).mean())
+    return course.base(output, index, shd), lessons
 
 
 @contextlib.contextmanager

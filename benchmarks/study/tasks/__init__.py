@@ -33,7 +33,15 @@ def load_task(name: str) -> Callable[[Path, dict[str, Any]], Task]:
         from benchmarks.study.tasks.language import Language
 
         return Language
+    if name == "instructions":
+        from benchmarks.study.tasks.instructions import Instructions
+
+        return Instructions
+    if name == "generation":
+        from benchmarks.study.tasks.generation import Generation
+
+        return Generation
     raise KeyError(name)
 
 
-TASKS = ("images", "language")
+TASKS = ("images", "language", "instructions", "generation")

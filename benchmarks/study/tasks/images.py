@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import SIZE, load_digits, load_small_digits
+from benchmarks.study.keeping import keep_trained
 from benchmarks.study.memory import Remembered
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
@@ -63,27 +64,16 @@ class Images:
     def _load_teacher(self, folder: Path) -> Any:
         given = self.settings["teacher"]
         torch.manual_seed(0)
-        teacher = self.make_model(given["width"], given["heads"], given["layers"])
-        kept = folder / f"teacher-{self.settings['data']}-{given['width']}-{given['layers']}-{given['steps']}.pt"
-        if kept.exists():
-            teacher.load_state_dict(torch.load(kept, weights_only=True))
-            return teacher.eval().requires_grad_(False)
-        optimizer = torch.optim.AdamW(teacher.parameters(), given["rate"], weight_decay=0.05)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, given["rate"], given["steps"])
-        draw = torch.Generator().manual_seed(0)
-        for _ in range(given["steps"]):
-            index = torch.randint(len(self.train_images), (32,), generator=draw)
-            logits = teacher.train()(pixel_values=self.train_images[index]).logits
-            loss = F.cross_entropy(logits, self.train_labels[index], label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(".part")
-        torch.save(teacher.state_dict(), draft)
-        draft.replace(kept)
-        return teacher.eval().requires_grad_(False)
+        return keep_trained(
+            folder / f"teacher-{self.settings['data']}-{given['width']}-{given['layers']}-{given['steps']}.pt",
+            self.make_model(given["width"], given["heads"], given["layers"]),
+            lambda model, index: F.cross_entropy(
+                model(pixel_values=self.train_images[index]).logits, self.train_labels[index], label_smoothing=0.1
+            ),
+            size=len(self.train_images),
+            steps=given["steps"],
+            rate=given["rate"],
+        )
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student on the first ``labels`` images of the pool: a seed draws weights and order."""
@@ -102,7 +92,15 @@ class Images:
                 found |= {f"{name}_{figure}": value for figure, value in figures.items()}
             return found
 
-        course = Course(student, inputs, base, evaluate, rivals, parts)
+        course = Course(
+            student,
+            len(labels),
+            lambda index: {"pixel_values": inputs["pixel_values"][index]},
+            base,
+            evaluate,
+            rivals,
+            parts,
+        )
         result = train(
             course,
             beta=options["beta"],

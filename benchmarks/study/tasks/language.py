@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
+from benchmarks.study.keeping import keep_trained
 from benchmarks.study.memory import Remembered
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
@@ -80,26 +81,15 @@ class Language:
             max_position_embeddings=512,
             tie_word_embeddings=True,
         )
-        teacher = LlamaForCausalLM(config)
-        kept = self.folder / f"teacher-bytes-{given['width']}-{given['steps']}.pt"
-        if kept.exists():
-            teacher.load_state_dict(torch.load(kept, weights_only=True))
-            return teacher
-        optimizer = torch.optim.AdamW(teacher.parameters(), 3e-3)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, given["steps"])
-        draw = torch.Generator().manual_seed(0)
-        for _ in range(given["steps"]):
-            ids = windows[torch.randint(len(windows), (16,), generator=draw)]
-            loss = _cross_entropy(teacher.train()(input_ids=ids).logits, ids)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(".part")
-        torch.save(teacher.state_dict(), draft)
-        draft.replace(kept)
-        return teacher
+        return keep_trained(
+            self.folder / f"teacher-bytes-{given['width']}-{given['steps']}.pt",
+            LlamaForCausalLM(config),
+            lambda model, index: _cross_entropy(model(input_ids=windows[index]).logits, windows[index]),
+            size=len(windows),
+            steps=given["steps"],
+            rate=3e-3,
+            batch=16,
+        )
 
     def _second_teacher(self) -> Any:
         """The teacher without its third layer, squeezed in closed form and trained on for 100 steps."""
@@ -136,7 +126,9 @@ class Language:
         def evaluate(forward: Forward) -> dict[str, float]:
             return {f"{name}_loss": _measure(forward, getattr(self, name)) for name in ("valid", "test")}
 
-        course = Course(student, {"input_ids": self.windows}, base, evaluate, rivals)
+        course = Course(
+            student, len(self.windows), lambda index: {"input_ids": self.windows[index]}, base, evaluate, rivals
+        )
         rate = settings["rate"] * (1.0 if options["start"] == "random" else settings["start_rate"])
         result = train(
             course,

@@ -1,0 +1,54 @@
+"""Models that a task trains for itself and keeps: teachers, classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def keep_trained(
+    path: Path,
+    model: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    *,
+    size: int,
+    steps: int,
+    rate: float,
+    batch: int = 32,
+    example: Tensor | None = None,
+) -> Any:
+    """The model that the file holds, or this one, trained and written there; in evaluation mode, frozen.
+
+    Args:
+        path: of its weights; its name says what they depend on.
+        model: as it starts.
+        loss: of the model and the numbers of a batch's samples.
+        size: number of samples.
+        steps: of training, with a one-cycle schedule.
+        rate: the largest one.
+        batch: samples a step.
+        example: an input, for a model with lazy layers.
+    """
+    if example is not None:
+        model(example)
+    if path.exists():
+        model.load_state_dict(torch.load(path, weights_only=True))
+        return model.eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        value = loss(model.train(), torch.randint(size, (batch,), generator=draw))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    torch.save(model.state_dict(), draft)
+    draft.replace(path)
+    return model.eval().requires_grad_(False)

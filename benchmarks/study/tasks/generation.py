@@ -1,0 +1,206 @@
+"""Image generation: a small diffusion transformer on digits, judged by Frechet distance (the source's Table 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.study.arms import ALONE, Arm
+from benchmarks.study.digits import load_digits, load_small_digits
+from benchmarks.study.keeping import keep_trained
+from benchmarks.study.training import Course, Lessons, train
+from shd_torch.recipes import SHD, Terms, diffusion, draw_diffusion, linear_betas, noised
+from shd_torch.rivals import Rival, make_rival
+
+PATCH, STEPS = 2, 1000
+Forward = Callable[[Mapping[str, Tensor]], Any]
+
+
+class Denoiser(nn.Module):
+    """Patches, adaptive layer norms by the diffusion step (DiT), epsilon as output.
+
+    Args:
+        size: height and width of an image.
+        width: D.
+        heads: of each block.
+        layers: blocks.
+    """
+
+    def __init__(self, size: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.size, self.width = size, width
+        self.embed = nn.Conv2d(1, width, PATCH, PATCH)
+        self.positions = nn.Parameter(torch.randn(1, (size // PATCH) ** 2, width) * 0.02)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, PATCH**2)
+
+    def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Noised images ``(B, 1, H, W)`` and steps ``(B,)`` to the noise in them."""
+        rates = torch.exp(-math.log(10000.0) * torch.arange(self.width // 2) / (self.width // 2))
+        angles = t[:, None] * rates
+        time = self.time(torch.cat([angles.cos(), angles.sin()], -1))[:, None]
+        tokens = self.embed(x_t).flatten(2).mT + self.positions
+        for block in self.blocks:
+            tokens = block(tokens, time)
+        side = self.size // PATCH
+        patches = self.head(F.layer_norm(tokens, tokens.shape[-1:])).unflatten(1, (side, side))
+        return patches.unflatten(-1, (PATCH, PATCH)).permute(0, 1, 3, 2, 4).reshape(x_t.shape)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each shifted, scaled and gated by the step."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.modulate = nn.Linear(width, 6 * width)
+        nn.init.zeros_(self.modulate.weight)
+        nn.init.zeros_(self.modulate.bias)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, tokens: Tensor, time: Tensor) -> Tensor:
+        """Tokens ``(B, N, D)`` and the step's vector ``(B, 1, D)`` to tokens."""
+        shift, scale, gate, shift2, scale2, gate2 = self.modulate(F.silu(time)).chunk(6, -1)
+        x = F.layer_norm(tokens, tokens.shape[-1:]) * (1 + scale) + shift
+        query, key, value = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        tokens = tokens + (1 + gate) * self.project(mixed)
+        x = F.layer_norm(tokens, tokens.shape[-1:]) * (1 + scale2) + shift2
+        out: Tensor = tokens + (1 + gate2) * self.mlp(x)
+        return out
+
+
+class Generation:
+    """See the module; teacher and classifier are trained here, once a folder."""
+
+    metric, higher_is_better = "distance", False
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        if settings["data"] == "mnist":
+            images, labels = load_digits(folder)
+            images = F.avg_pool2d(images, 2)
+        else:
+            images, labels = load_small_digits()
+        self.images, self.size = 2 * images - 1, images.shape[-1]
+        sizes = [settings["pool"], settings["judged"], settings["judged"]]
+        self.train_images, valid, test = self.images.split([*sizes, len(images) - sum(sizes)])[:3]
+        self.classifier = keep_trained(
+            folder / f"classifier-{settings['data']}.pt",
+            nn.Sequential(
+                nn.Conv2d(1, 16, 3, 2, 1),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 3, 2, 1),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.LazyLinear(32),
+                nn.ReLU(),
+                nn.Linear(32, 10),
+            ),
+            lambda model, index: F.cross_entropy(model(self.train_images[index]), labels[index]),
+            size=settings["pool"],
+            steps=settings["classifier_steps"],
+            rate=3e-3,
+            example=self.images[:2],
+        )
+        self.moments = {name: self._moments(part) for name, part in (("valid", valid), ("test", test))}
+        given = settings["teacher"]
+        self.teacher: Any = keep_trained(
+            folder / f"denoiser-{settings['data']}-{given['width']}-{given['steps']}.pt",
+            Denoiser(self.size, given["width"], given["heads"], given["layers"]),
+            self._alone,
+            size=settings["pool"],
+            steps=given["steps"],
+            rate=given["rate"],
+        )
+
+    def _alone(self, model: nn.Module, index: Tensor) -> Tensor:
+        """The loss of a denoiser without a teacher."""
+        x0 = self.train_images[index]
+        t, noise = torch.randint(STEPS, (len(x0),)), torch.randn_like(x0)
+        return diffusion(model(noised(x0, noise, t), t), x0, noise, t, check=False).total
+
+    def train(self, arm: Arm, seed: int) -> dict[str, Any]:
+        """One student; a seed draws weights, order, steps and noise, and what is sampled in the end."""
+        options, sizes = arm.options, self.settings["student"]
+        torch.manual_seed(seed)
+        student = Denoiser(self.size, sizes["width"], options["heads"], sizes["layers"])
+        last: dict[str, Tensor] = {}
+        seen = 0
+
+        def batch(index: Tensor) -> dict[str, Tensor]:
+            nonlocal seen
+            seen += 1
+            x0 = self.train_images[index]
+            draw = draw_diffusion([seed * 10**9 + seen * 1000 + n for n in range(len(x0))], x0.shape[1:])
+            last.update(x0=x0, noise=draw.noise, t=draw.t, x_t=noised(x0, draw.noise, draw.t, check=False))
+            return {"x_t": last["x_t"], "t": last["t"]}
+
+        def base(output: Tensor, _: Tensor, shd: SHD | None) -> Terms:
+            taught = None
+            if options["base"] == "kd":
+                with torch.no_grad():
+                    taught = self.teacher(last["x_t"], last["t"])
+            given = output, last["x0"], last["noise"], last["t"]
+            return diffusion(*given, teacher_output=taught, shd=shd, check=False)
+
+        def evaluate(forward: Forward) -> dict[str, float]:
+            made = self._moments(self._sample(forward, seed))
+            return {f"{name}_distance": frechet_distance(made, own) for name, own in self.moments.items()}
+
+        course = Course(student, len(self.train_images), batch, base, evaluate, self._rivals(arm, student))
+        return train(
+            course,
+            beta=options["beta"],
+            steps=self.settings["steps"],
+            batch=self.settings["batch"],
+            rate=self.settings["rate"],
+            seed=seed,
+        )
+
+    def _rivals(self, arm: Arm, student: Any) -> list[tuple[Rival, Lessons]]:
+        """Noise differs at every step, so that a teacher teaches live."""
+        if arm.method == ALONE:
+            return []
+        example = {"x_t": torch.randn(16, 1, self.size, self.size), "t": torch.arange(16) * 60}
+        rival = make_rival(arm.method, self.teacher, student, example, plan=arm.options["plan"])
+        return [(rival, lambda _, inputs: rival.teach(**inputs))]
+
+    @torch.no_grad()
+    def _sample(self, forward: Forward, seed: int) -> Tensor:
+        """DDIM without noise, at equal distances of the schedule."""
+        kept = (1 - linear_betas(STEPS)).cumprod(0).float()
+        draw = torch.Generator().manual_seed(1000 + seed)
+        x = torch.randn(self.settings["samples"], 1, self.size, self.size, generator=draw)
+        places = list(range(STEPS - 1, -1, -(STEPS // self.settings["sample_steps"])))
+        for place, after in zip(places, [*places[1:], None], strict=True):
+            t = torch.full((len(x),), place)
+            epsilon = torch.cat(
+                [forward({"x_t": a, "t": b}) for a, b in zip(x.split(128), t.split(128), strict=True)]
+            )
+            start = ((x - (1 - kept[place]).sqrt() * epsilon) / kept[place].sqrt()).clamp(-1, 1)
+            x = start if after is None else kept[after].sqrt() * start + (1 - kept[after]).sqrt() * epsilon
+        return x
+
+    @torch.no_grad()
+    def _moments(self, images: Tensor) -> tuple[Any, Any]:
+        """Mean and covariance of the classifier's last hidden features."""
+        features = self.classifier[:-1](images).double().numpy()
+        return features.mean(0), np.cov(features, rowvar=False)
+
+
+def frechet_distance(one: tuple[Any, Any], other: tuple[Any, Any]) -> float:
+    """``|m - n|^2 + tr(S + T - 2 (S T)^(1/2))`` of two normal distributions."""
+    (m, s), (n, t) = one, other
+    # The eigenvalues of a product of two covariances are real and at least 0.
+    root = np.sqrt(np.linalg.eigvals(s @ t).real.clip(min=0.0)).sum()
+    return float(((m - n) ** 2).sum() + np.trace(s + t) - 2 * root)
