@@ -13,6 +13,7 @@ from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
+from shd_torch.doctor_command import doctor
 from shd_torch.shrink_command import shrink
 
 app = typer.Typer(
@@ -125,5 +126,5 @@ def _require(*packages: str, extra: str) -> None:
             raise ShdError("dependency-missing", message)
 
 
-for _command in (export, shrink, demo):
+for _command in (export, doctor, shrink, demo):
     add_command(app, _command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -181,12 +181,22 @@ def _read_numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def read_inputs(
-    path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data"
+    path: Path,
+    samples: int,
+    tokenizer: Path | None = None,
+    argument: str = "data",
+    *,
+    without: Collection[str] = (),
 ) -> dict[str, NDArray[Any]]:
     """The first samples of each array, by the name of the model's input; nothing in the file is run.
 
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
     texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
+
+    Args:
+        path: of the file.
+        samples: how many.
+        without: arrays of an .npz that are no inputs, to leave out.
 
     Raises:
         ShdError: ``read-failed``, ``inputs-invalid``, ``argument-shape``, ``dependency-missing`` (tokenizers).
@@ -200,8 +210,9 @@ def read_inputs(
             source = open_npz(path)
         except ShdError as error:
             raise ShdError(error.code, f"{argument} must be a readable .npz; got {path}: {error}") from error
-        rows = list(islice(source.rows(source.columns), samples))
-        given = {name: np.stack([row[name] for row in rows]) for name in source.columns}
+        columns = [name for name in source.columns if name not in without]
+        rows = list(islice(source.rows(columns), samples))
+        given = {name: np.stack([row[name] for row in rows]) for name in columns}
     else:
         try:
             mapped = np.lib.format.open_memmap(path, mode="r")

@@ -27,19 +27,48 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
     Raises:
         ShdError: ``read-failed``, ``shrink-unsupported``.
     """
-    from transformers import AutoConfig, AutoModel
+    config = read_config(source)
+    check_config(config)
+    return load_weights(source, config)
+
+
+def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> Any:
+    """A folder's configuration, of any architecture of transformers, under the rules of ``load_teacher``.
+
+    Args:
+        source: as for ``load_teacher``; there need be no weights.
+        argument: what errors call it.
+
+    Raises:
+        ShdError: ``read-failed``.
+    """
+    from transformers import AutoConfig
 
     folder = Path(source)
     check_files(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        return AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # transformers raises what it meets in a configuration
         raise ShdError(
-            "read-failed", f"teacher must be a Hugging Face model; got {str(folder)!r}: {error}"
+            "read-failed", f"{argument} must be a Hugging Face model; got {str(folder)!r}: {error}"
         ) from error
-    check_config(config)
-    _check_stored(folder, getattr(config, "quantization_config", None))
-    return _load(folder, find_class((getattr(config, "architectures", None) or [None])[0]) or AutoModel)
+
+
+def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
+    """The model of a folder whose configuration ``read_config`` gave.
+
+    Raises:
+        ShdError: ``read-failed``, ``shrink-unsupported``.
+    """
+    _check_stored(Path(source), getattr(config, "quantization_config", None))
+    return _load(Path(source), model_class(config))
+
+
+def model_class(config: Any) -> Any:
+    """The class that a configuration names, or that of the bare model."""
+    from transformers import AutoModel
+
+    return find_class((getattr(config, "architectures", None) or [None])[0]) or AutoModel
 
 
 def load_student(source: str | os.PathLike[str]) -> Any:

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+import shd_torch.recipes as recipes
 from shd_ref.errors import ShdError
-from shd_torch import recipes
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.recipes import Terms
 from shd_torch.training.rows import IGNORED
@@ -103,11 +103,7 @@ class Recipe:
 
     def is_shifted(self, student: Any) -> bool:
         """Whether rows predict the label after their own."""
-        if self.shift is None:
-            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-            return type(student).__name__ in set(CAUSAL.values())
-        return self.shift
+        return is_causal_model(student) if self.shift is None else self.shift
 
     def check_cache(self, codec: str, temperature: float | None, origin: str) -> None:
         """Refuse stored logits that this recipe cannot learn from, before the first step.
@@ -213,6 +209,13 @@ class Recipe:
         tokens = [rows] if self.kind.has_token else []
         teachers = [] if not self.is_taught else [[rows] if self.kind.targets == "several" else rows]
         self.kind.run(rows, labels, *tokens, *teachers, **self.options)
+
+
+def is_causal_model(model: Any) -> bool:
+    """Whether it is of a class that Hugging Face lists as a causal language model, by the class's name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model).__name__ in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def read_recipe(recipe: str | Recipe | None) -> Recipe | None:

@@ -1,0 +1,265 @@
+"""A pair of models, examined from their configurations to a short training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.study.ranking import Fidelity
+from shd_torch.capture import capture_attention
+from shd_torch.doctor.beta import BetaRange, find_beta
+from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
+from shd_torch.doctor.graph import Arrays, GraphStudy, study_graph, study_model
+from shd_torch.doctor.inherit import Inheritance, find_inheritance
+from shd_torch.doctor.models import Student, Teacher, read_student, read_teacher
+from shd_torch.doctor.objective import Objective, choose_objective, inputs_of
+from shd_torch.doctor.parts import Parts, parts_of
+from shd_torch.doctor.probe import Probe, ProbeOptions, check_probe, run_probe
+from shd_torch.doctor.verdict import Verdict, judge
+from shd_torch.maps import layer_map
+from shd_torch.teacher import OnlineTeacher
+from shd_torch.training.recipe import is_causal_model
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What to do beyond looking.
+
+    Attributes:
+        probe: steps of each student of a paired run; 0 for none.
+        seeds: pairs of students.
+        batch_size: samples of a step.
+        learning_rate: of the run.
+        beta: of the run; None takes the middle of the recommended range.
+    """
+
+    probe: int = 0
+    seeds: int = 3
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    beta: float | None = None
+
+
+@dataclass
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        teacher, student: names.
+        teacher_parts: None of a graph.
+        student_parts: of the student.
+        differences: those that block first.
+        inheritance: what ``shrink`` can do.
+        study: of the teacher's graph; None without data.
+        objective: the base loss; None without data or for a graph.
+        beta: the range beside it.
+        probe: the paired run, where it was asked for.
+        failure: why the two could not be run together.
+        verdict: the answer.
+    """
+
+    teacher: str
+    student: str
+    teacher_parts: Parts | None
+    student_parts: Parts
+    differences: tuple[Difference, ...]
+    inheritance: Inheritance
+    has_weights: bool
+    is_squeezed: bool
+    study: GraphStudy | None = None
+    objective: Objective | None = None
+    beta: BetaRange | None = None
+    probe: Probe | None = None
+    failure: str | None = None
+    verdict: Verdict = field(init=False)
+
+    @property
+    def squeezed(self) -> Fidelity | None:
+        """The way to squeeze that is recommended at the student's heads."""
+        return None if self.study is None else self.study.fidelity.recommended().get(self.student_parts.heads)
+
+    def conclude(self) -> None:
+        """Make the verdict of what is there."""
+        self.verdict = judge(
+            self.differences, self.squeezed, self.probe, is_squeezed_start=self.is_squeezed, failure=self.failure
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        study, squeezed, probe = self.study, self.squeezed, self.probe
+        forecast = None if study is None else study.forecast
+        return {
+            "verdict": asdict(self.verdict),
+            "teacher": {"name": self.teacher} | ({} if self.teacher_parts is None else asdict(self.teacher_parts)),
+            "student": {"source": self.student, "has_weights": self.has_weights, "is_squeezed": self.is_squeezed}
+            | asdict(self.student_parts),
+            "differences": [asdict(one) for one in self.differences],
+            "fidelity": None
+            if squeezed is None
+            else asdict(squeezed.setting)
+            | {
+                "cost": squeezed.cost,
+                "margin": squeezed.margin,
+                "attention_error": squeezed.attention_error,
+                "plans": squeezed.plans,
+            },
+            "sinks": None if study is None else {"by_layer": study.sinks, "even": study.even},
+            "forecast": None if forecast is None else asdict(forecast),
+            "recipe": None if self.objective is None else asdict(self.objective),
+            "beta": None if self.beta is None else asdict(self.beta),
+            "inheritance": asdict(self.inheritance),
+            "failure": self.failure,
+            "probe": None
+            if probe is None
+            else asdict(probe)
+            | {
+                "gains": probe.gains,
+                "gain": probe.gain,
+                "margin": probe.margin,
+                "indistinguishable": not probe.is_distinguishable,
+            },
+        }
+
+
+def diagnose(
+    teacher: str,
+    student: str,
+    data: Arrays | None = None,
+    wishes: Wishes | None = None,
+    *,
+    data_name: str | None = None,
+    on_batch: Progress | None = None,
+    on_warm_up: Progress | None = None,
+    on_step: Progress | None = None,
+) -> Diagnosis:
+    """Examine a pair: will attention supervision work for it?
+
+    Args:
+        teacher: a Hugging Face folder or hub id with safetensors, or an ``.onnx`` file.
+        student: a folder or hub id; a configuration without weights is a student that starts at random.
+        data: the models' inputs by name ``(N, ...)``, and ``labels`` where there are any; None looks at the
+            configurations alone.
+        wishes: a probe, and how.
+        data_name: of the file, for a command that is shown.
+        on_batch: progress of the measurement.
+        on_warm_up: progress of the short training before beta is found.
+        on_step: progress of the probe.
+
+    Raises:
+        ShdError: ``read-failed``, ``argument-value``; what the measurements raise.
+    """
+    wishes = wishes or Wishes()
+    count = None if data is None else len(next(iter(data.values())))
+    check_probe(wishes.probe, wishes.seeds, wishes.learning_rate, count)
+    taught, learner = read_teacher(teacher), read_student(student)
+    if wishes.probe and taught.model is None:
+        raise ShdError(
+            "argument-value", f"teacher must be a Hugging Face model for a probe, which runs it; got {teacher!r}"
+        )
+    own = parts_of(learner.make(0))
+    parts = None if taught.model is None else parts_of(taught.model)
+    found = Diagnosis(
+        teacher,
+        student,
+        parts,
+        own,
+        _differences(taught, learner, parts, own),
+        find_inheritance(taught, learner, data_name),
+        learner.has_weights,
+        learner.is_squeezed,
+    )
+    if data is not None and not any(one.effect == "blocks" for one in found.differences):
+        _measure(found, taught, learner, data, wishes, on_batch, on_warm_up, on_step)
+    found.conclude()
+    return found
+
+
+def _differences(teacher: Teacher, student: Student, parts: Parts | None, own: Parts) -> tuple[Difference, ...]:
+    """Of tokenizers first: other tokens make all else vain."""
+    by_parts = [] if parts is None else compare_parts(parts, own)
+    tokens = compare_tokenizers(teacher.folder, student.folder) if own.patches is None else []
+    found = [*tokens, *by_parts]
+    return tuple(sorted(found, key=lambda one: ("blocks", "hurts", "note").index(one.effect)))
+
+
+def _measure(
+    found: Diagnosis,
+    teacher: Teacher,
+    student: Student,
+    data: Arrays,
+    wishes: Wishes,
+    on_batch: Progress | None,
+    on_warm_up: Progress | None,
+    on_step: Progress | None,
+) -> None:
+    own = found.student_parts
+    sizes: dict[str, Any] = {"heads": own.heads, "layers": own.layers, "parameters": own.parameters}
+    arrays = {name: part for name, part in data.items() if name != "labels"}
+    if "input_ids" in arrays and "attention_mask" not in arrays:
+        arrays["attention_mask"] = (arrays["input_ids"] >= 0).astype("int64")
+    if teacher.graph is not None:
+        found.study = study_graph(teacher.graph, arrays, **sizes, progress=on_batch)
+        return
+    model = teacher.model
+    found.study = study_model(model, arrays, **sizes, next_token=is_causal_model(model), progress=on_batch)
+    batch: dict[str, Tensor] = {name: torch.as_tensor(part) for name, part in arrays.items()}
+    batch = {name: part.float() if part.is_floating_point() else part.long() for name, part in batch.items()}
+    if "labels" in data:
+        batch["labels"] = torch.as_tensor(data["labels"]).long()
+    live, start = live_teacher(found, model, student), student.make(0)
+    few = {name: part[:2] for name, part in batch.items()}
+    found.failure = _try_together(live, start, few)
+    if found.failure is not None:
+        return
+    found.objective = choose_objective(start, model, few)
+    found.beta = find_beta(
+        found.objective,
+        start,
+        live,
+        batch,
+        batch_size=wishes.batch_size,
+        learning_rate=wishes.learning_rate,
+        progress=on_warm_up,
+    )
+    if wishes.probe:
+        beta = found.beta.middle if wishes.beta is None else wishes.beta
+        options = ProbeOptions(wishes.probe, wishes.seeds, wishes.batch_size, wishes.learning_rate, beta)
+        found.probe = run_probe(student.make, live, found.objective, batch, options, on_step)
+
+
+def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeacher:
+    """The teacher, squeezed as the student was, or as the fidelity test recommends."""
+    if student.is_squeezed:
+        return OnlineTeacher.for_student(model, student.folder)
+    own, best = found.student_parts, found.squeezed
+    sites = len(found.study.sinks) if found.study is not None else own.layers
+    pairs = layer_map(sites, min(own.layers, sites))
+    plan: Any = None
+    options: Mapping[str, Any] = {}
+    if best is not None:
+        plan = {layer: best.plans[layer] for _, layer in pairs} if best.setting.matched_by else best.setting.plan
+        options = {"strategy": best.setting.strategy, "alpha_per": best.setting.alpha_per}
+    return OnlineTeacher(model, own.heads, pairs, plan=plan, **options)
+
+
+def _try_together(teacher: OnlineTeacher, student: Any, batch: Mapping[str, Tensor]) -> str | None:
+    """Both on a batch; why not, if they cannot."""
+    from shd_torch.teacher.online import layer_kls
+
+    one = inputs_of(batch)
+    taught = teacher(**one)
+    try:
+        with torch.no_grad(), capture_attention(student, layers=taught.layers) as captured:
+            student(**one)
+        mask = one["attention_mask"].bool() if "attention_mask" in one else None
+        layer_kls(captured, taught, loss_mask=mask)
+    except ShdError as error:
+        return str(error)
+    return None

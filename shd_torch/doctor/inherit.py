@@ -1,0 +1,76 @@
+"""Whether the student could start as its squeezed teacher, in the place of random weights."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shd_ref.errors import ShdError
+from shd_torch.doctor.models import Student, Teacher
+from shd_torch.shrink.families import check_config
+from shd_torch.shrink.sizes import choose_layers, choose_sizes, sizes_of
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What ``shrink`` can do for a pair.
+
+    Attributes:
+        is_possible: whether it can make this very student.
+        command: that does; None where it cannot.
+        reason: in a sentence.
+    """
+
+    is_possible: bool
+    command: str | None
+    reason: str
+
+
+def find_inheritance(teacher: Teacher, student: Student, data: str | None) -> Inheritance:
+    """Whether ``shd-torch shrink`` makes a student of these sizes from this teacher.
+
+    Args:
+        teacher: a graph has no weights that could be taken over.
+        student: that is wanted.
+        data: for the command.
+    """
+    if student.is_squeezed:
+        return Inheritance(True, None, "it has already: shrink made it")
+    if teacher.model is None:
+        return Inheritance(False, None, "a graph has none to take over: give the teacher's folder")
+    config, wanted = teacher.model.config, student.config
+    if wanted.model_type != config.model_type:
+        return Inheritance(
+            False, None, f"no: the teacher is a {config.model_type}, the student a {wanted.model_type}"
+        )
+    try:
+        family = check_config(config)
+        own, sizes = sizes_of(config), sizes_of(wanted)
+        choose_layers(own.layers, sizes.layers)
+        fixed = {} if family.free_head_dim else {"head_dim": None}
+        chosen = choose_sizes(own, family, **(asdict(sizes) | fixed))
+    except (ShdError, AttributeError, TypeError) as error:
+        return Inheritance(False, None, f"no: {error}")
+    if chosen != sizes:
+        return Inheritance(False, None, "no: shrink makes other sizes of this teacher")
+    words = [
+        "shd-torch",
+        "shrink",
+        teacher.name,
+        *_options(own, sizes),
+        "--data",
+        data or "DATA",
+        "--out",
+        "squeezed",
+    ]
+    return Inheritance(True, shlex.join(words), "yes: start as the squeezed teacher, and compare with this start")
+
+
+def _options(teacher: Any, student: Any) -> list[str]:
+    before, after = asdict(teacher), asdict(student)
+    words: list[str] = []
+    for name in ("heads", "layers", "hidden", "neurons"):
+        if after[name] != before[name]:
+            words += [f"--{name}", str(after[name])]
+    return words

@@ -1,0 +1,168 @@
+"""A short paired run: the same student, batches and dropout, once with SHD and once without, for several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.study.intervals import half_width
+from shd_torch.doctor.lockstep import train_students
+from shd_torch.doctor.objective import Batch, Objective, cut_batches, inputs_of, student_terms
+from shd_torch.teacher import OnlineTeacher
+
+HELD_OUT: Final = 0.2
+"""Part of the data that students are judged on and never trained on."""
+MOST_HELD_OUT: Final = 256
+LEAST_SAMPLES: Final = 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How to train.
+
+    Attributes:
+        steps: of each student.
+        seeds: pairs of students.
+        batch_size: samples of a step.
+        learning_rate: of AdamW, after a warm-up of a tenth of the steps.
+        beta: weight of SHD.
+    """
+
+    steps: int
+    seeds: int
+    batch_size: int
+    learning_rate: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came out.
+
+    Attributes:
+        options: of the run.
+        measure: what is compared on held-out samples; the lower the better.
+        held_out: how many they are.
+        without, with_shd: the measure by seed, at the end.
+    """
+
+    options: ProbeOptions
+    measure: str
+    held_out: int
+    without: tuple[float, ...]
+    with_shd: tuple[float, ...]
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """By seed, how much lower the measure is with SHD."""
+        return tuple(one - other for one, other in zip(self.without, self.with_shd, strict=True))
+
+    @property
+    def gain(self) -> float:
+        """Their mean."""
+        return float(np.mean(self.gains))
+
+    @property
+    def margin(self) -> float | None:
+        """Half of the 95% interval of the gain, by Student's t over seeds."""
+        return half_width(np.array(self.gains))
+
+    @property
+    def is_distinguishable(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.margin is not None and abs(self.gain) > self.margin
+
+
+def check_probe(steps: int, seeds: int, learning_rate: float, num_samples: int | None) -> None:
+    """Refuse a run that could say nothing, before anything is measured.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    if not steps:
+        return
+    if seeds < 2:
+        raise ShdError("argument-value", f"seeds must be at least 2, as one has no interval; got {seeds}")
+    if not 0 < learning_rate < float("inf"):
+        raise ShdError("argument-value", f"learning_rate must be above 0; got {learning_rate}")
+    if num_samples is None:
+        raise ShdError("argument-value", "data must be given for a probe, which trains on it; got none")
+    if num_samples < LEAST_SAMPLES:
+        raise ShdError(
+            "argument-value",
+            f"data must hold at least {LEAST_SAMPLES} samples for a probe, a fifth held out; got {num_samples}",
+        )
+
+
+def run_probe(
+    make: Callable[[int], Any],
+    teacher: OnlineTeacher,
+    objective: Objective,
+    data: Batch,
+    options: ProbeOptions,
+    progress: Progress | None = None,
+) -> Probe:
+    """Train pairs of students in lockstep, so that the teacher runs once for both.
+
+    Args:
+        make: a student, from its folder's weights or by the seed.
+        teacher: live.
+        objective: beside SHD.
+        data: arrays by name ``(N, ...)``.
+        options: of the run.
+        progress: called with steps done and in all.
+
+    Raises:
+        ShdError: ``not-finite`` for a run that diverges; as ``layer_kls``.
+    """
+    count = len(next(iter(data.values())))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    judged = order[: min(max(int(HELD_OUT * count), 1), MOST_HELD_OUT)]
+    found: list[tuple[float, ...]] = []
+    for seed in range(options.seeds):
+        students = [make(seed), make(seed)]
+
+        def done(step: int, seed: int = seed) -> None:
+            if progress is not None:
+                progress(seed * options.steps + step, options.seeds * options.steps)
+
+        train_students(
+            students,
+            (None, options.beta),
+            teacher,
+            objective,
+            data,
+            order[len(judged) :],
+            steps=options.steps,
+            batch_size=options.batch_size,
+            learning_rate=options.learning_rate,
+            seed=seed,
+            done=done,
+        )
+        found.append(_judge(students, teacher, objective, data, judged, options.batch_size))
+    without, with_shd = zip(*found, strict=True)
+    return Probe(options, objective.measure, len(judged), without, with_shd)
+
+
+@torch.no_grad()
+def _judge(
+    students: Sequence[Any], teacher: OnlineTeacher, objective: Objective, data: Batch, rows: Tensor, size: int
+) -> tuple[float, ...]:
+    """The measure of each student on held-out samples, a mean over them."""
+    sums = np.zeros(len(students))
+    for batch in cut_batches(data, rows, size):
+        taught = teacher(**inputs_of(batch))
+        for number, student in enumerate(students):
+            terms = student_terms(objective, student.eval(), taught, batch, None)
+            sums[number] += float(terms[objective.measure].value) * len(next(iter(batch.values())))
+    if not np.isfinite(sums).all():
+        raise ShdError("not-finite", "a probed student must stay finite; got NaN or infinity: lower learning_rate")
+    return tuple((sums / len(rows)).tolist())

@@ -1,0 +1,86 @@
+"""One answer: will attention supervision work for this pair?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shd_ref.teacher.study.ranking import Fidelity
+from shd_torch.doctor.differences import BLOCKS, HURTS, Difference
+from shd_torch.doctor.probe import Probe
+
+YES: Final = "yes"
+UNLIKELY: Final = "probably not"
+NO: Final = "no"
+
+MOST_LOST: Final = 0.5
+"""A convention: beyond this relative error of the attention output merged heads say little of the teacher's."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to tell the user first.
+
+    Attributes:
+        answer: ``yes``, ``probably not`` or ``no``.
+        because: in a sentence.
+        rests_on: ``probe``, ``measurement`` or ``configuration``: the most that was looked at.
+    """
+
+    answer: str
+    because: str
+    rests_on: str
+
+
+def judge(
+    differences: Sequence[Difference],
+    squeezed: Fidelity | None,
+    probe: Probe | None,
+    *,
+    is_squeezed_start: bool,
+    failure: str | None = None,
+) -> Verdict:
+    """What was measured decides before what is known of other pairs; what makes it impossible decides before all.
+
+    Args:
+        differences: of the models.
+        squeezed: the teacher with the student's number of heads.
+        probe: the paired run, where there was one.
+        is_squeezed_start: whether ``shrink`` made the student.
+        failure: why the pair could not be run together, if it could not.
+    """
+    blocking = [one for one in differences if one.effect == BLOCKS]
+    hurting = [one for one in differences if one.effect == HURTS]
+    rests_on = "configuration" if squeezed is None else "measurement"
+    if blocking:
+        return Verdict(NO, f"{_say(blocking)}: {blocking[0].remedy}", "configuration")
+    if failure is not None:
+        return Verdict(NO, f"the pair cannot be run together: {failure}", rests_on)
+    if probe is not None:
+        return Verdict(*_of_probe(probe), "probe")
+    if hurting:
+        return Verdict(UNLIKELY, f"{_say(hurting)}: {hurting[0].remedy}", rests_on)
+    if squeezed is not None and squeezed.attention_error > MOST_LOST:
+        lost = f"merged to {squeezed.setting.num_student_heads} heads, the teacher's attention output is off by "
+        return Verdict(UNLIKELY, f"{lost}{squeezed.attention_error:.0%}: give the student more heads", rests_on)
+    if is_squeezed_start:
+        return Verdict(UNLIKELY, "a squeezed start has most of what SHD teaches: see --probe", rests_on)
+    if squeezed is None:
+        return Verdict(YES, "nothing in the configurations speaks against it; --data measures more", rests_on)
+    return Verdict(YES, "nothing speaks against it, and merged heads keep what the teacher sees", rests_on)
+
+
+def _of_probe(probe: Probe) -> tuple[str, str]:
+    steps = f"{probe.options.steps} steps and {probe.options.seeds} seeds"
+    if not probe.is_distinguishable:
+        return UNLIKELY, f"what it gains in {steps} is indistinguishable from nothing"
+    if probe.gain > 0:
+        return YES, f"it lowers the held-out {probe.measure} by more than the interval over {steps}"
+    return NO, f"it raises the held-out {probe.measure} by more than the interval over {steps}"
+
+
+def _say(differences: Sequence[Difference]) -> str:
+    first = differences[0]
+    more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+    return f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"

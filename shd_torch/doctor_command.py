@@ -1,0 +1,218 @@
+"""``shd-torch doctor``: one answer, and what it rests on; PyTorch is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.filesize import decimal
+
+from shd_ref.commands.terminal import console, marked, narrow_table, show_progress
+from shd_ref.errors import ShdError
+from shd_ref.teacher.run.options import Shown
+
+if TYPE_CHECKING:
+    from shd_torch.doctor import Diagnosis, Probe
+
+_STYLES: Final = {"yes": "bold green", "probably not": "bold yellow", "no": "bold red"}
+
+
+def doctor(
+    teacher: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id with safetensors, or an .onnx.")],
+    student: Annotated[str, typer.Argument(help="A folder or hub id; a config.json alone starts at random.")],
+    data: Annotated[
+        Path | None,
+        Shown(
+            "Your samples: .npz of the models' inputs by name, and labels if there are any; or .npy of token ids or "
+            "pixels. Without it the configurations alone are compared."
+        ),
+    ] = None,
+    samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 512,
+    probe: Annotated[int, Shown("Steps of a paired training with and without SHD; 0 trains nothing.", least=0)] = 0,
+    seeds: Annotated[int, Shown("Pairs of students of the probe.", least=1)] = 3,
+    batch_size: Annotated[int, Shown("Samples of a training step.", least=1)] = 16,
+    learning_rate: Annotated[float, Shown("Of the probe's AdamW, above 0.")] = 1e-3,
+    beta: Annotated[float | None, Shown("Weight of SHD in the probe. Default: the middle of what is found.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Will attention supervision work for this teacher and student? One answer first, then what it rests on.
+
+    shd-torch doctor teacher student --data tokens.npy --probe 200
+
+    Compares the models' parts and tokenizers, measures the teacher with as many heads as the student has, and finds a
+    recipe with a range for beta on your own batches. --probe trains pairs of students, with and without SHD, on the
+    same batches, and says what the gain is with its 95% interval.
+    """
+    from importlib.util import find_spec
+
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
+            raise ShdError("dependency-missing", message)
+    from transformers.utils import logging
+
+    from shd_torch.doctor import Wishes, diagnose
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()
+    arrays = None if data is None else read_data(data, samples)
+    wishes = Wishes(probe, seeds, batch_size, learning_rate, beta)
+    with show_progress("batches", "steps to beta", "steps") as (on_batch, on_warm_up, on_step):
+        found = diagnose(
+            teacher,
+            student,
+            arrays,
+            wishes,
+            data_name=None if data is None else str(data),
+            on_batch=on_batch,
+            on_warm_up=on_warm_up,
+            on_step=on_step,
+        )
+    if as_json:
+        print(json.dumps(found.document(), default=str))
+    else:
+        print_diagnosis(found)
+
+
+def read_data(path: Path, samples: int) -> dict[str, NDArray[Any]]:
+    """The first samples of the models' inputs, and ``labels`` ``(N,)`` or ``(N, L)`` of an .npz.
+
+    Raises:
+        ShdError: as ``read_inputs``; ``argument-shape`` for labels that are no integers.
+    """
+    from shd_ref.teacher.sources.npz import open_npz
+    from shd_torch.shrink_command import read_inputs
+
+    arrays = read_inputs(path, samples, without=("labels",))
+    if path.suffix == ".npz" and "labels" in (source := open_npz(path)).columns:
+        count = len(next(iter(arrays.values())))
+        labels = np.stack([row["labels"] for _, row in zip(range(count), source.rows(["labels"]), strict=False)])
+        if labels.dtype.kind not in "iu" or labels.ndim > 2:
+            raise ShdError(
+                "argument-shape",
+                f"data must hold labels as integers (N,) or (N, L); got {labels.dtype} {labels.shape}",
+            )
+        arrays["labels"] = labels.astype(np.int64)
+    return arrays
+
+
+def print_diagnosis(found: Diagnosis) -> None:
+    """The verdict, then a table of what it rests on, then what to do."""
+    verdict = found.verdict
+    console.print(marked(verdict.answer, _STYLES[verdict.answer], f", because {verdict.because}"), highlight=False)
+    console.print()
+    table = narrow_table()
+    for name in ("", "teacher", "student", ""):
+        table.add_column(name, overflow="fold")
+    for row in _rows(found):
+        table.add_row(*row)
+    console.print(table)
+    facts = narrow_table()
+    facts.add_column("measured")
+    facts.add_column("", overflow="fold")
+    for name, text in _facts(found):
+        facts.add_row(name, text)
+    console.print()
+    console.print(facts)
+    if found.inheritance.command is not None:
+        console.print("\na start that needs no training:")
+        console.say(f"  {found.inheritance.command}")
+
+
+def _rows(found: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
+    """Sizes of both, then differences, with what to do about each."""
+    teacher, student = found.teacher_parts, found.student_parts
+    different = {one.part for one in found.differences}
+    for name in ("name", "layers", "heads", "hidden", "parameters"):
+        if name not in different:
+            own = getattr(student, name)
+            other = "?" if teacher is None else getattr(teacher, name)
+            yield ("class" if name == "name" else name, _number(other), _number(own), "")
+    for one in found.differences:
+        yield one.part, one.teacher, one.student, f"{one.effect}: {one.remedy}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
+    study, squeezed = found.study, found.squeezed
+    start = "squeezed" if found.is_squeezed else "weights of its folder" if found.has_weights else "random weights"
+    yield "start", start
+    if study is None:
+        yield "fidelity", "not measured: give --data" if found.verdict.answer != "no" else "not measured"
+    if study is not None and squeezed is not None:
+        unit = study.fidelity.measure
+        own = "" if study.fidelity.loss is None else f", the teacher's own {study.fidelity.loss:.4f}"
+        yield (
+            "fidelity",
+            f"{unit} {_margin(squeezed.cost, squeezed.margin)} with {squeezed.setting.num_student_heads} heads{own}; "
+            f"attention output off by {squeezed.attention_error:.1%}",
+        )
+        yield "best plan", squeezed.setting.title
+        most = max(range(len(study.sinks)), key=study.sinks.__getitem__)
+        yield (
+            "first token",
+            f"{np.mean(study.sinks):.1%} of attention, {study.sinks[most]:.1%} in layer {most}; evenly it would be "
+            f"{study.even:.1%}",
+        )
+        yield from _ways(study.forecast)
+    if found.failure is not None:
+        yield "together", f"not possible: {found.failure}"
+    if found.objective is not None and found.beta is not None:
+        yield "recipe", f"{found.objective.recipe} with SHD ({found.objective.reason})"
+        yield (
+            "beta",
+            f"{found.beta.low:.2g} to {found.beta.high:.2g}, for a gradient a tenth to half as long as all else's "
+            f"after {found.beta.steps} steps",
+        )
+    yield "inherit weights", found.inheritance.reason
+    if found.probe is not None:
+        yield "probe", _say_probe(found.probe)
+
+
+def _ways(forecast: Any) -> Iterator[tuple[str, str]]:
+    """Bytes and memory of each way to be taught."""
+    if forecast is None:
+        return
+    for form in ("maps", "factored"):
+        ways = [way for way in forecast.ways if way.form == form]
+        if ways:
+            best = forecast.taken if forecast.taken in ways else min(ways, key=lambda way: way.error.tv_mean)
+            yield (
+                f"cache, {form}",
+                f"{best.codec}: {best.bytes_per_token:.0f} bytes a token, {decimal(round(best.total_bytes))} for "
+                f"{forecast.num_samples} samples; moves {best.error.tv_mean:.2%} of a row",
+            )
+    memory = forecast.memory
+    yield (
+        "memory of a step",
+        f"student {decimal(memory.student + memory.optimizer)}, SHD {decimal(memory.term)}, and records "
+        f"{decimal(memory.records)} or a live teacher {decimal(memory.teacher)} (batch {memory.batch_size})",
+    )
+
+
+def _say_probe(probe: Probe) -> str:
+    means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
+    gain = f"gain {_margin(probe.gain, probe.margin)}"
+    told = "" if probe.is_distinguishable else ": indistinguishable from 0"
+    return (
+        f"{gain}{told} ({probe.measure} on {probe.held_out} held-out samples: {means}; {probe.options.seeds} pairs "
+        f"of {probe.options.steps} steps, beta {probe.options.beta:.2g}; 95% over seeds)"
+    )
+
+
+def _margin(value: float, margin: float | None) -> str:
+    """A number and half of its interval, with two digits of the latter."""
+    if not margin or not math.isfinite(margin):
+        return f"{value:.4g}"
+    digits = min(max(1 - math.floor(math.log10(margin)), 0), 6)
+    return f"{value:.{digits}f} ± {margin:.{digits}f}"

@@ -1,0 +1,265 @@
+"""shd-torch doctor: what models are made of, what differs, and what a user is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the pairs are Hugging Face models")
+pytest.importorskip("typer", reason="the command needs the extra 'torch'")
+
+from support.shrink.models import make_data, make_teacher
+from typer.testing import CliRunner
+
+import shd_torch.doctor.beta
+import shd_torch.doctor_command
+from shd_ref.errors import ShdError
+from shd_torch.commands import app
+from shd_torch.doctor import Probe, diagnose
+from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
+from shd_torch.doctor.parts import Parts, parts_of
+from shd_torch.doctor.probe import ProbeOptions
+from shd_torch.doctor.verdict import judge
+
+
+def parts(name: str, **changes: Any) -> Parts:
+    return parts_of(make_teacher(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"positions": "rotary", "is_causal": True, "vocabulary": 31, "kv_heads": 2, "patches": None}),
+        ("mistral", {"window": 5, "is_causal": True}),
+        ("qwen3", {"qk_norm": True, "window": None}),
+        ("gpt2", {"positions": "learned", "is_causal": True, "heads": 4, "layers": 3, "hidden": 24}),
+        ("bert", {"positions": "learned", "is_causal": False, "layer_scale": False}),
+        ("vit", {"class_token": True, "specials": 1, "patches": (3, 3, 2), "vocabulary": None, "labels": 5}),
+        ("deit", {"distillation_token": True, "specials": 2}),
+        ("dinov2", {"layer_scale": True, "registers": 0, "qk_norm": False, "is_causal": False}),
+    ],
+)
+def test_what_a_model_is_made_of(name: str, expected: dict[str, Any]) -> None:
+    found = parts(name)
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+def test_registers_sinks_and_slopes() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with_registers = transformers.Dinov2WithRegistersModel(
+        transformers.Dinov2WithRegistersConfig(**sizes, image_size=8, patch_size=4, num_register_tokens=3)
+    )
+    assert (parts_of(with_registers).registers, parts_of(with_registers).specials) == (3, 4)
+    bloom = transformers.BloomModel(transformers.BloomConfig(vocab_size=9, hidden_size=16, n_layer=1, n_head=2))
+    assert parts_of(bloom).positions == "alibi"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "part", "effect"),
+    [
+        ("dinov2", "vit", "LayerScale", "hurts"),
+        ("vit", "dinov2", "LayerScale", "note"),
+        ("qwen3", "llama", "QK-norm", "hurts"),
+        ("bert", "llama", "direction", "blocks"),
+        ("llama", "bert", "direction", "hurts"),
+        ("llama", "mistral", "window", "hurts"),
+        ("llama", "gpt2", "positions", "hurts"),
+        ("vit", "deit", "tokens beside patches", "hurts"),
+        ("vit", "bert", "input", "blocks"),
+    ],
+)
+def test_what_differs(teacher: str, student: str, part: str, effect: str) -> None:
+    found = compare_parts(parts(teacher), parts(student))
+    assert {one.part: one.effect for one in found}[part] == effect
+    assert [one.effect for one in found] == sorted(
+        (one.effect for one in found), key=("blocks", "hurts", "note").index
+    )
+
+
+def test_sizes_that_differ() -> None:
+    assert compare_parts(parts("llama"), parts("llama", heads=2, layers=2)) == []
+    more = compare_parts(parts("llama", heads=2), parts("llama", layers=4, vocab_size=40))
+    assert [(one.part, one.effect) for one in more] == [
+        ("heads", "blocks"),
+        ("layers", "note"),
+        ("vocabulary", "note"),
+    ]
+    (grid,) = compare_parts(parts("vit"), parts("vit", patch_size=6))
+    assert (grid.part, grid.teacher, grid.student, grid.effect) == ("patches", "3 x 3", "2 x 2", "blocks")
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    folders = []
+    for number, (vocabulary, added) in enumerate(((2, 0), (2, 1), (3, 0))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        model = {"type": "WordLevel", "vocab": {str(token): token for token in range(vocabulary)}}
+        text = json.dumps({"model": model, "added_tokens": [added], "truncation": number})
+        (folder / "tokenizer.json").write_text(text)
+        folders.append(folder)
+    assert compare_tokenizers(folders[0], folders[0]) == []
+    assert compare_tokenizers(folders[0], tmp_path) == []
+    assert [one.effect for one in compare_tokenizers(folders[0], folders[1])] == ["note"]
+    (other,) = compare_tokenizers(folders[0], folders[2])
+    assert (other.effect, other.student) == ("blocks", "another model")
+    (folders[0] / "tokenizer.json").write_text("{")
+    with pytest.raises(ShdError, match="must be a tokenizer's JSON"):
+        compare_tokenizers(folders[0], folders[1])
+
+
+def probe_of(*gains: float) -> Probe:
+    options = ProbeOptions(10, len(gains), 4, 1e-3, 0.1)
+    return Probe(options, "cross_entropy", 9, tuple(1 + gain for gain in gains), tuple(1.0 for _ in gains))
+
+
+def test_intervals_of_a_probe() -> None:
+    told = probe_of(0.1, 0.2, 0.3)
+    assert told.gain == pytest.approx(0.2)
+    assert told.margin == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-5)  # Student's t, two degrees of freedom
+    assert not told.is_distinguishable
+    assert probe_of(0.19, 0.2, 0.21).is_distinguishable
+    assert not probe_of(0.0, 0.0).is_distinguishable
+
+
+@pytest.mark.parametrize(
+    ("effects", "probe", "squeezed", "failure", "expected"),
+    [
+        ([], None, False, None, ("yes", "configuration")),
+        (["note"], None, False, None, ("yes", "configuration")),
+        (["hurts"], None, False, None, ("probably not", "configuration")),
+        (["blocks", "hurts"], probe_of(0.2, 0.2), False, None, ("no", "configuration")),
+        (["hurts"], probe_of(0.19, 0.2, 0.21), True, None, ("yes", "probe")),
+        ([], probe_of(-0.19, -0.2, -0.21), False, None, ("no", "probe")),
+        ([], probe_of(0.3, -0.2, 0.1), False, None, ("probably not", "probe")),
+        ([], None, True, None, ("probably not", "configuration")),
+        ([], None, False, "it has other lengths", ("no", "configuration")),
+    ],
+)
+def test_one_answer(
+    effects: list[str], probe: Probe | None, squeezed: bool, failure: str | None, expected: tuple[str, str]
+) -> None:
+    differences = [Difference("LayerScale", "yes", "no", effect, "do something") for effect in effects]
+    found = judge(differences, None, probe, is_squeezed_start=squeezed, failure=failure)
+    assert (found.answer, found.rests_on) == expected
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher with weights, a student's configuration, texts, and pictures for a pair with LayerScale."""
+    folder = tmp_path_factory.mktemp("pair")
+    make_teacher("llama", layers=2).float().save_pretrained(folder / "teacher")
+    make_teacher("llama", heads=2, layers=1).config.save_pretrained(folder / "student")
+    config = json.loads((folder / "student" / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (folder / "student" / "config.json").write_text(json.dumps(config))
+    np.save(folder / "tokens.npy", make_data("llama", samples=40)["input_ids"].numpy())
+    make_teacher("dinov2", layers=2).float().save_pretrained(folder / "dino")
+    make_teacher("vit", heads=2, layers=1).float().save_pretrained(folder / "vit")
+    return folder
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("onnxruntime", "onnxscript", "networkx"):
+        pytest.importorskip(package, reason="the teacher's graph is measured")
+    monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
+
+
+def test_a_pair_is_probed(pair: Path, short: None) -> None:
+    """Students of a pair differ by SHD alone: at beta 0 not at all."""
+    words = (pair / "teacher", pair / "student", "--data", pair / "tokens.npy", "--probe", 4, "--seeds", 2)
+    result = run(*words, "--beta", 0, "--batch-size", 8, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["probe"]["gains"] == [0.0, 0.0]
+    assert found["probe"]["indistinguishable"]
+    assert len(set(found["probe"]["without"])) == 2  # a seed is another student
+    assert found["verdict"]["answer"] == "probably not"
+    assert found["recipe"]["recipe"] == "language_kd"
+    assert 0 < found["beta"]["low"] < found["beta"]["middle"] < found["beta"]["high"]
+    assert found["fidelity"]["num_student_heads"] == 2
+    assert len(found["sinks"]["by_layer"]) == 2
+    assert found["inheritance"]["is_possible"]
+    ways = {(way["form"], way["codec"]) for way in found["forecast"]["ways"]}
+    assert {form for form, _ in ways} == {"maps", "factored"}
+
+
+def test_what_a_user_sees(pair: Path, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shd_torch.doctor_command.console, "width", 80)
+    pictures = make_data("dinov2", samples=24)["pixel_values"].float().numpy()
+    np.savez(pair / "pictures.npz", pixel_values=pictures, labels=np.arange(24) % 5)
+    result = run(pair / "dino", pair / "vit", "--data", pair / "pictures.npz", "--batch-size", 8)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("probably not, because they differ in LayerScale (teacher yes")
+    assert max(map(len, lines)) <= 80
+    for word in ("fidelity", "best plan", "first token", "cache, maps", "memory of a step", "image_kd with SHD"):
+        assert word in result.stdout
+    assert "no: the teacher is a dinov2, the student a vit" in " ".join(result.stdout.split())
+
+
+def test_configurations_alone(pair: Path) -> None:
+    found = diagnose(str(pair / "teacher"), str(pair / "student"))
+    assert (found.verdict.answer, found.verdict.rests_on, found.study) == ("yes", "configuration", None)
+    assert found.inheritance.command is not None
+    assert "--heads 2 --layers 1 --data DATA" in found.inheritance.command
+    lost = diagnose(str(pair / "vit"), str(pair / "dino"))
+    assert (lost.verdict.answer, lost.differences[0].part) == ("no", "heads")
+
+
+def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
+    from shd_torch.export import example_inputs, export_teacher, load_hf_model
+
+    model = load_hf_model(pair / "teacher")
+    export_teacher(model, example_inputs(model), tmp_path / "teacher.onnx")
+    result = run(tmp_path / "teacher.onnx", pair / "student", "--data", pair / "tokens.npy", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["verdict"]["rests_on"], found["recipe"]) == ("measurement", None)
+    assert "give the teacher's folder" in found["inheritance"]["reason"]
+    with torch.no_grad():
+        ids = torch.from_numpy(np.load(pair / "tokens.npy")[:8])
+        model.set_attn_implementation("eager")
+        maps = model(input_ids=ids, output_attentions=True).attentions
+    expected = [float(each[:, :, 1:, 0].mean()) for each in maps]
+    assert found["sinks"]["by_layer"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nothing-of-that-name", "student"), "must be a folder that save_pretrained wrote"),
+        (("none.onnx", "student"), "must be an .onnx file, a folder or a hub id"),
+        (("teacher", "student", "--probe", 5), "--data must be given for a probe"),
+        (("teacher", "student", "--data", "tokens.npy", "--probe", 5, "--seeds", 1), "--seeds must be at least 2"),
+        (
+            ("teacher", "student", "--data", "tokens.npy", "--samples", 9, "--probe", 5),
+            "--data must hold at least 20",
+        ),
+        (
+            ("teacher", "student", "--data", "tokens.npy", "--probe", 5, "--learning-rate", 0),
+            "--learning-rate must be above 0",
+        ),
+        (("teacher", "student", "--data", "none.npz"), "none.npz"),
+    ],
+)
+def test_errors_name_the_option(
+    words: tuple[Any, ...], message: str, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pair)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = run(*words)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
