@@ -245,7 +245,7 @@ class CacheReader:
         self.skipped: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         errors: list[Errors] = []
-        where = [np.empty((0, 4), np.int64)]
+        where = [np.empty((0, 5), np.int64)]
         spans = [np.empty((0, len(self.manifest.parts), 3), np.uint64)]
         shapes: list[NDArray[np.int64]] = []
         for receipt in receipts:
@@ -255,7 +255,7 @@ class CacheReader:
             self._seeds |= receipt.sample_seeds()
             self.skipped |= {sample.key: sample.reason for sample in receipt.skipped}
             if records:
-                places = [(receipt.shard, record.index, record.length, record.first) for record in records]
+                places = [(receipt.shard, r.index, r.length, r.first, r.decoder) for r in records]
                 where.append(np.array(places, np.int64))
                 spans.append(np.array([_spans(record) for record in records], np.uint64))
                 shapes.append(np.array([record.shapes for record in records], np.int64))
@@ -286,7 +286,7 @@ class CacheReader:
         """A record; its coded parts, by their numbers, fill the memory that is given for them."""
         parts, spans = self.manifest.parts, self._spans[place.position].tolist()
         shapes = tuple((rows, keys) for rows, keys in self._shapes[place.position].tolist())
-        sizes = self.manifest.part_shapes(Extent(place.length, place.first, shapes))
+        sizes = self.manifest.part_shapes(Extent(place.length, place.first, shapes, place.decoder))
         floats = {
             number: np.empty(spans[number][1] - spans[number][0], np.uint8)
             for number, part in enumerate(parts)
@@ -317,6 +317,7 @@ class CacheReader:
             seed=self._seeds.get(place.index),
             first=place.first,
             shapes=shapes,
+            decoder=place.decoder,
         )
 
     def _read_blobs(
@@ -354,6 +355,7 @@ class _Place:
     index: int
     length: int
     first: int
+    decoder: int
 
 
 def _spans(record: Record) -> list[tuple[int, int, int]]:

@@ -162,6 +162,7 @@ def write_blobs(
                 seed=record.seed,
                 first=record.first,
                 shapes=record.extent.shapes,
+                decoder=record.decoder,
             )
             for record, values, codes in zip(records, float_places, coded_places, strict=True)
         ),

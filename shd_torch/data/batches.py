@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from shd_ref.cache import NO_ATTENTION, Factors, Manifest, StoredRecord, packed_size
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
-from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, row_blobs
+from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, held_positions, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
 
@@ -132,11 +132,8 @@ class CodedSupervision(BatchRows):
 
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
-        positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
-        mask = positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
-        if self.rows is not None and any(self.rows.firsts):
-            mask &= positions >= torch.tensor(self.rows.firsts, device=self.buffer.device)[:, None]
-        return mask
+        firsts = () if self.rows is None else self.rows.firsts
+        return held_positions(self.lengths, firsts, length, self.buffer.device)
 
 
 class ReadBatch(list[tuple[Any, StoredRecord]]):

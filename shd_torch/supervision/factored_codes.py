@@ -16,7 +16,7 @@ from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
 from shd_ref.errors import ShdError
 from shd_ref.plans import plan_groups
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, row_blobs
+from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, held_positions, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
 Groups = tuple[tuple[int, ...], ...]
@@ -127,11 +127,7 @@ class FactoredCodes(BatchRows):
 
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
-        positions = torch.arange(max(self.lengths) if length is None else length, device=self.buffer.device)
-        mask = positions < torch.tensor(self.lengths, device=self.buffer.device)[:, None]
-        if any(self.firsts):
-            mask &= positions >= torch.tensor(self.firsts, device=self.buffer.device)[:, None]
-        return mask
+        return held_positions(self.lengths, self.firsts, length, self.buffer.device)
 
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
         """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""

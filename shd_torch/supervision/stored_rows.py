@@ -27,6 +27,7 @@ class StoredRows:
         start: where the first row begins in the buffer.
         logits: form of the logits, where the buffer has some.
         hidden: form of the hidden states, with the layers that the buffer has; None without any.
+        decoder: positions of each sample's second sequence, where they are the rows of logits; else empty.
     """
 
     lengths: tuple[int, ...]
@@ -34,6 +35,7 @@ class StoredRows:
     start: int
     logits: Logits | None = None
     hidden: Hidden | None = None
+    decoder: tuple[int, ...] = ()
 
     def targets(self, buffer: Tensor, length: int | None) -> Tensor | TopkTargets | SampledTargets | None:
         """What ``kd_loss`` takes, on the buffer's device; see ``CodedSupervision.targets``."""
@@ -42,8 +44,9 @@ class StoredRows:
             return None
         by_sample = form.rows == "sample"
         rows = self._rows(buffer, 0)
+        lengths, firsts = (self.decoder, (0,) * len(self.decoder)) if self.decoder else (self.lengths, self.firsts)
         # A classifier's logits have no axis of positions, which a student's second axis would be taken for.
-        place = _Place(self.lengths, self.firsts, self._check_length(None if by_sample else length), by_sample)
+        place = _Place(lengths, firsts, _check_length(lengths, None if by_sample else length), by_sample)
         if form.codec == "float16":
             return place.spread(_view(rows, torch.float16))
         assert form.temperature is not None  # it is None of float16 alone
@@ -55,7 +58,7 @@ class StoredRows:
         """By teacher's number ``(B, L, width)`` float32; see ``CodedSupervision.hidden_states``."""
         if self.hidden is None:
             return {}
-        place = _Place(self.lengths, self.firsts, self._check_length(length), by_sample=False)
+        place = _Place(self.lengths, self.firsts, _check_length(self.lengths, length), by_sample=False)
         states = {}
         for number, each in enumerate(self.hidden.layers, start=self.logits is not None):
             rows = self._rows(buffer, number)
@@ -74,23 +77,33 @@ class StoredRows:
     def _rows(self, buffer: Tensor, part: int) -> Tensor:
         """A part as rows ``(R, bytes)``, a view of the buffer."""
         counts = [n - first for n, first in zip(self.lengths, self.firsts, strict=True)]
-        kinds = ["positions"] * len(self.row_sizes)
+        of_kind = {"positions": sum(counts), "decoder": sum(self.decoder), "sample": len(counts)}
+        numbers = [of_kind["positions"]] * len(self.row_sizes)
         if self.logits is not None:
-            kinds[0] = self.logits.rows
-        numbers = [len(counts) if kind == "sample" else sum(counts) for kind in kinds]
+            numbers[0] = of_kind[self.logits.rows]
         sizes = [rows * size for rows, size in zip(numbers, self.row_sizes, strict=True)]
         starts = list(accumulate(sizes, initial=self.start))
         return buffer[starts[part] : starts[part + 1]].view(numbers[part], self.row_sizes[part])
 
-    def _check_length(self, length: int | None) -> int:
-        longest = max(self.lengths)
-        if length is not None and length < longest:
-            raise ShdError(
-                "argument-shape",
-                f"length must be at least the longest sample's {longest}; got {length}: teacher and student must see "
-                "the same positions",
-            )
-        return longest if length is None else length
+
+def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:
+    """``(B, L)``, True where a sample has a position: from its first, if there are any, to its length."""
+    positions = torch.arange(max(lengths) if length is None else length, device=device)
+    mask = positions < torch.tensor(lengths, device=device)[:, None]
+    if any(firsts):
+        mask &= positions >= torch.tensor(firsts, device=device)[:, None]
+    return mask
+
+
+def _check_length(lengths: Sequence[int], length: int | None) -> int:
+    longest = max(lengths)
+    if length is not None and length < longest:
+        raise ShdError(
+            "argument-shape",
+            f"length must be at least the longest sample's {longest}; got {length}: teacher and student must see "
+            "the same positions",
+        )
+    return longest if length is None else length
 
 
 def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -> StoredRows | None:
@@ -113,6 +126,7 @@ def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -
         start=start,
         logits=None if records[0].logits is None else manifest.logits,
         hidden=hidden,
+        decoder=tuple(record.decoder for record in records) if manifest.has_decoder_rows else (),
     )
 
 
@@ -133,7 +147,8 @@ class BatchRows:
 
         Args:
             length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
-                them out by ``loss_mask=query_mask(length)``. A classifier's have no such axis.
+                them out by ``loss_mask=query_mask(length)``, a decoder's by ``decoder_mask(length)``. A classifier's
+                have no such axis.
 
         Returns:
             float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
@@ -153,6 +168,12 @@ class BatchRows:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
         return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
+
+    def decoder_mask(self, length: int | None = None) -> Tensor | None:
+        """``(B, L)``, True where the rows of ``targets`` are stored; None unless they are a decoder's positions."""
+        if self.rows is None or not self.rows.decoder:
+            return None
+        return held_positions(self.rows.decoder, (), length, self.buffer.device)
 
 
 @dataclass(frozen=True)

@@ -416,9 +416,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _mask(self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int) -> Tensor | None:
         """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all."""
         mask = counted_rows(rule, inputs, of_decoder=self._has_decoder)
+        name = "decoder_mask" if self._has_decoder else "query_mask"
         for each in taught:
-            if hasattr(each, "query_mask"):
-                held = each.query_mask(length)
+            held = getattr(each, name)(length) if hasattr(each, name) else None
+            if held is not None:
                 mask = held if mask is None else mask & held
         return mask
 

@@ -75,6 +75,8 @@ class Manifest:
         others = () if self.logits is None else self.logits.with_teachers
         own = self.teacher.sha256 not in [each.sha256 for each in others]
         require(own, "logits.with_teachers must be other teachers than the first", self.teacher.sha256, "CACHE-163")
+        fits = bool(self.inputs.decoder) or not self.has_decoder_rows
+        require(fits, "logits.rows must be 'positions' or 'sample' without a second sequence", "decoder", "CACHE-160")
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error, "CACHE-51")
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
         require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards, "CACHE-22")
@@ -90,6 +92,11 @@ class Manifest:
         forms = (self.attention, self.logits, self.hidden)
         return tuple(form for form in forms if form is not None and form is not NO_ATTENTION)
 
+    @property
+    def has_decoder_rows(self) -> bool:
+        """Whether rows of logits are positions of the second sequence."""
+        return self.logits is not None and self.logits.rows == "decoder"
+
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """The tensors of a record, of all forms."""
@@ -103,6 +110,8 @@ class Manifest:
         """What keeps a record from being of this extent."""
         for form in self.forms:
             yield from form.extent_problems(extent)
+        if extent.decoder and not self.has_decoder_rows:
+            yield f"decoder must be left out where no form has its rows; got {extent.decoder}"
         if self.attention is NO_ATTENTION:
             if not 0 <= extent.first < max(extent.length, 1):
                 yield f"first must be 0, or below length {extent.length}; got {extent.first}"

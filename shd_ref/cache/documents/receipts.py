@@ -90,6 +90,7 @@ class Record:
         seed: of the sample's augmentation, or None.
         first: positions of padding in front (CACHE-145).
         shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-128).
+        decoder: positions of the second sequence; 0 unless logits have a row for each (CACHE-160).
     """
 
     index: int
@@ -99,11 +100,12 @@ class Record:
     seed: int | None = optional(None)
     first: int = optional(0)
     shapes: tuple[tuple[int, int], ...] = optional(())
+    decoder: int = optional(0)
 
     @property
     def extent(self) -> Extent:
         """What decides the sizes of its parts."""
-        return Extent(self.length, self.first, self.shapes)
+        return Extent(self.length, self.first, self.shapes, self.decoder)
 
     @property
     def sizes(self) -> tuple[int | None, ...]:

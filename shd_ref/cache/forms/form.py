@@ -83,11 +83,13 @@ class Extent:
         length: n.
         first: positions of padding in front (CACHE-145).
         shapes: rows and keys of each layer's maps, where they are not n and n (CACHE-128).
+        decoder: m, positions of the second sequence, where a form has a row for each; else 0 (CACHE-160).
     """
 
     length: int
     first: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
+    decoder: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -119,6 +121,7 @@ class NewRecord:
         logits: uint8 ``(R, row_bytes)`` as ``Logits.encode`` gives them, where the manifest has logits; else None.
         hidden: teacher layer -> uint8 ``(R, row_bytes)`` as ``Hidden.encode`` gives them, for each layer that the
             manifest names.
+        decoder: m, counted positions of the second sequence, where logits have a row for each; else 0.
     """
 
     index: int
@@ -132,11 +135,13 @@ class NewRecord:
     shapes: Sequence[tuple[int, int]] = ()
     logits: NDArray[np.uint8] | None = None
     hidden: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
+    decoder: int = 0
 
     @property
     def extent(self) -> Extent:
         """What decides the sizes of its tensors."""
-        return Extent(self.length, self.first, tuple((rows, keys) for rows, keys in self.shapes))
+        shapes = tuple((rows, keys) for rows, keys in self.shapes)
+        return Extent(self.length, self.first, shapes, self.decoder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +162,7 @@ class StoredRecord:
         logits: bytes of all rows, one after another, uint8; see ``CacheReader.decode_logits``. None where the cache
             has none, or they were not asked for.
         hidden: teacher layer -> the same of hidden states; see ``CacheReader.decode_hidden``.
+        decoder: m, positions of the second sequence, where logits have a row for each; else 0.
     """
 
     index: int
@@ -170,11 +176,12 @@ class StoredRecord:
     shapes: tuple[tuple[int, int], ...] = ()
     logits: NDArray[np.uint8] | None = None
     hidden: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    decoder: int = 0
 
     @property
     def extent(self) -> Extent:
         """What decides the sizes of its tensors."""
-        return Extent(self.length, self.first, self.shapes)
+        return Extent(self.length, self.first, self.shapes, self.decoder)
 
 
 @dataclass(frozen=True, kw_only=True)

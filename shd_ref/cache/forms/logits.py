@@ -258,7 +258,7 @@ class Logits(Rows):
 
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""
-        per = "a position" if self.rows == "positions" else "a sample"
+        per = {"positions": "a position", "decoder": "a position of the decoder", "sample": "a sample"}[self.rows]
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
         what = {
             "topk": f"the {self.head} likeliest classes and their rest",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.forms.form import Extent, Form, NewRecord, misfit, require
 from shd_ref.errors import ShdError
 
-ROWS: Final = ("positions", "sample")
+ROWS: Final = ("positions", "decoder", "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Rows(Form):
 
     Attributes:
         ROWS: what ``rows`` may be.
-        rows: ``"positions"``: a row for each position from ``first`` to n - 1 of the sample; ``"sample"``: one row.
+        rows: ``"positions"``: a row for each position from ``first`` to n - 1 of the sample; ``"decoder"``: a row for
+            each of its second sequence; ``"sample"``: one row.
     """
 
     ROWS: ClassVar[tuple[str, ...]] = ROWS
@@ -39,15 +40,16 @@ class Rows(Form):
 
     def num_rows(self, extent: Extent) -> int:
         """R: rows of each part of a record."""
-        return extent.length - extent.first if self.rows == "positions" else 1
+        return {"positions": extent.length - extent.first, "decoder": extent.decoder, "sample": 1}[self.rows]
 
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
         """The bytes of each part."""
         return tuple((self.num_rows(extent) * size,) for size in self.row_sizes)
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """None: attention decides about padding in front."""
-        return iter(())
+        """Rows of the second sequence must be at least one; attention decides about padding in front."""
+        if self.rows == "decoder" and extent.decoder < 1:
+            yield f"decoder must be at least 1 where {self.SUBJECT} have its rows; got {extent.decoder}"
 
     def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
         """None: all is coded."""

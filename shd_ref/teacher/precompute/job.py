@@ -20,7 +20,7 @@ from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.destination import check_destination
 from shd_ref.teacher.precompute.forms.targets import make_targets
 from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
-from shd_ref.teacher.precompute.records import make_records, maker_of, measure_errors
+from shd_ref.teacher.precompute.records import extent_of, make_records, maker_of, measure_errors
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.buckets import group_shards, share_shards
 from shd_ref.teacher.run.faults import find_faults
@@ -85,7 +85,7 @@ class PrecomputeJob:
             samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
             maker_of(manifest.attention).check(manifest.attention, samples)
             for sample in samples:  # before a manifest binds the folder to options that do not suit the teacher
-                make_targets(manifest, sample, maker_of(manifest.attention).extent(manifest.attention, sample))
+                make_targets(manifest, sample, extent_of(manifest, sample))
         self._caches = [
             _StudentCache(self._work, number, folder, manifest, comparison)
             for number, ((folder, _), manifest, comparison) in enumerate(
@@ -115,7 +115,8 @@ class PrecomputeJob:
         They do not depend on who writes which shards: so the bytes do not depend on how a job is divided.
         """
         run, plan, lengths = self._work.run, self._caches[0].manifest.shards, self._work.inputs.lengths
-        longest = Extent(max(int(lengths.max()), 1))
+        decoder = int(self._work.inputs.decoder_lengths.max())
+        longest = Extent(max(int(lengths.max()), 1), decoder=decoder)
         held = max(sum(form.held_size(longest) for form in cache.manifest.forms) for cache in self._caches)
         mean_length = max(1.0, float(lengths.mean()))
         per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))

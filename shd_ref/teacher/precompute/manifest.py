@@ -22,8 +22,8 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
-from shd_ref.teacher.precompute.forms.targets import describe_hidden, describe_logits
-from shd_ref.teacher.precompute.records import MAKERS, maker_of
+from shd_ref.teacher.precompute.forms.targets import Forms, describe_hidden, describe_logits
+from shd_ref.teacher.precompute.records import MAKERS, extent_of
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -73,7 +73,10 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_attention(work, each) for each in outputs]
     logits, hidden = describe_logits(work, outputs[0]), describe_hidden(work, outputs[0])
-    extents = [maker_of(form).extent(form, work.sample(each, 0)) for form, each in zip(forms, outputs, strict=True)]
+    extents = [
+        extent_of(Forms(form, logits, hidden), work.sample(each, 0))
+        for form, each in zip(forms, outputs, strict=True)
+    ]
     rows = [each for each in (logits, hidden) if each is not None]
     per_sample = max(
         (0 if form is NO_ATTENTION else sum(form.blob_sizes(extent))) + sum(each.held_size(extent) for each in rows)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, Errors, Factors, Maps, NewRecord
+from shd_ref.cache import NO_ATTENTION, Errors, Extent, Factors, Maps, NewRecord
 from shd_ref.mixing import compose_mixing
 from shd_ref.teacher.precompute.forms.factors import FactorsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
@@ -16,7 +17,7 @@ from shd_ref.teacher.precompute.forms.maps import MapsMaker
 from shd_ref.teacher.precompute.forms.nothing import NothingMaker
 from shd_ref.teacher.precompute.forms.targets import HeldForms, make_targets, measure_targets
 from shd_ref.teacher.run.options import NO_FORM
-from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 MAKERS: Final[dict[str, Maker[Any]]] = {"maps": MapsMaker(), "factored": FactorsMaker(), NO_FORM: NothingMaker()}
@@ -26,6 +27,13 @@ MAKERS: Final[dict[str, Maker[Any]]] = {"maps": MapsMaker(), "factored": Factors
 def maker_of(form: Maps | Factors) -> Maker[Any]:
     """The maker of a form, ``NO_ATTENTION`` included."""
     return MAKERS[NO_FORM if form is NO_ATTENTION else form.form]
+
+
+def extent_of(forms: HeldForms, sample: SampleOutputs) -> Extent:
+    """The extent that the record of a sample states."""
+    has_decoder_rows = forms.logits is not None and forms.logits.rows == "decoder"
+    extent = maker_of(forms.attention).extent(forms.attention, sample)
+    return replace(extent, decoder=sample.extent.decoder if has_decoder_rows else 0)
 
 
 def make_records(
@@ -55,7 +63,7 @@ def make_records(
     maker, records = maker_of(form), []
     for place, number in enumerate(numbers):
         sample = work.sample(outputs, number)
-        extent = maker.extent(form, sample)
+        extent = extent_of(forms, sample)
         logits, hidden = make_targets(forms, sample, extent)
         records.append(
             NewRecord(
@@ -70,6 +78,7 @@ def make_records(
                 shapes=extent.shapes,
                 logits=logits,
                 hidden=hidden,
+                decoder=extent.decoder,
             )
         )
     return records

@@ -75,10 +75,11 @@ class LogitsTeacher:
                 f"these find a sample; it also takes {', '.join(missing)}: export both with the same inputs",
                 "CACHE-36",
             )
-        if inputs.mask is not None and inputs.mask not in self._specs:
+        unread = [name for name in (inputs.mask, inputs.decoder_mask) if name not in {None, *self._specs}]
+        if unread:
             raise ShdError(
                 "inputs-invalid",
-                f"{self.who} must take {inputs.mask}, as the first teacher does, or padding would change its logits; "
+                f"{self.who} must take {unread[0]}, as the first teacher does, or padding would change its logits; "
                 f"it takes {', '.join(sorted(self._specs))}: export it with its mask",
             )
         for name in inputs.names:

@@ -154,7 +154,7 @@ class TeacherRun:
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
-        name = self.inputs.mask
+        name = self.inputs.decoder_mask if self.has_decoder_rows else self.inputs.mask
         row_mask = None if name is None else batch.arrays[name][:count].astype(np.bool_)
         targets = self._average(TargetOutputs.read(session.graphs[0].targets, values, row_mask), batch)
         return tuple(
@@ -185,7 +185,10 @@ class TeacherRun:
         targets = outputs.targets[number]
         length = self._length(batch, number, layers, targets)
         shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
-        extent = Extent(length, int(self.inputs.firsts[index]), shapes)
+        decoder = 0
+        if self.has_decoder_rows and targets.positions is not None:
+            decoder = targets.positions if self.inputs.decoder_mask is None else batch.decoder_lengths[number]
+        extent = Extent(length, int(self.inputs.firsts[index]), shapes, decoder)
         return SampleOutputs(index, self.inputs.key(index), extent, layers, targets)
 
     def _length(self, batch: Batch, number: int, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> int:
@@ -194,7 +197,8 @@ class TeacherRun:
             return batch.lengths[number]
         if layers:
             return layers[0].map_axes[0]
-        return targets.positions or max(batch.lengths[number], 1)  # an image has no positions
+        positions = None if self.has_decoder_rows else targets.positions
+        return positions or max(batch.lengths[number], 1)  # an image has no positions
 
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it.
@@ -287,11 +291,12 @@ class TeacherRun:
             output=options.logits_output,
             hidden=options.hidden,
         )
-        if found and self.site_kinds.kinds:
+        if found.hidden and self.has_decoder_rows:
             raise ShdError(
                 "graph-unsupported",
-                "logits and hidden states can be stored of a graph with one sequence; this one has an encoder and a "
-                "decoder: store its attention alone, and let the teacher run beside the student for the rest",
+                "hidden states can be stored of a graph with one sequence; this one has an encoder and a decoder: "
+                "store its attention and logits, and let the teacher run beside the student for the rest",
+                "CACHE-175",
             )
         return found
 
@@ -302,6 +307,11 @@ class TeacherRun:
         if size is not None:
             for other in self.others:
                 other.check_classes(size, exact=given is None)
+
+    @property
+    def has_decoder_rows(self) -> bool:
+        """Whether rows of logits are positions of a decoder, beside an encoder's."""
+        return bool(self.site_kinds.kinds)
 
     def mask_of_rows(self, site: AttentionSite) -> str | None:
         """Name of the input that says which rows of a site's maps count; None where every row does."""

@@ -14,13 +14,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, CodecError, Errors, Extent, Factors, HiddenError, LogitsError, Maps, NewRecord
+from shd_ref.cache import NO_ATTENTION, CodecError, Errors, Extent, HiddenError, LogitsError, NewRecord
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.forms.targets import Forms, describe_hidden, describe_logits
 from shd_ref.teacher.precompute.manifest import describe_attention
-from shd_ref.teacher.precompute.records import make_records, maker_of, measure_errors
+from shd_ref.teacher.precompute.records import extent_of, make_records, measure_errors
 from shd_ref.teacher.run.faults import find_faults
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
@@ -218,7 +218,7 @@ class _Study:
             parts.append(measure_errors(work, output, made, forms))
             records += made
         errors = Errors.merged(parts)
-        extents = self._extents(work, form, records)
+        extents = self._extents(work, forms, records)
         sizes_of = {each.SUBJECT: record_sizes(each, records[0], extents) for each in held}
         sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)
         self.support = "" if form is NO_ATTENTION else form.support
@@ -249,14 +249,14 @@ class _Study:
             error=_error_of(errors),
         )
 
-    def _extents(self, work: TeacherRun, form: Maps | Factors, records: Sequence[NewRecord]) -> list[Extent]:
+    def _extents(self, work: TeacherRun, forms: Forms, records: Sequence[NewRecord]) -> list[Extent]:
         """Of the records of all samples that were read; where lengths do not decide them, of those that were run."""
         if records[0].shapes or not work.inputs.lengths.any():
             return [record.extent for record in records]
-        maker = maker_of(form)
-        lengths, firsts = work.inputs.lengths.tolist(), work.inputs.firsts.tolist()
-        extents, none = map(Extent, lengths, firsts), TargetOutputs(None, {})
-        return [maker.extent(form, SampleOutputs(0, "", extent, (), none)) for extent in extents]
+        given, none = work.inputs, TargetOutputs(None, {})
+        sizes = zip(given.lengths.tolist(), given.firsts.tolist(), given.decoder_lengths.tolist(), strict=True)
+        extents = [Extent(length, first, decoder=decoder) for length, first, decoder in sizes]
+        return [extent_of(forms, SampleOutputs(0, "", extent, (), none)) for extent in extents]
 
 
 def _error_of(errors: Errors) -> CodecError:

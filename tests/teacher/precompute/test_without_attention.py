@@ -121,10 +121,11 @@ def test_parts_and_an_interrupted_run_give_the_same_bytes(
 ) -> None:
     inputs = make_tokens()
     precompute(teachers["tokens"], inputs, tmp_path / "whole", ALONE, RUN)
-    put = Commits.put
+    put, shards = Commits.put, set[int]()
 
     def dying(self: Commits, shard: int, *given: Any) -> None:
-        if shard == 2:
+        shards.add(shard)
+        if len(shards) == 3:
             raise KeyboardInterrupt
         put(self, shard, *given)
 

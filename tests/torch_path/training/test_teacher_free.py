@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,13 +17,17 @@ pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
+import onnx
 from support.binding.allocations import Live
 from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, weights, write_cache
 from support.makers import ALONE, TOPK, job, key_of, length_of
 from support.makers import write_cache as write_made
+from support.students import precompute
+from support.two_sequences import encoder_decoder
 
 import shd_torch.kd.chunks
 from shd_ref.cache import NO_ATTENTION, CacheReader
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import (
     HiddenTerm,
     KdTerm,
@@ -31,6 +37,7 @@ from shd_torch import (
     SupervisedDataset,
     SupervisedStream,
     hidden_loss,
+    kd_loss,
 )
 
 WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
@@ -308,3 +315,68 @@ def test_no_wide_copy_of_the_logits_is_made(name: str, tmp_path: Path, monkeypat
     assert sum(field.nbytes for field in held) <= mask.numel() * (12 * slots + 4)
     assert training.most < z.nbytes + wide / 4
     assert making.most < 16 * sum(field.nbytes for field in held)
+
+
+def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(tmp_path: Path) -> None:
+    """Rows are the second sequence's, whose lengths are not the first's (CACHE-160)."""
+    import onnxruntime
+    import transformers
+
+    onnx.save(encoder_decoder(), tmp_path / "teacher.onnx")
+    rng, samples = np.random.default_rng(5), []
+    for number in range(6):
+        ids, second = rng.integers(1, 30, 3 + number % 3), rng.integers(1, 30, 8 - number)
+        samples.append(
+            {
+                "input_ids": torch.from_numpy(ids),
+                "attention_mask": torch.ones(len(ids), dtype=torch.int64),
+                "decoder_input_ids": torch.from_numpy(second),
+                "decoder_attention_mask": torch.ones(len(second), dtype=torch.int64),
+                "labels": torch.from_numpy(second).roll(-1),
+            }
+        )
+
+    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.nn.utils.rnn.pad_sequence(
+                [sample[name] for sample in batch], batch_first=True, padding_value=-100 if name == "labels" else 0
+            )
+            for name in batch[0]
+        }
+
+    batch = collate(samples)
+    arrays = {name: value.numpy() for name, value in batch.items() if name != "labels"}
+    options = PrecomputeOptions(form="none", logits="float16")
+    precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, RunOptions(num_threads=1))
+    joined = SupervisedDataset(samples, tmp_path / "cache")
+    _, supervision = joined.collate_with(collate)([joined[index] for index in range(6)])
+    (expected,) = onnxruntime.InferenceSession(tmp_path / "teacher.onnx").run(["logits"], arrays)
+    mask = batch["decoder_attention_mask"].bool()
+    assert torch.equal(supervision.decoder_mask(), mask)
+    torch.testing.assert_close(
+        supervision.targets()[mask].float(), torch.from_numpy(expected)[mask], rtol=2e-3, atol=2e-3
+    )
+    torch.manual_seed(2)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(
+        vocab_size=30, d_model=16, max_position_embeddings=16, dropout=0.0, **sizes, **heads
+    )
+    student = transformers.BartForConditionalGeneration(config).train()
+    with torch.no_grad():
+        own = student(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    wanted = kd_loss(torch.from_numpy(expected), own, temperature=2.0, loss_mask=mask)
+    logs = []
+    for size, steps in ((6, 1), (2, 3)):
+        arguments = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        trainer = make_trainer(
+            tmp_path,
+            train=joined,
+            model=copy.deepcopy(student),
+            kd=KdTerm(temperature=2.0),
+            collate=collate,
+            arguments=arguments | {"train_sampling_strategy": "sequential"},
+        )
+        trainer.train()
+        logs.append(trainer.state.log_history[0]["kd_loss"])
+    assert logs == pytest.approx([float(wanted)] * 2, rel=2e-3)

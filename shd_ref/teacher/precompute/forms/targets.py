@@ -72,7 +72,7 @@ def describe_logits(work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
         return None
     name = str(work.targets.logits)
     if logits.ndim == 3:
-        _check_rows(outputs, "logits", logits)
+        _check_rows(work, outputs, "logits", logits)
     elif logits.ndim != 2:
         raise ShdError(
             "graph-unsupported",
@@ -88,7 +88,7 @@ def describe_logits(work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
         )
     common: dict[str, Any] = {
         "codec": options.logits,
-        "rows": "positions" if logits.ndim == 3 else "sample",
+        "rows": "sample" if logits.ndim == 2 else "decoder" if work.has_decoder_rows else "positions",
         "tensor": name,
         "vocab_size": size,
         "padded_vocab_size": columns if size < columns else None,
@@ -124,17 +124,24 @@ def describe_hidden(work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
                 "ask for other layers",
                 "CACHE-160",
             )
-        _check_rows(outputs, f"hidden state {layer}", states)
+        _check_rows(work, outputs, f"hidden state {layer}", states)
         layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
     return Hidden(codec=work.options.hidden_codec, rows="positions", layers=tuple(layers)) if layers else None
 
 
-def _check_rows(outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
+def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
     """Refuse rows that are not those of the positions."""
     mask = outputs.targets.row_mask
-    if mask is None and not outputs.layers:
-        return  # nothing else says how many positions there are
-    positions = outputs.layers[0].map_axes[0] if mask is None else mask.shape[1]
+    if mask is not None:
+        positions = mask.shape[1]
+    elif work.has_decoder_rows:
+        positions = int(work.inputs.decoder_lengths[list(outputs.batch.indices)].max())
+    elif outputs.layers:
+        positions = outputs.layers[0].map_axes[0]
+    else:
+        positions = 0
+    if not positions:
+        return  # nothing else says how many there are
     if rows.shape[1] != positions:
         raise ShdError(
             "graph-unsupported",
@@ -256,7 +263,7 @@ def _logit_rows(
     assert logits is not None
     if form.rows == "sample":
         return logits[None], index, None
-    rows, counted = _rows(logits, sample, extent)
+    rows, counted = _rows(logits, sample, Extent(extent.decoder) if form.rows == "decoder" else extent)
     return rows, index, counted
 
 

@@ -1,0 +1,191 @@
+"""Logits of an encoder-decoder: a row for each position of the second sequence (CACHE-160)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from support.makers import contents, document
+from support.students import precompute
+from support.two_sequences import encoder_decoder
+from typer.testing import CliRunner
+
+from shd_ref.cache import (
+    CacheReader,
+    CacheWriter,
+    export_webdataset,
+    list_cache,
+    merge_caches,
+    sample_key,
+    verify_cache,
+)
+from shd_ref.commands.app import app
+from shd_ref.errors import ShdError
+from shd_ref.kd.targets import kd_targets_topk
+from shd_ref.teacher.precompute.commits import Commits
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
+
+NUM_SAMPLES = 8
+RUN = RunOptions(batch_size=2, samples_per_shard=2, num_threads=1)
+OPTIONS = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=5, logits_bits=16)
+ALONE = replace(OPTIONS, num_student_heads=0, form="none")
+
+
+def make_inputs(masked: bool = True) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(3)
+    first = (np.arange(6) < rng.integers(3, 7, NUM_SAMPLES)[:, None]).astype(np.int64)
+    second = (np.arange(9) < rng.integers(2, 10, NUM_SAMPLES)[:, None]).astype(np.int64)
+    second[1, 1] = 0  # a position between others that does not count
+    inputs = {
+        "input_ids": rng.integers(0, 30, first.shape),
+        "attention_mask": first,
+        "decoder_input_ids": rng.integers(0, 30, second.shape),
+    }
+    return inputs | ({"decoder_attention_mask": second} if masked else {})
+
+
+def cut(inputs: dict[str, NDArray[Any]], index: int) -> dict[str, NDArray[Any]]:
+    """A sample without padding."""
+    one = {name: array[index] for name, array in inputs.items()}
+    end = int(one["attention_mask"].sum())
+    mask = one.get("decoder_attention_mask", np.ones(9))
+    last = int(np.flatnonzero(mask)[-1]) + 1
+    return {name: array[: last if name.startswith("decoder") else end] for name, array in one.items()}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
+    onnx.save(encoder_decoder(), path)
+    return path
+
+
+@pytest.mark.parametrize("options", [OPTIONS, ALONE], ids=["beside attention", "alone"])
+def test_rows_are_the_decoders_positions(teacher: Path, tmp_path: Path, options: PrecomputeOptions) -> None:
+    inputs, session = make_inputs(), onnxruntime.InferenceSession(teacher)
+    precompute(teacher, inputs, tmp_path / "cache", options, RUN)
+    assert verify_cache(tmp_path / "cache").ok
+    assert recheck_records(tmp_path / "cache", teacher, inputs, num_records=NUM_SAMPLES).target_rows > NUM_SAMPLES
+    reader = CacheReader(tmp_path / "cache")
+    form = reader.manifest.logits
+    assert form is not None
+    assert form.rows == "decoder"
+    for index in range(NUM_SAMPLES):
+        sample = cut(inputs, index)
+        record = reader.read(sample_key(sample))
+        assert (record.length, record.decoder) == (len(sample["input_ids"]), len(sample["decoder_input_ids"]))
+        (logits,) = session.run(["logits"], {name: array[None] for name, array in sample.items()})
+        found: Any = form.decode(record)
+        wanted = kd_targets_topk(logits[0], 5)
+        counted = sample["decoder_attention_mask"].astype(bool)
+        np.testing.assert_array_equal(found.ids[counted], wanted.ids[counted])
+        np.testing.assert_allclose(np.exp(found.log_probs)[counted], np.exp(wanted.log_probs)[counted], atol=1e-4)
+        np.testing.assert_allclose(np.exp(found.log_probs)[~counted], 1 / 30, rtol=1e-2)
+
+
+def test_a_decoder_without_a_mask_keeps_all_its_positions(tmp_path: Path) -> None:
+    onnx.save(encoder_decoder(masked=False), tmp_path / "teacher.onnx")
+    inputs = make_inputs(masked=False)
+    precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", ALONE, RUN)
+    reader = CacheReader(tmp_path / "cache")
+    assert {reader.read(key).decoder for key in reader} == {9}
+    assert recheck_records(tmp_path / "cache", tmp_path / "teacher.onnx", inputs).records == NUM_SAMPLES
+
+
+def test_the_mean_of_two_encoder_decoders(teacher: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second.onnx"
+    onnx.save(encoder_decoder(seed=1), second)
+    options, inputs = replace(ALONE, with_teachers=(second,), logits="float16"), make_inputs()
+    precompute(teacher, inputs, tmp_path / "cache", options, RUN)
+    sample = cut(inputs, 0)
+    fed = {name: array[None] for name, array in sample.items()}
+    logits = [onnxruntime.InferenceSession(path).run(["logits"], fed)[0][0] for path in (teacher, second)]
+    reader = CacheReader(tmp_path / "cache")
+    assert reader.manifest.logits is not None
+    found: Any = reader.manifest.logits.decode(reader.read(sample_key(sample)))
+    np.testing.assert_allclose(found, np.mean(logits, axis=0), rtol=2e-3, atol=2e-3)
+    assert recheck_records(tmp_path / "cache", teacher, inputs, with_teachers=[second]).records == NUM_SAMPLES
+    onnx.save(encoder_decoder(seed=1, masked=False), second)
+    with pytest.raises(ShdError, match="must take decoder_attention_mask, as the first teacher does"):
+        precompute(teacher, inputs, tmp_path / "other", options, RUN)
+
+
+def test_parts_and_an_interrupted_run_give_the_same_bytes(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs()
+    precompute(teacher, inputs, tmp_path / "whole", OPTIONS, RUN)
+    put, shards = Commits.put, set[int]()
+
+    def dying(self: Commits, shard: int, *given: Any) -> None:
+        shards.add(shard)
+        if len(shards) == 3:
+            raise KeyboardInterrupt
+        put(self, shard, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Commits, "put", dying)
+        with pytest.raises(KeyboardInterrupt):
+            precompute(teacher, inputs, tmp_path / "killed", OPTIONS, RUN)
+    assert 0 < len(list_cache(tmp_path / "killed").written) < 4
+    precompute(teacher, inputs, tmp_path / "killed", OPTIONS, RUN)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    for part in range(2):
+        precompute(teacher, inputs, tmp_path / f"part-{part}", OPTIONS, replace(RUN, shards=(part, 2)))
+    merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+    assert export_webdataset(tmp_path / "merged", tmp_path / "tars").samples == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("decoder", [None, 0, 1, 2**40], ids=str)
+def test_receipts_with_another_decoder_are_refused(teacher: Path, tmp_path: Path, decoder: int | None) -> None:
+    precompute(teacher, make_inputs(), tmp_path / "cache", ALONE, RUN)
+    path = tmp_path / "cache/receipts/000000.json"
+    members = json.loads(path.read_bytes())
+    members["records"][0].pop("decoder")
+    if decoder is not None:
+        members["records"][0]["decoder"] = decoder
+    path.write_bytes(document(members))
+    with pytest.raises(ShdError) as caught:
+        CacheReader(tmp_path / "cache", allow_partial=True)
+    assert caught.value.code == "cache-corrupt"
+
+
+def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="hidden states can be stored of a graph with one sequence") as caught:
+        precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, hidden=(0,)), RUN)
+    assert caught.value.code == "graph-unsupported"
+    assert not (tmp_path / "cache").exists()
+    precompute(teacher, make_inputs(), tmp_path / "cache", ALONE, RUN)
+    manifest = CacheReader(tmp_path / "cache").manifest
+    with pytest.raises(ShdError, match=r"logits\.rows must be") as caught:
+        replace(manifest, inputs=replace(manifest.inputs, decoder=(), decoder_mask=None))
+    assert caught.value.code == "argument-value"
+    changed = {name: array[::-1].copy() for name, array in make_inputs().items()}
+    with pytest.raises(ShdError) as caught:
+        precompute(teacher, changed, tmp_path / "cache", ALONE, RUN)
+    assert caught.value.code == "cache-mismatch"
+    CacheWriter(tmp_path / "cache", manifest).seal()
+
+
+def test_the_commands(teacher: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **make_inputs())
+    run, data, cache = CliRunner(), ["--inputs", str(tmp_path / "data.npz")], str(tmp_path / "cache")
+    asked = [str(teacher), *data, "--student-heads", "2", "--logits", "topk"]
+    planned = run.invoke(app, ["plan", *asked, "--samples", "3"])
+    assert planned.exit_code == 0, planned.output
+    made = run.invoke(app, ["precompute", *asked, "--out", cache])
+    assert made.exit_code == 0, made.output
+    words = made.output.rpartition("next: shd ")[2].split()
+    for shown in (words, ["ls", cache], ["card", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
+        result = run.invoke(app, shown)
+        assert result.exit_code == 0, result.output
+    assert "a position of the decoder" in " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
