@@ -8,6 +8,7 @@ from shd_ref.commands.caches import card, export, ls, merge, seal
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
 from shd_ref.commands.inspect import inspect
+from shd_ref.commands.linearize import linearize
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
@@ -34,7 +35,8 @@ def root(version: ShowVersion = False) -> None:
     """
 
 
-BEFORE, MAKING, FILES, JUDGING = "Look before you spend", "Make a cache", "Caches as files", "Implementations"
+BEFORE, MAKING, FILES = "Look before you spend", "Make a cache", "Caches as files"
+GRAPHS, JUDGING = "Smaller graphs", "Implementations"
 for _command, _panel in (
     (inspect, BEFORE),
     (plan, BEFORE),
@@ -47,6 +49,7 @@ for _command, _panel in (
     (merge, FILES),
     (export, FILES),
     (card, FILES),
+    (linearize, GRAPHS),
 ):
     add_command(app, _command, panel=_panel)
 

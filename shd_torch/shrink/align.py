@@ -37,8 +37,12 @@ class OutputFit:
         hold = torch.zeros(len(self.start), dtype=self.inner.dtype, device=self.inner.device)
         columns = len(self.start) - self.biased
         hold[:columns] = self.ridge * self.inner.diagonal()[:columns].sum() / columns
-        change = torch.linalg.lstsq(
-            self.inner + hold.diag(), self.cross, driver="gelsd" if self.inner.device.type == "cpu" else None
-        ).solution
+        held = self.inner + hold.diag()
+        factor, failed = torch.linalg.cholesky_ex(held)
+        if failed:  # without a ridge, or without rows enough for it: the change of least norm
+            driver = "gelsd" if held.device.type == "cpu" else None
+            change = torch.linalg.lstsq(held, self.cross, driver=driver).solution
+        else:
+            change = torch.cholesky_solve(self.cross, factor)
         found = self.start + change
         return (found[:-1], found[-1]) if self.biased else (found, None)

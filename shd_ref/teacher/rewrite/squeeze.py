@@ -290,7 +290,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
     grown.functions.extend(functions)
     pruned = ir.from_proto(grown)
     pruned.graph.sort()
-    _remove_unused(pruned.graph)
+    remove_unused(pruned.graph)
     for value in list(pruned.graph.inputs):
         if not value.uses():
             pruned.graph.inputs.remove(value)
@@ -303,7 +303,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
         ) from error
 
 
-def _remove_unused(graph: ir.Graph) -> None:
+def remove_unused(graph: ir.Graph) -> None:
     """Nodes and initialisers that no output needs.
 
     The pass of onnx-ir does more: before 1.1 it turns batch normalisation in training mode, whose maps are refused,

@@ -1,0 +1,188 @@
+"""Feed-forward layers without their activation: two products of a teacher's graph become one (FFN-1, FFN-6)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.storage.outputs import output_file
+from shd_ref.cache.storage.storage import write_errors
+from shd_ref.errors import ShdError
+from shd_ref.shrink.ffn import merge_linear
+from shd_ref.teacher.graph.ffns import Ffn, find_ffns
+from shd_ref.teacher.graph.flow.weights import product_weight
+from shd_ref.teacher.graph.nodes import constant_of
+from shd_ref.teacher.opening.external import INLINE_BYTES, read_graph
+from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.rewrite.squeeze import check_opset, remove_unused
+
+_DATA_FOLDER: Final = "squeezing_heads.data_folder"
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """What ``linearize_graph`` returns.
+
+    Attributes:
+        model: the teacher's graph with the merged layers; large weights stay in the teacher's files until it is
+            saved.
+        sizes: for each layer that changed, channels read, neurons that were there, and channels given.
+    """
+
+    model: ir.Model
+    sizes: dict[int, tuple[int, int, int]]
+
+
+def linearize_graph(model: onnx.ModelProto, layers: Sequence[int]) -> Linearized:
+    """The graph with the activations of these feed-forward layers dropped, and their two matrices merged.
+
+    The result equals the teacher with the identity in place of each such activation. Matrices are multiplied in
+    float64 and stored in the dtype of the teacher's.
+
+    Args:
+        model: from ``load_teacher``; not changed.
+        layers: each by the number of the attention site that it follows, as ``shd inspect`` prints; rising.
+
+    Raises:
+        ShdError: ``layers-invalid`` for a list that is not rising, or a number that no such layer has;
+            ``shrink-unsupported`` for gated layers and activations with weights; ``graph-unsupported`` for an
+            operator set that is too old, or several such layers behind one site.
+    """
+    check_opset(model)
+    if not layers or list(layers) != sorted(set(layers)):
+        raise ShdError(
+            "layers-invalid", f"drop_activations must be a rising list of layers; got {list(layers)}", "FFN-6"
+        )
+    read_graph(model)  # refuses what is broken
+    made = ir.from_proto(model)
+    folder = made.metadata_props.pop(_DATA_FOLDER, None)
+    if folder is not None:
+        ir.external_data.set_base_dir(made.graph, folder)
+    try:
+        made.graph.sort()
+    except ValueError as error:
+        raise ShdError("graph-invalid", f"the graph's nodes feed one another in a circle: {error}") from error
+    chosen = _choose(find_ffns(made.graph), layers)
+    sizes = {ffn.layer: _merge(made.graph, ffn) for ffn in chosen}
+    remove_unused(made.graph)
+    return Linearized(made, sizes)
+
+
+def _choose(found: list[Ffn], layers: Sequence[int]) -> list[Ffn]:
+    by_layer: dict[int, list[Ffn]] = {}
+    for ffn in found:
+        by_layer.setdefault(ffn.layer, []).append(ffn)
+    chosen = []
+    for layer in layers:
+        own = by_layer.get(layer, [])
+        if not own:
+            known = ", ".join(map(str, sorted(by_layer))) or "none"
+            raise ShdError(
+                "layers-invalid",
+                f"drop_activations must name attention sites that a feed-forward layer with an activation follows, "
+                f"{known} in this graph; got {layer}",
+                "FFN-6",
+            )
+        reason = next((ffn.reason for ffn in own if ffn.reason is not None), None)
+        if reason is not None:
+            raise ShdError(
+                "shrink-unsupported", f"the activation of layer {layer} cannot be dropped: {reason}", "FFN-3"
+            )
+        if len(own) > 1:
+            names = ", ".join(repr(ffn.second.name) for ffn in own)
+            raise ShdError(
+                "graph-unsupported", f"layer {layer} must have one feed-forward layer; got {len(own)}, with {names}"
+            )
+        chosen += own
+    return chosen
+
+
+def _merge(graph: ir.Graph, ffn: Ffn) -> tuple[int, int, int]:
+    """Put one product in place of two; what nothing reads any more is removed later."""
+    first, second = _matrix(ffn.first), _matrix(ffn.second)
+    merged = merge_linear(first.T, second.T, ffn.first_bias, ffn.second_bias)
+    stored = constant_of(ffn.second.inputs[1])
+    assert stored is not None  # find_ffns
+    dtype = stored.dtype
+    name = f"squeezing_heads/linear_{ffn.layer}"
+
+    def keep(array: NDArray[Any], what: str) -> ir.Value:
+        value = ir.Value(name=f"{name}/{what}", const_value=ir.tensor(array.astype(dtype), name=f"{name}/{what}"))
+        value.dtype, value.shape = ir.DataType.from_numpy(dtype), ir.Shape(array.shape)
+        graph.register_initializer(value)
+        return value
+
+    nodes = [ir.Node("", "MatMul", [ffn.first.inputs[0], keep(np.ascontiguousarray(merged.weight.T), "weight")])]
+    if merged.bias is not None:
+        nodes.append(ir.Node("", "Add", [nodes[0].outputs[0], keep(merged.bias, "bias")]))
+    for number, node in enumerate(nodes):
+        node.name = f"{name}/{node.op_type}"
+        node.outputs[0].name = f"{name}/{number}"
+    old, new = ffn.out, nodes[-1].outputs[0]
+    producer = old.producer()
+    assert producer is not None
+    graph.insert_before(producer, nodes)
+    new.shape, new.type = old.shape, old.type
+    for user, place in tuple(old.uses()):
+        user.replace_input_with(place, new)
+    for place, value in enumerate(graph.outputs):
+        if value is old:
+            old.name, new.name = f"{name}/unused", old.name
+            graph.outputs[place] = new
+    return first.shape[0], first.shape[1], second.shape[1]
+
+
+def _matrix(node: ir.Node) -> NDArray[Any]:
+    weight = product_weight(node, 0)
+    assert weight is not None  # find_ffns
+    return weight.matrix.astype(np.float64)
+
+
+def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> Path:
+    """Write a graph, whole or not at all: weights of large ones into ``NAME.data`` beside it, tensor by tensor.
+
+    Args:
+        model: with its weights in memory, or in the files of ``teacher``.
+        out: a file in a folder that is there; an earlier graph of this name is replaced.
+        teacher: the file that the graph came from, which stays.
+
+    Raises:
+        ShdError: ``argument-value`` for the teacher's own place, ``write-failed``.
+    """
+    target = output_file(out)
+    taken = {target.resolve(), target.with_name(f"{target.name}.data").resolve()}
+    if taken & {Path(teacher).resolve(), *_data_files(model)}:
+        raise ShdError("argument-value", f"out must be another file than the teacher and its data; got {target}")
+    tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    large = sum(tensor.nbytes for tensor in tensors) >= INLINE_BYTES
+    with write_errors(target):
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+        try:
+            draft = folder / target.name
+            ir.save(model, draft, external_data=f"{target.name}.data" if large else None)
+            files = sorted(
+                folder.iterdir(), key=lambda file: file.name == target.name
+            )  # the graph last: then all is there
+            for file in files:
+                with file.open("rb") as data:
+                    os.fsync(data.fileno())
+            for file in files:
+                file.replace(target.with_name(file.name))
+            if not large:
+                target.with_name(f"{target.name}.data").unlink(missing_ok=True)  # of an earlier, larger graph
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return target
+
+
+def _data_files(model: ir.Model) -> set[Path]:
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return {Path(tensor.path).resolve() for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}

@@ -1,0 +1,210 @@
+"""Activations dropped from a teacher's graph: it equals the teacher with the identity in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+onnx = pytest.importorskip("onnx", reason="teachers are ONNX graphs")
+ort = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+
+from shd_ref.commands.app import app  # noqa: E402  (after the skips)
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref.teacher.body import Body  # noqa: E402
+from shd_ref.teacher.graph.find import find_sites  # noqa: E402
+from shd_ref.teacher.opening import external  # noqa: E402
+from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
+from shd_ref.teacher.rewrite import linearize  # noqa: E402
+from shd_ref.teacher.rewrite.linearize import linearize_graph, save_graph  # noqa: E402
+from shd_ref.tolerances import load_tolerances  # noqa: E402
+
+RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+D, F = 8, 12
+RNG = np.random.default_rng(0)
+WEIGHTS = {
+    name: RNG.normal(size=shape)
+    for name, shape in {
+        "qkv": (D, D),
+        "first": (D, F),
+        "second": (F, D),
+        "b1": (F,),
+        "b2": (D,),
+        "slope": (F,),
+    }.items()
+}
+Activation = Callable[[Body, str], str]
+
+
+def gelu(body: Body, h: str) -> str:
+    scaled = body.op("Div", h, body.const(np.array(2**0.5)))
+    erf = body.op("Add", body.op("Erf", scaled), body.const(np.array(1.0)))
+    return body.op("Mul", body.op("Mul", h, erf), body.const(np.array(0.5)))
+
+
+def quick_gelu(body: Body, h: str) -> str:
+    return body.op("Mul", h, body.op("Sigmoid", body.op("Mul", h, body.const(np.array(1.702)))))
+
+
+def make_graph(
+    activation: Activation | None, *, biases: str = "both", gemm: bool = False, dtype: Any = np.float64
+) -> Any:
+    """One layer: attention of one head, then an FFN with a residual; weights as initialisers."""
+    body = Body("", 18)
+    names = {}
+    for name, array in WEIGHTS.items():
+        names[name] = name
+        body.initializers.append(onnx.numpy_helper.from_array(array.astype(dtype), name))
+    query = body.op("MatMul", "x", "qkv")
+    probs = body.op("Softmax", body.op("MatMul", query, body.op("Transpose", query, perm=[0, 2, 1])), axis=-1)
+    x = body.op("Add", "x", body.op("MatMul", body.op("MatMul", probs, query), "qkv"))
+
+    def linear(value: str, weight: str, bias: str | None) -> str:
+        if gemm:
+            return body.op("Gemm", value, weight, *([] if bias is None else [bias]))
+        product = body.op("MatMul", value, weight)
+        return product if bias is None else body.op("Add", product, bias)
+
+    rows = body.op("Reshape", x, body.const([-1, D])) if gemm else x
+    h = linear(rows, "first", "b1" if biases in ("both", "first") else None)
+    out = linear(activation(body, h) if activation else h, "second", "b2" if biases in ("both", "second") else None)
+    out = body.op("Reshape", out, body.op("Shape", x)) if gemm else out
+    body.rename(body.op("Add", x, out), "y")
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    graph = onnx.helper.make_graph(
+        body.nodes,
+        "layer",
+        [onnx.helper.make_tensor_value_info("x", kind, ["batch", "length", D])],
+        [onnx.helper.make_tensor_value_info("y", kind, ["batch", "length", D])],
+        body.initializers,
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+
+
+def run(model: Any, x: NDArray[Any]) -> NDArray[Any]:
+    (y,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": x})
+    return np.asarray(y)
+
+
+def check_close(found: NDArray[Any], wanted: NDArray[Any]) -> None:
+    """As an exported graph is compared with its model."""
+    allowed = load_tolerances()["graph"]["probs"]["float32"] * max(1.0, float(np.abs(wanted).max()))
+    np.testing.assert_allclose(found, wanted, atol=allowed, rtol=0)
+
+
+@pytest.mark.parametrize("biases", ["both", "first", "second", "none"])
+@pytest.mark.parametrize("gemm", [False, True])
+@pytest.mark.parametrize("activation", [gelu, quick_gelu, lambda body, h: body.op("Relu", h)])
+def test_the_merge_is_the_graph_without_the_activation(
+    activation: Activation, gemm: bool, biases: str, tmp_path: Path
+) -> None:
+    onnx.save(make_graph(activation, biases=biases, gemm=gemm), tmp_path / "teacher.onnx")
+    made = linearize_graph(load_teacher(tmp_path / "teacher.onnx"), [0])
+    assert made.sizes == {0: (D, F, D)}
+    save_graph(made.model, tmp_path / "smaller.onnx", tmp_path / "teacher.onnx")
+    found = onnx.load(tmp_path / "smaller.onnx")
+    onnx.checker.check_model(found, full_check=True)
+    assert {"first", "second"}.isdisjoint(one.name for one in found.graph.initializer)
+    for shape in ((1, 3, D), (4, 7, D)):
+        x = RNG.normal(size=shape)
+        wanted = run(make_graph(None, biases=biases, gemm=gemm), x)
+        np.testing.assert_allclose(run(found, x), wanted, atol=1e-10)
+        assert np.abs(run(found, x) - run(onnx.load(tmp_path / "teacher.onnx"), x)).max() > 0.01
+    with pytest.raises(ShdError, match="none in this graph"):  # there is nothing left to drop
+        linearize_graph(load_teacher(tmp_path / "smaller.onnx"), [0])
+
+
+@pytest.mark.parametrize(
+    ("activation", "layers", "code", "says"),
+    [
+        (
+            lambda body, h: body.op("Mul", h, body.op("Sigmoid", body.op("MatMul", "x", "first"))),
+            [0],
+            "shrink",
+            "gated",
+        ),
+        (lambda body, h: body.op("PRelu", h, "slope"), [0], "shrink", "has weights"),
+        (gelu, [1], "layers", "0 in this graph; got 1"),
+        (gelu, [], "layers", "rising"),
+        (gelu, [0, 0], "layers", "rising"),
+        (lambda body, h: body.op("Identity", h), [0], "layers", "none in this graph"),
+        (lambda body, h: body.op("Softmax", h, axis=-1), [0], "layers", "none in this graph"),
+    ],
+)
+def test_refusals(activation: Activation, layers: list[int], code: str, says: str, tmp_path: Path) -> None:
+    onnx.save(make_graph(activation), tmp_path / "teacher.onnx")
+    with pytest.raises(ShdError, match=says) as error:
+        linearize_graph(load_teacher(tmp_path / "teacher.onnx"), layers)
+    assert error.value.code.startswith(code)
+
+
+def test_weights_stay_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a graph above 2 GB: nothing large is in either graph, and other weights are copied as they are."""
+    monkeypatch.setattr(external, "_SMALL", 0)
+    monkeypatch.setattr(linearize, "INLINE_BYTES", 0)
+    teacher = make_graph(gelu)
+    onnx.save(teacher, tmp_path / "teacher.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    before = (tmp_path / "weights").read_bytes()
+    made = linearize_graph(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0), [0])
+    save_graph(made.model, tmp_path / "smaller.onnx", tmp_path / "teacher.onnx")
+    assert (tmp_path / "weights").read_bytes() == before
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("teacher.onnx", "weights", "smaller.onnx", "smaller.onnx.data")
+    }
+    bare = onnx.load(tmp_path / "smaller.onnx", load_external_data=False)
+    assert all(one.data_location == onnx.TensorProto.EXTERNAL for one in bare.graph.initializer if len(one.dims) == 2)
+    assert "data_folder" not in str(bare.metadata_props)
+    x = RNG.normal(size=(2, 5, D))
+    np.testing.assert_allclose(run(onnx.load(tmp_path / "smaller.onnx"), x), run(make_graph(None), x), atol=1e-10)
+    for place in ("teacher.onnx", "weights"):
+        with pytest.raises(ShdError) as error:
+            save_graph(made.model, tmp_path / place, tmp_path / "teacher.onnx")
+        assert error.value.code == "argument-value"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    onnx.save(make_graph(gelu, dtype=np.float32), tmp_path / "teacher.onnx")
+    words = ["linearize", str(tmp_path / "teacher.onnx"), "--drop-activations", "0", "--out"]
+    result = RUNNER.invoke(app, [*words, str(tmp_path / "smaller.onnx")])
+    assert result.exit_code == 0, result.output
+    assert f"layer 0: {D} -> {F} -> {D} became {D} -> {D}" in result.output
+    x = RNG.normal(size=(3, 5, D)).astype(np.float32)
+    (found,) = ort.InferenceSession(tmp_path / "smaller.onnx").run(None, {"x": x})
+    check_close(found, run(make_graph(None, dtype=np.float32), x))
+    result = RUNNER.invoke(app, [*words, str(tmp_path / "teacher.onnx")])
+    assert result.exit_code == 1
+    assert "--out must be another file" in result.output
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_exported_teachers(name: str, tmp_path: Path) -> None:
+    """Against the model itself with ``nn.Identity`` in place of its activations, at another batch and length."""
+    torch = pytest.importorskip("torch", reason="exports come from torch")
+    pytest.importorskip("transformers", reason="these teachers come from transformers")
+    pytest.importorskip("onnxscript", reason="export needs onnxscript")
+    from support.shrink.models import make_data, make_teacher
+
+    from shd_torch.export import example_inputs, export_teacher
+    from shd_torch.shrink.families import FAMILIES
+
+    model, family = make_teacher(name, layers=2).float(), FAMILIES[name]
+    export_teacher(model, example_inputs(model), tmp_path / "teacher.onnx")
+    made = linearize_graph(load_teacher(tmp_path / "teacher.onnx"), [1])
+    assert list(made.sizes) == [1]
+    save_graph(made.model, tmp_path / "smaller.onnx", tmp_path / "teacher.onnx")
+    assert family.activation is not None
+    place, _, activation = family.activation.rpartition(".")
+    setattr(family.layers_of(model)[1].get_submodule(place), activation, torch.nn.Identity())
+    data = make_data(name, samples=3, length=7)
+    data = {key: part.float() if part.is_floating_point() else part for key, part in data.items()}
+    with torch.no_grad():
+        wanted = model(**data).logits.numpy()
+    feeds = {key: part.numpy() for key, part in data.items()}
+    (found,) = ort.InferenceSession(tmp_path / "smaller.onnx").run(None, feeds)
+    check_close(found, wanted)
+    assert [site.supported for site in find_sites(load_teacher(tmp_path / "smaller.onnx"))] == [True, True]
