@@ -21,6 +21,7 @@ from shd_torch.shrink.weights import AttentionWeights
 from shd_torch.shrink.width import Turn, final_readers
 
 Squeezer = Callable[..., Squeezed]
+Importance = Callable[[Tensor, Tensor], Tensor]
 STAGES = ("maps", "heads", "alignment", "errors")
 """Of a layer: what its attention says, the closed form, what is refitted, and what is measured."""
 
@@ -37,10 +38,11 @@ class Work:
         kept: the teacher layer of each student layer.
         dropped: what student layers lack.
         sizes: of the student.
-        plan: see ``shrink``; so are ``align``, ``ridge`` and ``squeezer``.
+        plan: see ``shrink``; so are ``align``, ``ridge``, ``squeezer`` and ``importance``.
         align: see ``plan``.
         ridge: see ``plan``.
         squeezer: see ``plan``.
+        importance: see ``plan``.
         fit_samples: see ``plan``.
         turn: the kept axes; None where the stream keeps its width.
         frequencies: of rotary positions, or None.
@@ -59,6 +61,7 @@ class Work:
     align: bool
     ridge: float
     squeezer: Squeezer
+    importance: Importance
     fit_samples: int
     turn: Turn | None
     frequencies: Tensor | None
@@ -177,7 +180,7 @@ def _read_ffn(work: Work, layer: nn.Module, squares: Tensor, *, is_linear: bool)
     matrix, bias = work.family.read_last(layer)
     if is_linear or work.sizes.neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
-    best = most_important(neuron_importance(squares, matrix), work.sizes.neurons)
+    best = most_important(work.importance(squares, matrix), work.sizes.neurons)
     cut = [keep_neurons(reader, best) for reader in readers]
     return _Ffn(cut, (matrix[best], bias), best.tolist(), is_linear)
 

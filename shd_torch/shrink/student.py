@@ -23,7 +23,16 @@ from shd_torch.shrink.dropped import Dropped, check_dropped, choose_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.heads import squeeze_attention
-from shd_torch.shrink.layer import STAGES, Squeezer, Work, counted_rows, fit_final, make_layer
+from shd_torch.shrink.layer import (
+    STAGES,
+    Importance,
+    Squeezer,
+    Work,
+    counted_rows,
+    fit_final,
+    make_layer,
+    neuron_importance,
+)
 from shd_torch.shrink.merges import PLANS
 from shd_torch.shrink.sizes import Sizes, choose_layers, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, part_folder, run_key
@@ -69,6 +78,7 @@ def shrink(
     out: str | os.PathLike[str] | None = None,
     squeezer: Squeezer = squeeze_attention,
     axes: Axes = principal_axes,
+    importance: Importance = neuron_importance,
     progress: Progress | None = None,
 ) -> Shrunk:
     """A student with fewer heads, fewer layers or a narrower stream, which starts as its squeezed teacher.
@@ -95,6 +105,7 @@ def shrink(
             beside it, layer by layer, and a run that was killed goes on there with the same bytes (STUDENT-7).
         squeezer: what makes a layer's attention; another than the default is for comparison.
         axes: what chooses the kept axes from the moment of WIDTH-3, also.
+        importance: of neurons, from the mean of their squares and their rows of the last matrix, also.
         progress: gets the number of steps done, of all steps, and what is done next: a layer and a stage.
 
     Returns:
@@ -128,8 +139,9 @@ def shrink(
     student = make_student(model, family, sizes, kept, dropped)
     settings: dict[str, Any] = {"plan": plan, "align": align, "ridge": ridge, "fit_samples": fit_samples}
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
-    # Other squeezers and axes are for comparison, and no key could say which they are.
-    if folder is not None and (squeezer, axes) == (squeeze_attention, principal_axes):
+    # Others of these are for comparison, and no key could say which they are.
+    usual = squeeze_attention, principal_axes, neuron_importance
+    if folder is not None and (squeezer, axes, importance) == usual:
         keeper = _open_unfinished(folder, teacher, data, sizes, kept, wanted, batch_size, settings)
     mode = model.training
     model.eval()
@@ -144,6 +156,7 @@ def shrink(
                 dropped=dropped,
                 sizes=sizes,
                 squeezer=squeezer,
+                importance=importance,
                 turn=None,
                 frequencies=rotary_frequencies(model, family),
                 tell=_Teller(progress, len(STAGES) * len(kept) + 2 * own.layers * (sizes.hidden != own.hidden)),

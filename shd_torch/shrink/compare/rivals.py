@@ -1,4 +1,4 @@
-"""Starts that a squeezed student is compared with: heads that are kept, or pooled, and channels that are kept."""
+"""Starts that a squeezed student is compared with: heads, channels and neurons that are kept, and heads pooled."""
 
 from __future__ import annotations
 
@@ -94,9 +94,18 @@ def keep_channels(moment: Tensor, width: int, _: str) -> Tensor:
     return torch.eye(len(moment), dtype=moment.dtype, device=moment.device)[:, best]
 
 
+def by_activation(squares: Tensor, _: Tensor) -> Tensor:
+    """``importance`` of ``shrink`` as Minitron has it: how large a neuron is, not how much of it is read."""
+    return squares.sqrt()
+
+
 RIVALS: dict[str, dict[str, Any]] = {
     "kept heads": {"squeezer": pick_heads(keep_largest), "axes": keep_channels},
     "mean pooling": {"squeezer": pick_heads(pool_groups), "axes": keep_channels},
-    "Minitron importance": {"squeezer": pick_heads(keep_important), "axes": keep_channels},
+    "Minitron importance": {
+        "squeezer": pick_heads(keep_important),
+        "axes": keep_channels,
+        "importance": by_activation,
+    },
 }
 """Options of ``shrink`` by name; all are compared without alignment."""

@@ -126,7 +126,7 @@ def _starts(
     if fitted:
         starts["closed form"] = plain(**options)
     before, after = sizes_of(model.config), sizes_of(student.config)
-    if (before.heads, before.hidden) != (after.heads, after.hidden):
+    if (before.heads, before.hidden, before.neurons) != (after.heads, after.hidden, after.neurons):
         starts |= {name: plain(**options | rival) for name, rival in RIVALS.items()}
     if after.layers != before.layers:
         layers = ", ".join(str(layer) for layer in made.report["sources"])

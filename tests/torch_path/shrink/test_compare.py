@@ -93,6 +93,18 @@ def test_important_heads_are_those_with_long_outputs() -> None:
     assert float((run(kept, data) - run(teacher, data)).abs().max()) > 1e-3
 
 
+def test_minitron_keeps_neurons_by_their_activations_alone() -> None:
+    """The largest neuron of each layer is one that nothing reads: only Minitron keeps it."""
+    teacher, data = make_teacher("vit"), make_data("vit")
+    with torch.no_grad():
+        for layer in teacher.vit.layers:
+            layer.mlp.fc1.bias[7] = 50.0
+            layer.mlp.fc2.weight[:, 7] = 0.0
+    for options, kept in (({}, False), (RIVALS["Minitron importance"], True)):
+        report = shrink(teacher, data, neurons=10, align=False, **options).report
+        assert {7 in layer["neurons"] for layer in report["layers"]} == {kept}
+
+
 @pytest.mark.parametrize(
     ("name", "measure", "options"),
     [
