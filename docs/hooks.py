@@ -52,8 +52,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links between files of the repository into links between pages."""
-    return relink(markdown, page.file.src_uri, config["repo_url"])
+    """Bring in what is said in README.md, and turn links between files of the repository into links between pages."""
+    here, repository = page.file.src_uri, config["repo_url"]
+    folder = posixpath.dirname(here if here.startswith("specs/") else f"docs/{here}")
+    readme = relink((ROOT / "README.md").read_text(encoding="utf-8"), here, repository, "")
+    return borrow(relink(markdown, here, repository, folder), readme)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -70,9 +73,20 @@ def on_post_build(config: Any) -> None:
     log.info("%d links lead to other sites and were not fetched:\n%s", len(others), "\n".join(others))
 
 
-def relink(markdown: str, here: str, repository: str) -> str:
-    """Links of the page ``here`` (its path in the site), from those of the repository to those of the site."""
-    folder = posixpath.dirname(here if here.startswith("specs/") else f"docs/{here}")
+def borrow(markdown: str, readme: str) -> str:
+    """Put a section of README.md in place of a line that ends by asking for it: it is written and tested once."""
+
+    def section(match: re.Match[str]) -> str:
+        heading = f"\n## {match[1]}\n"
+        if heading not in readme:
+            raise ValueError(f"README.md has no section '{match[1]}'")
+        return heading + re.split(r"^## ", readme.split(heading)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+    return re.sub(r"^.*<!-- from README\.md: (.+) -->$", section, markdown, flags=re.MULTILINE)
+
+
+def relink(markdown: str, here: str, repository: str, folder: str) -> str:
+    """Links of text that lies in ``folder`` of the repository, as the page ``here`` of the site has them."""
 
     def replace(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[1]))

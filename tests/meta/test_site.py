@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,8 @@ def test_every_public_name_is_on_its_page(module: str) -> None:
 
 def test_links_become_those_of_the_site(hooks: ModuleType) -> None:
     def relinked(link: str, here: str) -> str:
-        return str(hooks.relink(f"[x]({link})", here, REPOSITORY))[4:-1]
+        folder = posixpath.dirname(here if here.startswith("specs/") else f"docs/{here}")
+        return str(hooks.relink(f"[x]({link})", here, REPOSITORY, folder))[4:-1]
 
     assert relinked("../specs/shd.md#decisions", "training.md") == "specs/shd.md#decisions"
     assert relinked("../../specs/shd.md", "api/shd_ref.md") == "../specs/shd.md"
@@ -61,6 +63,18 @@ def test_links_become_those_of_the_site(hooks: ModuleType) -> None:
     assert relinked("gone.md", "training.md") == "gone.md"  # left to MkDocs, which refuses it
     for outside in ("https://a.b/c", "#here", "mailto:a@b"):
         assert relinked(outside, "training.md") == outside
+
+
+def test_sections_of_the_readme_are_borrowed(hooks: ModuleType) -> None:
+    readme = "# Name\n\n## Install\n\npip\n\n### More\n\nx\n\n## Next\n"
+    made = hooks.borrow("a\n\n[Install](x). <!-- from README.md: Install -->\n\nb", readme)
+    assert made == "a\n\n\n## Install\n\npip\n\n### More\n\nx\n\n\n\nb"
+    with pytest.raises(ValueError, match="no section 'Gone'"):
+        hooks.borrow("<!-- from README.md: Gone -->", readme)
+    whole = (ROOT / "README.md").read_text(encoding="utf-8")
+    index = hooks.relink(whole, "index.md", REPOSITORY, "")
+    assert "](docs/" not in index
+    assert "<!-- from" not in hooks.borrow((ROOT / "docs" / "index.md").read_text(encoding="utf-8"), index)
 
 
 def test_ids_become_links_outside_of_code(hooks: ModuleType) -> None:
