@@ -23,6 +23,7 @@ within 2 of the least that any code of a set of m ids can do; ids in order of pr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -103,6 +104,11 @@ class RowCode:
         values = -(-self.head * self.value_bits // 8)
         return numbers, values, _id_bytes(self.head, self.vocab_size), _id_bytes(self.draws, self.vocab_size)
 
+    @property
+    def max_entropy(self) -> float:
+        """log V as binary16 holds it: the largest entropy of a row, rounded as an entropy is."""
+        return float(np.float16(math.log(self.vocab_size)))
+
     def encode(
         self,
         head_ids: NDArray[Any],
@@ -160,8 +166,8 @@ class RowCode:
         log_tail = header[:, 0]
         if np.isnan(header).any() or (log_tail > 0.0).any() or not np.isfinite(header[:, 1:]).all():
             raise _corrupt("a number of a row is not finite, or log_tail is above 0")
-        if (header[:, 1:] < 0.0).any():
-            raise _corrupt("the entropy of a row must be at least 0")
+        if (header[:, 1:] < 0.0).any() or (header[:, 1:] > self.max_entropy).any():
+            raise _corrupt(f"the entropy of a row must be 0 to log {self.vocab_size}")
         at = numbers + values
         head_ids = _unpack_ids(rows[:, at : at + head_bytes], self.head, self.vocab_size, 1)
         draw_ids = _unpack_ids(rows[:, at + head_bytes :], self.draws, self.vocab_size, 0)

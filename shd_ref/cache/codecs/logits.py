@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -77,14 +78,17 @@ def head_moves(code: RowCode, rows: NDArray[np.uint8]) -> Array:
     return np.concatenate([code.bound(rows[some]).sum(axis=-1) for some in _coded_slices(code, len(rows))])
 
 
-def check_row_numbers(rows: NDArray[np.uint8], has_draws: bool) -> None:
+def check_row_numbers(code: RowCode, rows: NDArray[np.uint8]) -> None:
     """Refuse rows whose numbers no encoder makes (CACHE-169): ``not-finite``, ``argument-value``."""
+    has_draws = code.draws > 0
     numbers = np.ascontiguousarray(rows[:, : 2 + 2 * has_draws]).view("<f2").astype(np.float64)
     if np.isnan(numbers).any() or not np.isfinite(numbers[:, 1:]).all():
         raise ShdError("not-finite", "numbers of a row of logits must be finite; got NaN or infinity", "CACHE-169")
-    if (numbers[:, 0] > 0).any() or (numbers[:, 1:] < 0).any():
+    if (numbers[:, 0] > 0).any() or (numbers[:, 1:] < 0).any() or (numbers[:, 1:] > code.max_entropy).any():
         raise ShdError(
-            "argument-value", "log_tail of a row must be at most 0, and its entropy at least 0", "CACHE-169"
+            "argument-value",
+            f"log_tail of a row must be at most 0, and its entropy 0 to log {code.vocab_size}",
+            "CACHE-169",
         )
 
 
@@ -148,6 +152,22 @@ def rows_moved(
     )
 
 
+def row_entropies(logits: NDArray[Any], temperature: float) -> Array:
+    """Entropies of rows at a temperature ``(R,)``, in nats, in bounded memory."""
+    parts = [_log_softmax(logits[rows], temperature) for rows in _slices(*logits.shape)]
+    return np.concatenate([-(np.exp(part) * part).sum(axis=-1) for part in parts])
+
+
+def entropy_moves(total_variation: float, vocab_size: int) -> float:
+    """The most that entropies of two rows of so many classes differ by, in nats, within a total variation below 1/2.
+
+    The inequality of Fannes and Audenaert: ``d log(V - 1) - d log d - (1 - d) log(1 - d)``.
+    """
+    d = total_variation
+    binary = -d * math.log(d) - (1 - d) * math.log1p(-d) if d > 0 else 0.0
+    return d * math.log(max(vocab_size - 1, 1)) + binary
+
+
 def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
     ids = np.stack([_largest(row, head) for row in logits])
     kept = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
@@ -173,7 +193,8 @@ def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) 
             drawn[row] = np.minimum(found, np.searchsorted(edges, edges[-1]))
         np.put_along_axis(rest, ids, 0.0, -1)
         mean = (shares * rest).sum(axis=-1, dtype=np.float64) / sums + peaks
-        entropy = np.maximum(whole - (np.exp(log_probs) * kept).sum(axis=-1) - np.exp(log_tail) * mean, 0.0)
+        entropy = whole - (np.exp(log_probs) * kept).sum(axis=-1) - np.exp(log_tail) * mean
+        entropy = np.clip(entropy, 0.0, np.log(logits.shape[1]))  # of an even row rounding may lead above it
     return Picked(ids, log_probs, log_tail, drawn, entropy)
 
 

@@ -20,6 +20,7 @@ from shd_ref.cache.codecs.logits import (
     head_moves,
     logits_error,
     pick_classes,
+    row_entropies,
     rows_moved,
 )
 from shd_ref.cache.codecs.vectors import largest_move, to_float16
@@ -156,7 +157,7 @@ class Logits(Rows):
         """
         assert record.logits is not None  # refused by check
         if self.codec != "float16":
-            check_row_numbers(record.logits, self.draws > 0)
+            check_row_numbers(self.code, record.logits)
         elif not np.isfinite(np.ascontiguousarray(record.logits).view("<f2")).all():
             raise ShdError("not-finite", f"record {record.index}: logits must be finite; got NaN", "CACHE-169")
         yield np.ascontiguousarray(record.logits).reshape(-1)
@@ -245,6 +246,26 @@ class Logits(Rows):
             return moved, largest_move("float16", logits) / temperature / 2
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
         return moved, (head_moves(self.code, codes) + 2.0**-11) / 2
+
+    def compare_entropies(
+        self, record: StoredRecord, rows: NDArray[np.floating[Any]]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """How far entropies of a sampled record are from those of rows that the teacher gives now, in nats.
+
+        Args:
+            record: of the same sample, of codec ``sampled``.
+            rows: as for ``encode``.
+
+        Returns:
+            The differences ``(R,)``, and how far rounding alone may take each.
+
+        Raises:
+            ShdError: as ``decode``.
+        """
+        found = self._decode(self._rows_of(record))
+        logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
+        entropies = row_entropies(logits, self.temperature or 1.0)
+        return np.abs(found.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         """A record decoded, as an export holds it."""

@@ -29,7 +29,7 @@ from support.makers import (
 )
 
 from shd_ref.cache import CacheReader, CacheWriter, Logits, StoredRecord
-from shd_ref.cache.codecs.logits import draw_uniforms, pick_classes
+from shd_ref.cache.codecs.logits import draw_uniforms, entropy_moves, pick_classes
 from shd_ref.errors import ShdError
 from shd_ref.kd import SampledTargets, TopkTargets, kd_targets_sampled, kd_targets_topk
 
@@ -350,9 +350,9 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path, codec: str, code: s
     assert len(writer.missing_shards()) == 4
 
 
-def put_half(codes: NDArray[np.uint8], value: float) -> NDArray[np.uint8]:
+def put_half(codes: NDArray[np.uint8], value: float, place: int = 0) -> NDArray[np.uint8]:
     changed = codes.copy()
-    changed[0, :2] = np.array([value], "<f2").view(np.uint8)
+    changed[0, place : place + 2] = np.array([value], "<f2").view(np.uint8)
     return changed
 
 
@@ -381,6 +381,46 @@ def test_bytes_that_no_encoder_writes_are_refused_by_the_decoder(codec: str) -> 
         with pytest.raises(ShdError) as caught:
             form.decode(stored(form, bad))
         assert caught.value.code == "cache-corrupt", name
+
+
+def test_an_entropy_is_at_most_that_of_an_even_row(tmp_path: Path) -> None:
+    """log V in binary16, and nothing above it; a row of zeros has that one."""
+    form = CODECS["sampled"]
+    even = form.encode(np.zeros((4, VOCABULARY), np.float32), 0)
+    most = float(np.float16(np.log(VOCABULARY)))
+    assert [float(each) for each in form.decode(stored(form, even)).entropy] == [most] * 4
+    for value in (np.nextafter(np.float16(most), np.float16(9)), -1.0, np.nan):
+        bad = put_half(even, float(value), 2)
+        with pytest.raises(ShdError) as caught:
+            form.decode(stored(form, bad))
+        assert caught.value.code == "cache-corrupt"
+        manifest = job(logits=form)
+        first, *others = records_of(manifest, 0)
+        codes = np.resize(bad, (first.length, bad.shape[1]))
+        with pytest.raises(ShdError, match=r"entropy|finite") as caught:
+            CacheWriter(tmp_path, manifest).write_shard(
+                0, [replace(first, logits=codes), *others], errors_of(manifest)
+            )
+        assert caught.value.code == ("not-finite" if np.isnan(value) else "argument-value")
+
+
+def test_entropies_move_no_further_than_the_inequality_says() -> None:
+    """Fannes and Audenaert: the worst pair moves all of d from one class to all others evenly."""
+    for total, classes in ((0.002, 50), (0.1, 3), (0.3, 1000)):
+        one = np.zeros(classes)
+        one[0] = 1
+        other = np.full(classes, total / (classes - 1))
+        other[0] = 1 - total
+        moved = -(other * np.log(other)).sum()
+        assert entropy_moves(total, classes) == pytest.approx(moved, rel=1e-12)
+        rng = np.random.default_rng(classes)
+        for _ in range(200):
+            p, q = rng.dirichlet(np.full(classes, 0.3), 2)
+            share = min(1.0, total / max(np.abs(p - q).sum() / 2, 1e-9))
+            near = p + share * (q - p)
+            first, second = (-(x[x > 0] * np.log(x[x > 0])).sum() for x in (p, near))
+            assert abs(first - second) <= entropy_moves(np.abs(p - near).sum() / 2, classes) + 1e-12
+    assert entropy_moves(0.0, 50) == 0.0
 
 
 def test_a_reader_gives_what_the_reference_makes(tmp_path: Path) -> None:

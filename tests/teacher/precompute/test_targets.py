@@ -17,6 +17,7 @@ from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key, verify_cache
+from shd_ref.cache.forms import logits as logits_form
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
 from shd_ref.kd.targets import kd_targets_topk, log_softmax
@@ -249,6 +250,25 @@ def test_another_teachers_rows_are_found_out(
         precompute(teacher, make_inputs(), tmp_path / "cache", options)
     message = "logits row" if what == "logits" else "hidden state 1 row"
     with pytest.raises(ShdError, match=f"{message} .* must equal what the teacher gives now") as caught:
+        recheck_records(tmp_path / "cache", teacher, make_inputs())
+    assert caught.value.code == "cache-mismatch"
+
+
+def test_entropies_of_another_row_are_found_out(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one number of a sampled row that no share of a class tells."""
+    pick = logits_form.pick_classes
+
+    def flattened(*given: Any) -> Any:
+        picked = pick(*given)
+        return picked._replace(entropy=picked.entropy / 2)
+
+    options = PrecomputeOptions(num_student_heads=2, logits="sampled", logits_top=4, logits_draws=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(logits_form, "pick_classes", flattened)
+        precompute(teacher, make_inputs(), tmp_path / "cache", options)
+    with pytest.raises(ShdError, match=r"entropies of logits row .* must equal what the teacher gives now") as caught:
         recheck_records(tmp_path / "cache", teacher, make_inputs())
     assert caught.value.code == "cache-mismatch"
 

@@ -24,6 +24,7 @@ from shd_ref.cache import (
     Teacher,
 )
 from shd_ref.cache.codecs.distortion import merge_errors
+from shd_ref.cache.codecs.logits import entropy_moves
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
@@ -227,6 +228,10 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
         found, bound = manifest.logits.compare(record, rows)
         _check_moves(record, "logits", found, bound + again, counted)
         compared += len(found)
+        if manifest.logits.draws:
+            found, bound = manifest.logits.compare_entropies(record, rows)
+            bound = bound + entropy_moves(again, manifest.logits.vocab_size)
+            _check_moves(record, "entropies of logits", found, bound, counted)
     if manifest.hidden is not None:
         for layer in manifest.hidden.teacher_layers:
             rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)
