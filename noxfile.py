@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -176,23 +178,72 @@ def newest(session: nox.Session) -> None:
 @nox.session
 def release(session: nox.Session) -> None:
     """Build, check the metadata, install the wheel into a clean environment and try it there."""
-    session.install("build", "twine")
-    out = Path(session.create_tmp()).resolve() / "dist"
-    shutil.rmtree(out, ignore_errors=True)  # what an earlier version left
-    session.run("python", "-m", "build", "--outdir", str(out))
+    session.install("twine")
+    out, wheel = build(session)
     files = sorted(map(str, out.iterdir()))
     session.run("twine", "check", "--strict", *files)
-    clean = out.parent / "clean"
-    session.run("python", "-m", "venv", "--clear", str(clean))
-    python = str(clean / "bin" / "python")
-    (wheel,) = [name for name in files if name.endswith(".whl")]
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        page = archive.read(name).decode()
+    if left := re.findall(r"\]\((?!https?://|#)[^)]*\)|src=\"(?!https?://)[^\"]*", page):
+        session.error(f"links of the index page that lead nowhere: {left}")
+    python = clean_python(session, out.parent / "clean")
     session.run(python, "-m", "pip", "install", "-c", CONSTRAINTS, f"{wheel}[teacher]", external=True)
     with session.chdir(out):
         for part in ("shd", "kd", "recipes", "shrink"):
             module = "shd_ref" if part == "shd" else f"shd_ref.{part}"
             session.run(python, "-m", "shd_ref.conformance", "--impl", module, "--part", part, external=True)
-        session.run(str(clean / "bin" / "shd"), "--version", external=True)
+        session.run(str(Path(python).with_name("shd")), "--version", external=True)
     session.log(f"ready to upload: {', '.join(files)}")
+
+
+TRIED = {
+    "": "import shd_ref, shd_ref.conformance",
+    "cache": "import shd_ref.cache",
+    "zstd": "import shd_ref.cache, zstandard",
+    "remote": "import fsspec, s3fs, shd_ref.cache",
+    "teacher": "from shd_ref.cli import load_app; load_app()",
+    "inputs": "from shd_ref.cli import load_app; import pyarrow, safetensors, tokenizers; load_app()",
+    "oracles": "import shd_ref.oracles, shd_ref.matching",
+    "report": "from shd_ref.cli import load_app; import jinja2, matplotlib; load_app()",
+    "plot": "import matplotlib, scipy, sklearn",
+    "ray": "import ray.data; from shd_ref.cli import load_app; load_app()",
+    "torch": "import shd_torch, shd_torch.commands; shd_torch.attention_kl",
+    "triton": "import shd_torch, shd_torch.kernels; shd_torch.attention_kl",
+    "hf": "import shd_torch; shd_torch.SHDTrainer",
+    "all": "import shd_torch, shd_torch.commands; shd_torch.SHDTrainer",
+}
+"""By extra, what its clean environment must be able to load."""
+
+
+@nox.session(python=["3.11", "3.13"])
+def wheels(session: nox.Session) -> None:
+    """The wheel with each extra in a clean environment, on the oldest and the newest Python; names choose extras."""
+    _, wheel = build(session)
+    for extra in session.posargs or TRIED:
+        python = clean_python(session, wheel.parents[1] / "clean")
+        wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+        if {extra} & {"torch", "triton", "hf", "all"}:
+            session.run(python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, "torch", external=True)
+        session.run(python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, wanted, external=True)
+        with session.chdir(wheel.parent):
+            session.run(python, "-c", TRIED[extra], external=True)
+
+
+def build(session: nox.Session) -> tuple[Path, Path]:
+    """The folder of what is uploaded, made again, and the wheel in it."""
+    session.install("build")
+    out = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(out, ignore_errors=True)  # what an earlier version left
+    session.run("python", "-m", "build", "--outdir", str(out))
+    (wheel,) = out.glob("*.whl")
+    return out, wheel
+
+
+def clean_python(session: nox.Session, folder: Path) -> str:
+    """The interpreter of an environment that holds nothing, of the session's own version."""
+    session.run("python", "-m", "venv", "--clear", str(folder))
+    return str(folder / "bin" / "python")
 
 
 def lower_bounds() -> list[str]:

@@ -300,7 +300,7 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def _print_verdict(rows: list[dict[str, Any]]) -> None:
-    """Where the kernels pay, which is what ``TRITON_LENGTHS`` of ``shd_torch/kl/backends.py`` is to say."""
+    """Where the kernels pay, of which ``gpu_pass.py`` writes ``shd_torch/kl/measured.json``."""
     ratios = {(row["form"], row["length"], row["name"]): row.get("time_ratio") for row in rows}
     lengths = sorted({row["length"] for row in rows})
     forms = sorted({row["form"] for row in rows})

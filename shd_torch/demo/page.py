@@ -74,17 +74,17 @@ def render_page(found: Mapping[str, Any]) -> str:
     start, seeds = found["squeezed_start"], found["seeds"]
     accuracy = _markdown(found["accuracy"], ".1f", found["accuracy"])
     gain = _markdown(found["gain"], "+.1f", [])
+    right, pictures = f"{found['teacher_accuracy']:.1%}", found["test_images"]
     sizes = f"{start['teacher_parameters']:,} -> {start['parameters']:,} parameters"
     return f"""# What `shd-torch demo` shows
 
-A vision transformer of {start["teacher_heads"]} heads and {start["teacher_layers"]} layers, trained on all 1,257
-training images of scikit-learn's handwritten digits, has {found["teacher_accuracy"]:.1%} of {found["test_images"]}
-test images right. `shd-torch shrink` makes a student of {start["heads"]} heads and {start["layers"]} layers of it
-({sizes}), which has {start["accuracy"]:.1%} right before any training.
-`shd precompute` stores the teacher's squeezed attention and its logits in one cache of
-{found["cache_bytes"] / 1e6:.1f} MB. Students then train on a few labelled images each, from random weights or from
-the squeezed teacher, with cross entropy (CE), KD and SHD; the teacher is no longer in memory. Everything runs
-through the commands and `SHDTrainer`, as yours would.
+A vision transformer of {start["teacher_heads"]} heads and {start["teacher_layers"]} layers, trained on all
+1,257 training images of scikit-learn's handwritten digits, has {right} of {pictures} test images right.
+`shd-torch shrink` makes a student of {start["heads"]} heads and {start["layers"]} layers of it ({sizes}),
+which has {start["accuracy"]:.1%} right before any training. `shd precompute` stores the teacher's squeezed
+attention and its logits in one cache of {found["cache_bytes"] / 1e6:.1f} MB. Students then train on a few labelled
+images each, from random weights or from the squeezed teacher, with cross entropy (CE), KD and SHD; the teacher is no
+longer in memory. Everything runs through the commands and `SHDTrainer`, as yours would.
 
 Test accuracy in %, mean and 95% interval of {seeds} seeds, {found["steps"]} steps each:
 

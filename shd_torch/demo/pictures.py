@@ -13,6 +13,7 @@ mpl.use("Agg")  # files, no window
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 COLORS: Final = {"CE": "#7f7f7f", "CE + KD": "#1f77b4", "CE + KD + SHD": "#d62728"}
@@ -27,7 +28,7 @@ Panels = Sequence[tuple[str, NDArray[Any]]]
 def draw_maps(images: Sequence[NDArray[Any]], rows: Sequence[tuple[Panels, Panels]], path: Path) -> None:
     """Where the class token looks: for each image the teacher's heads, and below them what was made of them.
 
-    All maps have one scale of colours, from 0 to the largest entry.
+    All maps have one scale of colours, from 0 to the largest entry, wider for the small ones.
 
     Args:
         images: ``(H, W)`` in [0, 1].
@@ -37,6 +38,7 @@ def draw_maps(images: Sequence[NDArray[Any]], rows: Sequence[tuple[Panels, Panel
     lines = [line for pair in rows for line in pair]
     largest = max(float(maps.max()) for line in lines for _, maps in line)
     count = max(sum(len(maps) for _, maps in line) for line in lines)
+    scale = PowerNorm(0.4, 0, largest)  # or a head that looks at one patch would leave the others black
     # In widths of a map: the image, the maps with a gap behind each pair, and the bar.
     width, height = 1.3 + count + _GAP * (count // 2) + 0.5, 1.24 * len(lines)
     figure = plt.figure(figsize=(width, height))
@@ -56,7 +58,7 @@ def draw_maps(images: Sequence[NDArray[Any]], rows: Sequence[tuple[Panels, Panel
         for title, maps in line:
             for head, attention in enumerate(maps):
                 axis = axis_at(1.3 + column + _GAP * (column // 2), bottom, 0.95)
-                drawn = axis.imshow(attention, cmap="magma", vmin=0, vmax=largest)
+                drawn = axis.imshow(attention, cmap="magma", norm=scale)
                 if head == 0:
                     axis.set_title(title, fontsize=8, pad=3, loc="left")
                 column += 1

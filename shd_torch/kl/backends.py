@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,9 +18,19 @@ from shd_torch.kl.request import KlRequest
 FUSED_LENGTH = 512
 """Keys from which on fused attention is preferred on an accelerator."""
 
-TRITON_LENGTHS: dict[tuple[int, int], int] = {}
-"""Keys from which on the kernels pay, for each compute capability on which ``benchmarks/attention_kl_cuda.py`` showed
-that they do; elsewhere they run where they are asked for. None is measured yet."""
+
+def _read_measured() -> dict[tuple[int, int], int]:
+    devices = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["devices"]
+    return {
+        (each["capability"][0], each["capability"][1]): each["triton_from"]
+        for each in devices
+        if each["triton_from"] is not None
+    }
+
+
+TRITON_LENGTHS: dict[tuple[int, int], int] = _read_measured()
+"""Keys from which on the kernels pay, for each compute capability on which ``benchmarks/gpu_pass.py`` showed that
+they do, and wrote so into ``measured.json``; elsewhere they run where they are asked for."""
 
 TRITON_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 """Of the student's queries: float32 costs the kernels three products, and fused attention has its precision."""

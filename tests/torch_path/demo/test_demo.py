@@ -17,10 +17,11 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_torch import ShdError
 from shd_torch.demo.arrays import ArrayDataset
-from shd_torch.demo.page import COMPARISONS, summarise
+from shd_torch.demo.page import COMPARISONS, render_page, summarise
 from shd_torch.demo.run import run_demo
 from shd_torch.demo.students import METHODS, Outcome
 
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "demo"
 PICTURES = ("accuracy", "maps", "alphas", "losses")
 
 
@@ -59,6 +60,13 @@ def test_comparisons_are_paired_by_seed() -> None:
     accuracy = {row["name"]: row for row in summarise(outcomes)["accuracy"]}[str(METHODS[0])]
     # 4.303 standard errors of three values whose standard deviation is 0.3.
     assert (accuracy["mean"], accuracy["interval"]) == pytest.approx((0.5, 4.3027 * 0.3 / 3**0.5), rel=1e-4)
+
+
+def test_the_page_in_docs_is_that_of_its_results() -> None:
+    found = json.loads((DOCS / "results.json").read_text(encoding="utf-8"))
+    assert (DOCS / "README.md").read_text(encoding="utf-8") == render_page(found)
+    for picture in PICTURES:
+        assert (DOCS / f"{picture}.png").is_file()
 
 
 def test_arrays_of_different_lengths_are_refused() -> None:
