@@ -14,7 +14,7 @@ import typer
 from numpy.typing import NDArray
 
 from shd_ref.commands.parse import read_list
-from shd_ref.commands.terminal import console, narrow_table, show_progress
+from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 from shd_ref.teacher.sources import open_source
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 COMPARED = 128
 """Samples that ``--compare`` uses, the first ones."""
+ROWS_PER_COLUMN = 8
+"""Fewer rows of data than this many times an FFN's neurons are remarked on."""
 
 
 def shrink(
@@ -60,6 +62,9 @@ def shrink(
         Path | None, Shown("Other data in the same form: print a table of this start, its teacher and rivals on it.")
     ] = None,
     no_align: Annotated[bool, typer.Option("--no-align", help="The closed form alone, nothing refitted.")] = False,
+    ridge: Annotated[
+        float, Shown("How firmly refitted matrices are held to the closed form; 0.1 and more for few samples.")
+    ] = 1e-4,
 ) -> None:
     """Make a smaller student that starts as its squeezed teacher, without training.
 
@@ -88,7 +93,7 @@ def shrink(
     if not any(value is not None and value != () for value in smaller.values()):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in smaller)
         raise ShdError("argument-value", f"one of {options} must be given; got none, which makes the teacher again")
-    sizes = {**smaller, "plan": plan, "fit_samples": fit_samples, "align": not no_align}
+    sizes = {**smaller, "plan": plan, "fit_samples": fit_samples, "align": not no_align, "ridge": ridge}
     inputs = read_inputs(data, samples, teacher)
     held_out = None if compare is None else read_inputs(compare, COMPARED, teacher, "compare")
     from shd_torch.export import hide_weight_bars
@@ -152,6 +157,12 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
     if not all(layer["exact"] or layer["case"] == "dropped" for layer in report["layers"]):
         console.say("heads were approximated: shrink.json says in which layers")
+    columns, rows = after["neurons"], report["calibration_rows"]
+    if report["aligned"] and rows < ROWS_PER_COLUMN * columns:
+        print_remarks(
+            f"{rows:,} rows of data for matrices of {columns:,} columns: refitted on so few, a student may be worse "
+            "than its closed form. Take more --samples, a larger --ridge, or --no-align; --compare tells which"
+        )
     console.say(f"{out}: the student, and shrink.json")
     if any(layer["case"] == "dropped" or layer.get("ffn") == "linear" for layer in report["layers"]):
         console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")

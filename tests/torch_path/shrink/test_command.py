@@ -43,7 +43,11 @@ def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
     assert (report["layer_map"], report["calibration_rows"]) == ([[0, 0], [1, 2]], 8 * 9 - 2)
     student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     assert sum(part.numel() for part in student.parameters()) == report["student"]["parameters"]
+    assert "70 rows of data for matrices of 20 columns" in output
     assert "write-failed" in run(*words, "--heads", 2, code=1)
+    words[-1] = tmp_path / "other"
+    assert "rows of data" not in run(*words, "--heads", 2, "--no-align")
+    assert "ridge must be at least 0" in run(*words[:-1], tmp_path / "more", "--heads", 2, "--ridge=-1", code=1)
 
 
 def test_dropped_layers(tmp_path: Path) -> None:
