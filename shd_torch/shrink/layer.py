@@ -367,11 +367,12 @@ def _report_heads(merge: HeadMerge, squeezed: Squeezed) -> dict[str, Any]:
 
 
 def _choose_plan(work: Work, given: Sizes) -> str:
-    """``auto``: matched where heads may meet freely or inside key heads; balanced where equal groups fit exactly."""
+    """``auto``: matched; balanced where groups fit exactly if they are of one size, and matched ones would not be."""
     if work.plan != "auto":
         return work.plan
     ratio = -(-given.heads // work.sizes.heads)
-    if work.frequencies is None and ratio * given.head_dim <= work.sizes.head_dim:
+    fits = work.frequencies is None and ratio * given.head_dim <= work.sizes.head_dim
+    if fits and (given.heads != ratio * work.sizes.heads or ratio & (ratio - 1)):
         return "balanced"
     from importlib.util import find_spec
 
