@@ -284,14 +284,25 @@ def as_record(targets: Targets) -> TopkTargets | SampledTargets | None:
                 return kind(**targets)
         elif all(hasattr(targets, name) for name in kind._fields):
             return kind(*(getattr(targets, name) for name in kind._fields))
-    if isinstance(targets, Mapping):
-        raise ShdError(
-            "argument-value",
-            f"targets must have the fields {', '.join(TopkTargets._fields)}, or "
-            f"{', '.join(SampledTargets._fields)}; got {', '.join(map(str, targets))}",
-            "KD-8",
-        )
-    return None
+    if not isinstance(targets, Mapping) and _is_array_like(targets):
+        return None
+    got = ", ".join(map(str, targets)) if isinstance(targets, Mapping) else type(targets).__name__
+    raise ShdError(
+        "argument-value",
+        f"targets must be logits, or have the fields {', '.join(TopkTargets._fields)}, or "
+        f"{', '.join(SampledTargets._fields)}; got {got}",
+        "KD-8",
+    )
+
+
+def _is_array_like(value: object) -> bool:
+    """An array of any dtype, or numbers that make one."""
+    if hasattr(value, "dtype"):
+        return True
+    try:
+        return np.asarray(value).dtype.kind in "biufc"
+    except ValueError:  # rows of different lengths
+        return False
 
 
 def _resolve_temperature(temperature: float | None, record: TopkTargets | SampledTargets | None) -> float:

@@ -243,6 +243,18 @@ def test_counts_of_numpy_are_integers_as_in_the_reference() -> None:
         shd_torch.kd.kd_targets_topk(tensor(TEACHER), 3.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [None, "logits", object(), {"ids": 1}, [[1.0], [1.0, 2.0]]],
+    ids=["none", "text", "object", "mapping", "ragged"],
+)
+def test_targets_that_are_no_arrays_are_refused_alike(targets: Any) -> None:
+    for loss, logits in ((shd_ref.kd.kd_loss, np.zeros((2, 3))), (shd_torch.kd.kd_loss, torch.zeros(2, 3))):
+        with pytest.raises(ShdError, match="targets must be logits, or have the fields ids") as caught:
+            loss(targets, logits)
+        assert caught.value.code == "argument-value"
+
+
 def test_no_gradient_reaches_the_targets() -> None:
     teacher = tensor(TEACHER).requires_grad_()
     z = tensor(STUDENT).requires_grad_()

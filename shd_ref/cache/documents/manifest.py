@@ -160,12 +160,7 @@ class Manifest:
 
     def differences(self, other: Manifest) -> list[str]:
         """The members in which another manifest differs, as ``name: this -> other``."""
-        mine, theirs = _flatten(asdict(self)), _flatten(asdict(other))
-        return [
-            f"{name}: {mine.get(name)!r} -> {theirs.get(name)!r}"
-            for name in sorted(mine.keys() | theirs.keys())
-            if mine.get(name) != theirs.get(name)
-        ]
+        return list(_differences("", asdict(self), asdict(other)))
 
     def shard_samples(self, shard: int) -> list[int]:
         """Sample indices of one shard, in the order in which it stores them (CACHE-26).
@@ -187,11 +182,28 @@ def _list_caches(root: Path | str) -> str:
     return f", but holds some: name one of {shown}" if found else ""
 
 
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {name: value}
-    return {
-        inner: leaf
-        for key, member in value.items()
-        for inner, leaf in _flatten(member, f"{name}.{key}" if name else key).items()
-    }
+def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
+    """Of equally long lists of objects the first entry that differs, so that a dozen layers are not a page."""
+    if mine == theirs:
+        return
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in sorted(mine.keys() | theirs.keys()):
+            yield from _differences(f"{name}.{key}" if name else key, mine.get(key), theirs.get(key))
+    elif not (_is_list(mine) and _is_list(theirs)):
+        yield f"{name}: {_say(mine)} -> {_say(theirs)}"
+    elif len(mine) != len(theirs):
+        yield f"{name}: {len(mine)} -> {len(theirs)} entries"
+    else:
+        first, *more = [number for number, each in enumerate(mine) if each != theirs[number]]
+        yield from _differences(f"{name}[{first}]", mine[first], theirs[first])
+        if more:
+            yield f"{name}: {len(more)} more of {len(mine)} entries"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, dict) for each in value)
+
+
+def _say(value: Any) -> str:
+    """A value; of an object its codec, if it has one, as the rest has nothing to be compared with."""
+    return str(value.get("codec", "given")) if isinstance(value, dict) else repr(value)

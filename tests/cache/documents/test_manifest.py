@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-from support.makers import KINDS, OTHER_PLAN, PLAN, document, job, key_of
+from support.makers import ALONE, KINDS, OTHER_PLAN, PLAN, TOPK, document, job, key_of
 
 from shd_ref.cache import (
     Dataset,
@@ -47,6 +47,21 @@ def test_layers_may_have_plans_of_their_own() -> None:
     assert manifest.attention.num_alphas == 2
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     assert job().attention.layer_plans == (PLAN, PLAN)
+
+
+def test_differences_name_members_and_not_whole_lists() -> None:
+    other = job(
+        layers=tuple(replace(layer, teacher_layer=layer.teacher_layer + 1) for layer in job().attention.layers),
+        logits=TOPK,
+    )
+    assert job().differences(other) == [
+        "attention.layers[0].teacher_layer: 2 -> 3",
+        "attention.layers: 1 more of 2 entries",
+        "logits: None -> topk",
+    ]
+    fewer = job(layers=job().attention.layers[:1])
+    assert job().differences(fewer) == ["attention.layers: 2 -> 1 entries"]
+    assert job(logits=TOPK).differences(job(**ALONE["topk"]))[0] == "attention: sqrt8-row -> no attention"
 
 
 def test_how_many_layers_were_meant() -> None:
