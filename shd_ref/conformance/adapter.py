@@ -97,6 +97,7 @@ RECIPES_OUTPUTS: dict[str, tuple[str, ...]] = {
     "noised": ("x_t",),
     "vitkd": ("mimic", "generate"),
     "vkd": ("cross_entropy", "kd", "features"),
+    "vkd_detection": ("features",),
 }
 """The operations of ``specs/recipes.md``, the same way; a term is a record of its ``value`` and its ``weight``."""
 

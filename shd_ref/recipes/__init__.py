@@ -14,7 +14,7 @@ from shd_ref.recipes.minillm import Rollout, minillm_advantages, minillm_policy,
 from shd_ref.recipes.nkd import nkd
 from shd_ref.recipes.terms import Term, Terms, total
 from shd_ref.recipes.vitkd import vitkd
-from shd_ref.recipes.vkd import vkd
+from shd_ref.recipes.vkd import vkd, vkd_detection
 
 __all__ = [
     "Rollout",
@@ -37,4 +37,5 @@ __all__ = [
     "total",
     "vitkd",
     "vkd",
+    "vkd_detection",
 ]

@@ -1,6 +1,8 @@
-"""VkD: pooled features through an orthogonal projection, and KD on the distillation token (REC-19, REC-20)."""
+"""VkD: features through an orthogonal projection, of images (REC-19, REC-20) and of detectors (REC-34)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,13 +65,58 @@ def vkd(
         )
     centred = teacher - teacher.mean(axis=-1, keepdims=True)
     target = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + LAYER_NORM_EPSILON)
-    distance = np.abs(student @ matrix.T - target)
-    smooth = np.where(distance < 1, 0.5 * distance**2, distance - 0.5)
+    smooth = _smooth(student @ matrix.T - target)
     return {
         "cross_entropy": Term(label_loss(logits, checked), 1.0),
         "kd": Term(soft, weights[0]),
         "features": Term(float(smooth.mean()), weights[1]),
     }
+
+
+def vkd_detection(
+    student_tokens: Sequence[ArrayLike], teacher_tokens: Sequence[ArrayLike], *, feature_weight: float = 4.0
+) -> Terms:
+    """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel (REC-34).
+
+    Args:
+        student_tokens: a group's rows ``(n, D)`` each, projected.
+        teacher_tokens: the same groups of the teacher.
+        feature_weight: a.
+
+    Returns:
+        The term ``features``.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``not-finite``.
+    """
+    weight = check_weight("feature_weight", feature_weight)
+    students = [as_float(each, "student_tokens", ndim=2) for each in student_tokens]
+    teachers = [as_float(each, "teacher_tokens", ndim=2) for each in teacher_tokens]
+    shapes = [each.shape for each in students], [each.shape for each in teachers]
+    if not students or shapes[0] != shapes[1] or min(len(each) for each in students) < 2:
+        raise ShdError(
+            "argument-shape",
+            "student_tokens and teacher_tokens must be groups (n, D) of the same shapes with n of at least 2; got "
+            f"{shapes[0]} and {shapes[1]}",
+            "REC-34",
+        )
+    groups = zip(students, teachers, strict=True)
+    value = sum(float(_smooth(_standardised(s) - _standardised(t)).mean()) for s, t in groups)
+    return {"features": Term(value, weight)}
+
+
+def _standardised(rows: Array) -> Array:
+    centred = rows - rows.mean(axis=0)
+    deviation = rows.std(axis=0, ddof=1)
+    divided: Array = centred / np.where(deviation == 0, 1.0, deviation)
+    return np.where((rows == rows[0]).all(axis=0), 0.0, divided)
+
+
+def _smooth(difference: Array) -> Array:
+    """SmoothL1: a square near 0, a distance beyond 1."""
+    distance = np.abs(difference)
+    smooth: Array = np.where(distance < 1, 0.5 * distance**2, distance - 0.5)
+    return smooth
 
 
 def _pool(features: Array) -> Array:

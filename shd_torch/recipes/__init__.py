@@ -18,7 +18,7 @@ from shd_torch.recipes.nkd import nkd
 from shd_torch.recipes.scale import ScaleReport, scale_report
 from shd_torch.recipes.terms import SHD, Term, Terms
 from shd_torch.recipes.vitkd import ViTKD
-from shd_torch.recipes.vkd import OrthogonalProjection, vkd
+from shd_torch.recipes.vkd import OrthogonalProjection, vkd, vkd_detection
 
 __all__ = [
     "SHD",
@@ -47,4 +47,5 @@ __all__ = [
     "noised",
     "scale_report",
     "vkd",
+    "vkd_detection",
 ]

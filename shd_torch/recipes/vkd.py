@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal
@@ -111,6 +114,63 @@ def vkd(
         kd=Term(soft, weights[0]),
         features=Term(features, weights[1]),
     )
+
+
+@without_autocast
+def vkd_detection(
+    student_tokens: Sequence[Tensor],
+    teacher_tokens: Sequence[Tensor],
+    *,
+    feature_weight: float = 4.0,
+    shd: SHD | None = None,
+    check: bool = True,
+) -> Terms:
+    """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel (REC-34).
+
+    Beside a detector's own loss, which is the caller's to add. Groups are what ViDT matches: patches of each of four
+    scales, detection tokens of the body and of the neck, rows of all samples together. Denominator: the numbers of a
+    group; groups are summed. Default: that of VkD's ViDT training (a = 4.0; its ``criterion.py``), whose projections
+    are orthogonal, with a trained scale and bias.
+
+    Args:
+        student_tokens: a group's rows ``(n, D)`` each, projected, n of at least 2.
+        teacher_tokens: the same groups of the teacher.
+        feature_weight: a.
+        shd: the attention term beside it.
+        check: look at the values, which makes the host wait for the device.
+
+    Returns:
+        The term ``features`` (a).
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    weight = check_weight("feature_weight", feature_weight)
+    for name, groups in (("student_tokens", student_tokens), ("teacher_tokens", teacher_tokens)):
+        for rows in groups:
+            check_real(rows, name, check=check, ndim=2)
+    shapes = [[tuple(rows.shape) for rows in groups] for groups in (student_tokens, teacher_tokens)]
+    if not shapes[0] or shapes[0] != shapes[1] or min(rows for rows, _ in shapes[0]) < 2:
+        raise ShdError(
+            "argument-shape",
+            "student_tokens and teacher_tokens must be groups (n, D) of the same shapes with n of at least 2; got "
+            f"{shapes[0]} and {shapes[1]}",
+            "REC-34",
+        )
+    values = [
+        F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
+        for rows, taught in zip(student_tokens, teacher_tokens, strict=True)
+    ]
+    return join(shd, features=Term(torch.stack([each.to(values[0]) for each in values]).sum(), weight))
+
+
+def _standardised(rows: Tensor) -> Tensor:
+    """Channels with mean 0 and deviation 1 over rows; 0, with no gradient, where they do not vary."""
+    wide = rows.to(compute_dtype(rows))
+    varies = (wide != wide[0]).any(0)
+    variance = wide.masked_fill(~varies, 0.0).var(0)
+    centred = (wide - wide.mean(0)).masked_fill(~varies, 0.0)
+    return centred * torch.where(varies, variance, 1.0).rsqrt()
 
 
 def _pool(features: Tensor) -> Tensor:

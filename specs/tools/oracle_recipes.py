@@ -306,6 +306,26 @@ def vkd(
     )
 
 
+def vkd_detection(
+    student_tokens: Sequence[Nested], teacher_tokens: Sequence[Nested], *, feature_weight: Number = 4
+) -> dict[str, Any]:
+    """REC-34."""
+    value = ZERO
+    for group in zip(student_tokens, teacher_tokens, strict=True):
+        channels = [[[decimal(x) for x in column] for column in zip(*rows, strict=True)] for rows in group]
+        pairs = [pair for two in zip(*channels, strict=True) for pair in zip(*map(standardised, two), strict=True)]
+        apart = [abs(own - taught) for own, taught in pairs]
+        value += mean([x**2 / 2 if x < 1 else x - ONE / 2 for x in apart])
+    return terms(features=(value, feature_weight))
+
+
+def standardised(column: Row) -> Row:
+    """Mean 0, deviation 1 over n - 1; zeros of a column that does not vary (REC-34)."""
+    centre = mean(column)
+    variance = sum(((x - centre) ** 2 for x in column), ZERO) / (len(column) - 1)
+    return [(x - centre) / variance.sqrt() if variance else ZERO for x in column]
+
+
 # --- MiniLLM ------------------------------------------------------------------------------------------------------
 
 

@@ -349,6 +349,31 @@ def test_both_refuse_alike(code: str, spec_id: str, operation: str, arguments: A
         assert (caught.value.code, caught.value.spec_id) == (code, spec_id), recipes.__name__
 
 
+def test_vkd_detection_is_the_reference_with_its_gradient() -> None:
+    """A sum over groups; a channel that does not vary has no gradient, and neither has the teacher."""
+    own, taught = ([normal(7, 3), normal(4, 2)] for _ in range(2))
+    own[1][:, 0] = 2.0
+    student = [give(rows).requires_grad_() for rows in own]
+    teacher = [give(rows).requires_grad_() for rows in taught]
+    term = shd_torch.recipes.vkd_detection(student, teacher)["features"]
+    expected = shd_ref.recipes.vkd_detection(own, taught)["features"]
+    assert (term.value.item(), term.weight) == (pytest.approx(expected.value, rel=1e-12), 4.0)
+    term.value.backward()
+    assert all(rows.grad is None for rows in teacher)
+    assert student[1].grad is not None
+    assert not student[1].grad[:, 0].any()
+    free = [give(normal(5, 2)).requires_grad_(), student[0]]
+    fixed = [give(normal(5, 2)), give(taught[0])]
+    assert torch.autograd.gradcheck(lambda *rows: shd_torch.recipes.vkd_detection(rows, fixed).total, tuple(free))
+    half = shd_torch.recipes.vkd_detection([rows.bfloat16() for rows in fixed], free)["features"].value
+    assert half.dtype == torch.float32
+    for groups in (([], []), (fixed, fixed[:1]), ([fixed[0][:1]], [fixed[0][:1]])):
+        for recipes in (shd_ref.recipes, shd_torch.recipes):
+            with pytest.raises(ShdError, match="with n of at least 2") as caught:
+                recipes.vkd_detection(*groups)
+            assert (caught.value.code, caught.value.spec_id) == ("argument-shape", "REC-34")
+
+
 def test_vitkd_refuses_what_does_not_fit() -> None:
     module = shd_torch.recipes.ViTKD(D, 4).double()
     layers, last = [torch.randn(B, N, D).double()] * 2, torch.randn(B, N, D).double()

@@ -308,6 +308,33 @@ def vkd() -> Book:
     return book
 
 
+def vkd_detection() -> Book:
+    """REC-34."""
+    book = _book("vkd_detection", "features")
+    students, teachers = (
+        [numbers([6, 3], seed, -12, 12, 2), numbers([4, 2], seed + 1, -12, 12, 2)] for seed in (5801, 5811)
+    )
+    good = {"student_tokens": students, "teacher_tokens": teachers}
+    book.valid("two-groups", "a sum of means: of groups of other sizes", "REC-34", inputs=good)
+    book.valid("weight", "as the detector's other losses", "REC-34", inputs={**good, "feature_weight": 0.5})
+    still = array([[0.5, x] for x in (1, -2, 3, 0.5)])
+    book.valid("constant", "a channel without spread says nothing, on either side", "REC-34",
+               inputs={"student_tokens": [still, teachers[1]], "teacher_tokens": [students[1], still]})  # fmt: skip
+    few = {"student_tokens": [array([[1, 2], [3, -5]])], "teacher_tokens": [array([[2, 1], [0, 4]])]}
+    book.valid("two-rows", "the fewest that have a deviation", "REC-34", inputs=few)
+    _weight_refusals(book, good, "feature_weight", shared=False)
+    refusals = {
+        "one-row": ([array([[1, 2]])], [array([[2, 1]])]),
+        "groups": (students, teachers[:1]),
+        "no-group": ([], []),
+        "rows": (students[:1], [numbers([5, 3], 5820, -8, 8, 2)]),
+    }
+    for name, (own, taught) in refusals.items():
+        book.invalid(name, "groups that do not belong together, or say nothing", "REC-34", "argument-shape",
+                     inputs={"student_tokens": own, "teacher_tokens": taught})  # fmt: skip
+    return book
+
+
 SAMPLED = {"student_logits": BEFORE, "teacher_logits": TEACHER, "tokens": TOKENS, "mask": ROWS}
 
 
@@ -498,4 +525,5 @@ BOOKS = (
     noised,
     vitkd,
     vkd,
+    vkd_detection,
 )

@@ -60,7 +60,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "recipes.nkd": ("nkd",),
     "recipes.terms": ("image_kd", "nkd"),
     "recipes.vitkd": ("vitkd",),
-    "recipes.vkd": ("vkd",),
+    "recipes.vkd": ("vkd", "vkd_detection"),
     "shrink.align": ("align_output",),
     "shrink.depth": ("kept_layers",),
     "shrink.exponents": ("fit_mixing",),
