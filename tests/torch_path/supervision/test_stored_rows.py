@@ -74,6 +74,8 @@ def assert_decodes(batch: CachedSupervision, reader: CacheReader, indices: tuple
         if reader.manifest.logits is not None:
             wanted = reader.decode_logits(record)
             by_sample = reader.manifest.logits.rows == "sample"
+            if by_sample:  # a trainer says the second axis of the student's logits: two classes, say
+                assert all(map(torch.equal, fields_of(batch.targets(2)), fields_of(targets)))
             wanted_fields = [wanted[0] if by_sample else wanted] if isinstance(wanted, np.ndarray) else wanted[:3]
             for got, expected in zip(fields_of(targets), wanted_fields, strict=True):
                 own = got[number] if by_sample else got[number, first:n]

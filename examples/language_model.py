@@ -1,0 +1,75 @@
+"""JSON lines in, a distilled and evaluated student out; the teacher is never in training memory.
+
+    python make_data.py                     # or bring teacher/ (a Hugging Face folder), train.jsonl and test.jsonl
+    shd-torch export --model teacher --out teacher.onnx
+    shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
+    shd precompute teacher.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out cache
+    python language_model.py
+
+The student starts as its squeezed teacher and learns from three things: the text, the cached logits (KD) and the
+cached attention (SHD). The last line compares test losses, in nats a token:
+
+    teacher 0.550, student 0.554 before and 0.546 after training, with 41% of the parameters
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
+
+from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student
+
+
+def main() -> None:
+    """Train and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--beta", type=float, default=0.02, help="weight of SHD; sweep it for your task")
+    given = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained("teacher")
+    train, test = read("train.jsonl", tokenizer), read("test.jsonl", tokenizer)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # pads on the right, as the cache expects
+    arguments = TrainingArguments(
+        "trained",
+        num_train_epochs=given.epochs,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        logging_steps=50,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = SHDTrainer(
+        model=load_student("student"),
+        args=arguments,
+        train_dataset=SupervisedDataset(train, "cache"),  # joined by a hash of the tokens, in any order
+        eval_dataset=test,
+        data_collator=collate,
+        beta=given.beta,
+        kd=KdTerm(rows="next_labels"),  # the rows that the student's own loss counts too
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    trainer.save_model("trained")
+    teacher = AutoModelForCausalLM.from_pretrained("teacher")
+    best = transformers.Trainer(teacher, arguments, collate).evaluate(test)["eval_loss"]
+    part = trainer.model.num_parameters() / teacher.num_parameters()
+    print(
+        f"teacher {best:.3f}, student {before:.3f} before and {after:.3f} after training, "
+        f"with {part:.0%} of the parameters"
+    )
+
+
+def read(path: str, tokenizer: Any) -> list[Any]:
+    """Tokens as the teacher saw them: the same tokenizer, cut at the same length."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [tokenizer(json.loads(line)["text"], truncation=True) for line in lines]
+
+
+if __name__ == "__main__":
+    main()

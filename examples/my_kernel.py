@@ -1,0 +1,66 @@
+"""Your own loss, judged: how a mistake is found, and how a right one passes.
+
+    python my_kernel.py
+
+`forward_kl` below stands for your kernel, in any framework. The judge calls it with NumPy arrays by the names of
+specs/shd.md, here through an adapter that says which options it has. The first version divides by all rows, as a
+`mean()` over padded batches does; the judge names that mistake. It ends with
+
+    mean over rows that count at float64, specification 1.0: conforms
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shd_ref.conformance import judge
+
+JUDGED = [f"shd_loss/{name}" for name in ("two-heads", "teacher-zeros", "padded-rows", "causal", "half-beta")]
+"""What this kernel has. Leave `only` out to be asked everything; what is missing is reported as missing."""
+
+
+def forward_kl(target: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, *, all_rows: bool) -> torch.Tensor:
+    """KL(target || softmax(logits)) of each map, summed over maps (LOSS-1, LOSS-2, LOSS-4).
+
+    Args:
+        target: ``(B, H, L, S)`` merged maps.
+        logits: ``(B, H, L, S)`` of the student, ``-inf`` where it may not attend.
+        rows: ``(B, L)``, True where a row counts.
+        all_rows: the mistake: the mean is over padding too.
+    """
+    log_q = logits.log_softmax(-1)
+    terms = torch.where(target > 0, target * (target.clamp_min(1e-300).log() - log_q), 0).sum(-1)
+    count = rows.numel() if all_rows else rows.sum()
+    return (terms * rows[:, None]).sum() / count
+
+
+class Adapter:
+    """Hands the judge's arrays to the kernel."""
+
+    def __init__(self, all_rows: bool) -> None:
+        self.all_rows = all_rows
+
+    def run_operation(self, operation: str, inputs: dict[str, Any], dtype: str) -> float:
+        """One call; an option that the kernel lacks is missing, not failed."""
+        given = dict(inputs)
+        target, logits = given.pop("supervision"), given.pop("student_logits")
+        beta, mask = given.pop("beta", 1.0), given.pop("loss_mask", None)
+        if operation != "shd_loss" or given or isinstance(target, list):
+            raise NotImplementedError(operation)
+        rows = np.ones((target.shape[0], target.shape[2]), bool) if mask is None else mask
+        loss = forward_kl(*map(torch.tensor, (target, logits, rows)), all_rows=self.all_rows)
+        return float(beta * loss)
+
+
+def main() -> None:
+    """Judge both versions."""
+    for name, all_rows in (("mean over all rows", True), ("mean over rows that count", False)):
+        report = judge(Adapter(all_rows), dtype="float64", name=name, only=JUDGED)
+        print(report.summary())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Two teachers, one student: the mean of their logits and the attention of the first, from one cache.
+
+    python make_data.py                     # teacher/ and text
+    python make_data.py second              # second/: another size, the same vocabulary
+    shd-torch export --model teacher --out teacher.onnx
+    shd-torch export --model second --out second.onnx
+    shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
+    shd precompute teacher.onnx --with-teacher second.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out two_cache
+    python two_teachers.py
+
+Logits are averaged before any class is left out, as BabyLlama does. Attention of both teachers is a live matter:
+`SHDTrainer(teacher=[OnlineTeacher(first, ...), OnlineTeacher(second, ...)])`. It prints
+
+    two teachers: student ... before and ... after training
+"""  # noqa: E501  # commands are for copying
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
+
+from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student
+
+
+def main() -> None:
+    """Train and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=float, default=2)
+    given = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained("teacher")
+    train, test = (
+        [
+            tokenizer(json.loads(line)["text"], truncation=True)
+            for line in Path(path).read_text(encoding="utf-8").splitlines()
+        ]
+        for path in ("train.jsonl", "test.jsonl")
+    )
+    trainer = SHDTrainer(
+        model=load_student("student"),
+        args=TrainingArguments(
+            "trained_by_two",
+            num_train_epochs=given.epochs,
+            learning_rate=1e-3,
+            logging_steps=50,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=SupervisedDataset(train, "two_cache"),
+        eval_dataset=test,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        beta=0.02,
+        kd=KdTerm(rows="next_labels"),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    print(f"two teachers: student {before:.3f} before and {trainer.evaluate()['eval_loss']:.3f} after training")
+    trainer.save_model("trained_by_two")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a newcomer copies runs as it stands: README, the snippets on training, every script of ``examples``.
+
+One file, so that one process makes the teachers and exports them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "make_data.py")
+RAY_WARNS = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+NEEDS = {"lightning_module.py": "lightning", "ray_cluster.py": "ray"}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # where there is no accelerator
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # advice on workers of the loader
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),  # lightning's own
+]
+
+
+START = README[README.index("## From text") : README.index("## What it gains")]
+MAKE, START_COMMANDS = (block.splitlines() for block in re.findall(r"```bash\n(.*?)```", START, re.DOTALL))
+SETUP, *SNIPPETS = re.findall(r"test_examples.py -->\n```python\n(.*?)```", TRAINING, re.DOTALL)
+
+
+def start(run_in: Callable[..., Path]) -> Path:
+    """The folder after the README's commands."""
+    (made,) = MAKE
+    return run_in(made.split(" && ")[-1], *START_COMMANDS)
+
+
+def test_readme_turns_text_into_a_trained_student(
+    run_in: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(start(run_in))
+    (snippet,) = re.findall(r"```python\n(.*?)```", START, re.DOTALL)
+    capsys.readouterr()
+    exec(compile(snippet, "README.md", "exec"), {"__name__": "__main__"})
+    losses = dict(re.findall(r"^(before|after) ([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
+    assert float(losses["after"]) < float(losses["before"])
+    assert Path("trained", "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["loop", "trainer", "live", "free", "free-trainer"])
+def test_training_page_trains(
+    snippet: str, run_in: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(run_in)
+    if "whole" in snippet:
+        run_in(*re.findall(r"^(shd precompute .* --out whole)$", TRAINING, re.MULTILINE))
+    monkeypatch.chdir(run_in())
+    names: dict[str, Any] = {}
+    exec(compile(SETUP, "training.md", "exec"), names)
+    before = {name: weight.detach().clone() for name, weight in names["student"].named_parameters()}
+    exec(compile(snippet, "training.md", "exec"), names)
+    trained = names["trainer"].model if "trainer" in names else names["student"]
+    changed = [name for name, weight in trained.named_parameters() if not weight.cpu().equal(before[name])]
+    assert any("q_proj" in name for name in changed)
+    if "trainer" in names:
+        (logged,) = (each for each in names["trainer"].state.log_history if "shd_loss" in each)
+        terms = ["shd_loss", *("kd_loss", "hidden_loss")[: 2 * ("kd=" in snippet)]]
+        assert min(logged[term] for term in terms) > 0
+    else:
+        assert all(term.detach() > 0 for term in names["terms"].values())
+
+
+def commands(script: str) -> list[str]:
+    """The lines of a docstring that a user copies; environments are set up already."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / script).read_text(encoding="utf-8"))) or ""
+    lines = re.findall(r"^    ((?:python|shd|shd-torch) .*)$", text, re.MULTILINE)
+    assert lines[-1].startswith(f"python {script}")
+    return lines
+
+
+def expected(script: str) -> str:
+    """The last block of a docstring: what the last command prints, with other numbers here."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / script).read_text(encoding="utf-8"))) or ""
+    return text.rsplit("\n\n", 1)[1].strip()
+
+
+@pytest.fixture
+def without_ray() -> Iterator[None]:
+    """Ends the cluster that an example started."""
+    yield
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=RAY_WARNS if name == "ray_cluster.py" else ()) for name in SCRIPTS]
+)
+def test_example_prints_what_it_says(
+    script: str, run_in: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if script in NEEDS and find_spec(NEEDS[script]) is None:
+        pytest.skip(f"this example needs {NEEDS[script]}")
+    *before, last = commands(script)
+    run_in(*before)
+    capsys.readouterr()
+    run_in(last)
+    printed = capsys.readouterr().out
+    pattern = re.sub(r"(?:\\?[\d.,%]|\\-)+", ".+", re.escape(" ".join(expected(script).split())))
+    assert re.search(pattern, " ".join(printed.split())), printed
