@@ -103,7 +103,7 @@ plans = {
 }
 for name, plan in plans.items():
     result = shd.squeeze_heads(maps, outputs, 6, plan=plan)
-    print(f"{name:10}  pairs {[tuple(pair) for pair in plan[0]]}  output off by {result.residual[0]:.3f}")
+    print(f"{name:10} output off by {result.residual[0]:.3f}   {[tuple(pair) for pair in plan[0]]}")
 
 # %% [markdown]
 # ## Six maps in place of twelve
