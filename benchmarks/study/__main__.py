@@ -11,11 +11,12 @@ import platform
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from benchmarks.study.analysis import compare, print_tables, write_table
+from benchmarks.study.analysis import compare, print_tables, write_page, write_table
 from benchmarks.study.arms import Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.pictures import draw_all
@@ -43,6 +44,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of runs.jsonl and table.csv")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
     parser.add_argument("--pictures", type=Path, help="folder of pictures; default docs/study, or --out with --quick")
+    parser.add_argument(
+        "--page", type=Path, help="Markdown page whose tables are written anew, such as docs/study.md"
+    )
+    parser.add_argument("--maps", action="store_true", help="train two students of digits again and draw their maps")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.tasks) - set(TASKS))
@@ -81,6 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
             print_tables(rows, grid, console)
             write_table(rows, given.out / f"{name}.csv")
             draw_all(rows, grid, record, pictures)
+            if given.page is not None:
+                write_page(rows, grid, given.page)
+        if given.maps and name == "images":
+            arms = {arm.method: arm for arm in reversed(grid.arms) if arm.part == "beta"}
+            task: Any = load_task(name)(given.work / name, grid.arms[0].settings)
+            task.draw_maps(
+                {"student, KD": arms["base"], "student, KD + SHD": arms["shd"]}, pictures / "images-maps.png"
+            )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class Row:
         gain: by how much ``test`` is better than that of the base loss alone, from the same start and on the same
             data; mean of differences by seed. NaN where there is none to compare with.
         gain_interval: of it.
+        over_shd: the same over SHD as its source has it (adjacent pairs, an alpha a map), at this beta where there is
+            such an arm, else at the first beta of the grid. NaN for SHD itself and for the base loss alone.
+        over_shd_interval: of it.
         is_chosen: whether this beta has the best ``valid`` of its method and options.
         step_seconds: processor time of a training step without the teacher's pass, median.
         sample_bytes: what of the teacher a sample's loss reads, in half precision.
@@ -57,6 +60,8 @@ class Row:
     test_interval: float
     gain: float
     gain_interval: float
+    over_shd: float
+    over_shd_interval: float
     is_chosen: bool
     step_seconds: float
     sample_bytes: float
@@ -86,13 +91,8 @@ def _is_higher_better(metric: str) -> bool:
 
 def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, Any]]) -> Row:
     metric = next(name for name in ("accuracy", "rouge_l", "distance", "loss") if f"test_{name}" in runs[min(runs)])
-    alone = _find_alone(grid, arm)
-    pairs = []
-    for seed, run in runs.items():
-        base = None if alone is None else record.found.get(alone.key(seed))
-        if base is not None and arm.method != ALONE:
-            gain = run[f"test_{metric}"] - base[f"test_{metric}"]
-            pairs.append(gain if _is_higher_better(metric) else -gain)
+    gains = _gains(record, arm, runs, _find_alone(grid, arm), metric)
+    over_shd = _gains(record, arm, runs, _find_shd(grid, arm), metric)
     varied = {
         name: value
         for name, value in arm.options.items()
@@ -100,7 +100,6 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
     }
     options = ", ".join(f"{name}={value}" for name, value in varied.items())
     own = _own_options(grid, arm)
-    beta = f" {arm.options['beta']:g}" if arm.method != ALONE and arm.options["beta"] else ""
     tests = [run[f"test_{metric}"] for run in runs.values()]
 
     def mean(name: str) -> float:
@@ -109,7 +108,7 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
     return Row(
         task=arm.task,
         part=arm.part,
-        label=", ".join([arm.method + beta, *own]),
+        label=", ".join([name_method(arm), *own]),
         method=arm.method,
         beta=float(arm.options["beta"]),
         options=options,
@@ -118,14 +117,41 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
         valid=mean(f"valid_{metric}"),
         test=float(np.mean(tests)),
         test_interval=half_interval(tests),
-        gain=float(np.mean(pairs)) if pairs else math.nan,
-        gain_interval=half_interval(pairs),
+        gain=float(np.mean(gains)) if gains else math.nan,
+        gain_interval=half_interval(gains),
+        over_shd=float(np.mean(over_shd)) if over_shd else math.nan,
+        over_shd_interval=half_interval(over_shd),
         is_chosen=False,
         step_seconds=mean("step_seconds"),
         sample_bytes=mean("sample_bytes"),
         parameter_bytes=mean("parameter_bytes"),
         gradient_share=float(np.mean([run["gradient_share"].get("first", 0.0) for run in runs.values()])),
     )
+
+
+def _gains(record: Record, arm: Arm, runs: dict[int, dict[str, Any]], other: Arm | None, metric: str) -> list[float]:
+    """By how much an arm is better than another, seed by seed, where both were run."""
+    if other is None or other == arm or arm.method == ALONE:
+        return []
+    sign = 1 if _is_higher_better(metric) else -1
+    pairs = [(run, record.found.get(other.key(seed))) for seed, run in runs.items()]
+    name = f"test_{metric}"
+    return [sign * (run[name] - there[name]) for run, there in pairs if there is not None]
+
+
+def _find_shd(grid: Grid, arm: Arm) -> Arm | None:
+    """SHD as its source has it, from the same start and on the same data."""
+    plain = {"method": "shd", "plan": "progressive", "alpha_per": "map", "temperature": 1.0}
+    wanted = {name: plain.get(name, value) for name, value in arm.options.items() if name != "beta"}
+    if wanted == {name: value for name, value in arm.options.items() if name != "beta"}:
+        return None
+    found = [
+        other
+        for other in grid.arms
+        if other.settings == arm.settings and {n: v for n, v in other.options.items() if n != "beta"} == wanted
+    ]
+    same = [other for other in found if other.options["beta"] == arm.options["beta"]]
+    return next(iter([*same, *found]), None)
 
 
 def _find_alone(grid: Grid, arm: Arm) -> Arm | None:
@@ -146,6 +172,17 @@ def _own_options(grid: Grid, arm: Arm) -> list[str]:
     return [f"{n} {v}" for n, v in own.items() if len({str(other.options.get(n, v)) for other in same}) > 1]
 
 
+_UNITS = {"accuracy": "accuracy, %", "rouge_l": "Rouge-L, %", "loss": "loss, nats", "distance": "Frechet distance"}
+_NAMES = {ALONE: "base loss alone", "shd": "SHD", "as_printed": "alpha as printed", "mse": "MSE of maps", "js": "JS"}
+
+
+def name_method(arm: Arm) -> str:
+    """As people say it, with beta where there is one."""
+    name = _NAMES.get(arm.method, arm.method.replace("_", " "))
+    has_beta = arm.method != ALONE and arm.options["beta"] > 0
+    return f"{name}, beta {arm.options['beta']:g}" if has_beta else name
+
+
 def half_interval(values: Sequence[float]) -> float:
     """Half the width of the 95% t interval of a mean; NaN for fewer than two values."""
     if len(values) < 2:
@@ -164,35 +201,55 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 
 def print_tables(rows: Sequence[Row], grid: Grid, console: Console) -> None:
     """A table a part."""
+    for title, lines in _tables(rows, grid):
+        table = Table(title=title, title_justify="left")
+        for column in lines[0]:
+            table.add_column(column, justify="left" if column == "arm" else "right")
+        for line in lines[1:]:
+            table.add_row(*line)
+        console.print(table)
+
+
+def write_page(rows: Sequence[Row], grid: Grid, page: Path) -> None:
+    """Put the tables of a task into a Markdown page, between its two marks; other text stays."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- tables of {grid.task} -->\n", f"<!-- end of {grid.task} -->"
+    before, rest = text.split(begin)
+    page.write_text(before + begin + markdown(rows, grid) + end + rest.split(end)[1], encoding="utf-8")
+
+
+def markdown(rows: Sequence[Row], grid: Grid) -> str:
+    """The tables of a task."""
+    made = []
+    for title, lines in _tables(rows, grid):
+        head, *body = lines
+        rule = ["---", *["--:"] * (len(head) - 1)]
+        made.append("\n".join([f"\n**{title}**\n", *(f"| {' | '.join(line)} |" for line in [head, rule, *body]), ""]))
+    return "".join(made) + "\n"
+
+
+def _tables(rows: Sequence[Row], grid: Grid) -> Iterator[tuple[str, list[list[str]]]]:
+    """Title, and lines of cells, of each part that was run; the first line is the head."""
     for part, question in grid.questions.items():
         own = [row for row in rows if row.part == part]
-        if not own:
-            continue
-        table = Table(title=f"{part}: {question}", title_justify="left")
-        for column in (
-            "arm",
-            "seeds",
-            f"test {own[0].metric}",
-            "gain over base, paired",
-            "share",
-            "ms a step",
-            "kB a sample",
-        ):
-            table.add_column(column, justify="left" if column == "arm" else "right")
-        for row in own:
-            table.add_row(*cells(row))
-        console.print(table)
+        if own:
+            head = ["arm", "seeds", f"test {_UNITS.get(own[0].metric, own[0].metric)}", "gain over base", "over SHD"]
+            yield f"{part}: {question}", [[*head, "share", "ms a step", "kB a sample"], *map(cells, own)]
 
 
 def cells(row: Row) -> list[str]:
     """A row as it is printed."""
     scale, form = (100, ".2f") if _is_higher_better(row.metric) else (1, ".4f")
-    gain = "" if math.isnan(row.gain) else f"{scale * row.gain:+{form}} ± {scale * row.gain_interval:{form}}"
+
+    def signed(value: float, half: float) -> str:
+        return "" if math.isnan(value) else f"{scale * value:+{form}} ± {scale * half:{form}}"
+
     return [
         row.label,
         str(row.seeds),
         f"{scale * row.test:{form}} ± {scale * row.test_interval:{form}}",
-        gain,
+        signed(row.gain, row.gain_interval),
+        signed(row.over_shd, row.over_shd_interval),
         f"{row.gradient_share:.2f}" if row.gradient_share else "",
         f"{1e3 * row.step_seconds:.0f}",
         f"{row.sample_bytes / 1e3:.0f}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -12,8 +13,9 @@ mpl.use("Agg")  # files, no window
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from benchmarks.study.analysis import Row
+from benchmarks.study.analysis import Row, name_method
 from benchmarks.study.arms import Grid
 from benchmarks.study.runs import Record
 
@@ -29,7 +31,7 @@ def draw_all(rows: Sequence[Row], grid: Grid, record: Record, folder: Path) -> N
 
 def draw_gains(rows: Sequence[Row], path: Path) -> None:
     """A dot with its interval for each arm of the chosen beta, part after part."""
-    own = [row for row in rows if not math.isnan(row.gain) and row.is_chosen]
+    own = _once(rows)
     if not own:
         return
     figure, axis = plt.subplots(figsize=(7.2, 0.8 + 0.24 * len(own)), layout="constrained")
@@ -59,25 +61,23 @@ def draw_betas(rows: Sequence[Row], path: Path) -> None:
     if not lines:
         return
     figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for (part, method, _), own in lines.items():
+    for (part, _, _), own in lines.items():
         scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
-        label = f"{part}: {', '.join([method, *own[0].label.split(', ')[1:]])}"
+        label = f"{part}: {own[0].label.replace(f', beta {own[0].beta:g}', '')}"
         gains, halves = [scale * row.gain for row in own], [scale * row.gain_interval for row in own]
         axis.errorbar([r.beta for r in own], gains, yerr=halves, marker="o", markersize=3, capsize=2, label=label)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xscale("log")
     axis.set_xlabel("beta")
-    axis.set_ylabel("gain over the base loss alone")
+    unit = "points" if rows[0].metric in ("accuracy", "rouge_l") else rows[0].metric
+    axis.set_ylabel(f"gain over the base loss alone, {unit}: mean, 95% interval", fontsize=8)
     axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, path)
 
 
 def draw_costs(rows: Sequence[Row], path: Path) -> None:
     """Gain against what a sample's teaching weighs, and against the time of a step."""
-    own = [row for row in rows if not math.isnan(row.gain) and row.is_chosen]
-    own = list(
-        {(row.method, row.options): row for row in own if row.part not in ("start", "labels", "table4")}.values()
-    )
+    own = [row for row in _once(rows) if row.part not in ("start", "labels", "table4")]
     if not own:
         return
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
@@ -90,13 +90,23 @@ def draw_costs(rows: Sequence[Row], path: Path) -> None:
         }.items(),
         strict=True,
     ):
-        for x, row in zip(values, own, strict=True):
-            axis.plot(x, scale * row.gain, "o", markersize=4)
-            axis.annotate(row.label, (x, scale * row.gain), fontsize=5, xytext=(3, 2), textcoords="offset points")
+        for number, (x, row) in enumerate(zip(values, own, strict=True)):
+            marker = "os^Dv"[number // 10 % 5]
+            axis.plot(x, scale * row.gain, marker, markersize=5, label=row.label)
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_xlabel(name)
     axes[0].set_ylabel("gain over the base loss alone")
+    axes[1].legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, path)
+
+
+def _once(rows: Sequence[Row]) -> list[Row]:
+    """Gains of the chosen betas; an arm that several parts ask for has its first label."""
+    found: dict[tuple[str, float, str], Row] = {}
+    for row in rows:
+        if row.is_chosen and not math.isnan(row.gain):
+            found.setdefault((row.method, row.beta, row.options), row)
+    return list(found.values())
 
 
 def draw_curves(grid: Grid, record: Record, path: Path) -> None:
@@ -113,16 +123,39 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
         shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if step > 0]
         start = arm.options.get("start", "random")
         style = {"random": ":", "kept": "--", "squeezed": "-"}[start]
-        beta = f" {arm.options['beta']:g}" if arm.options["beta"] else ""
-        axis.plot(*zip(*shown, strict=True), style, marker="o", markersize=2.5, label=f"{start}: {arm.method}{beta}")
+        axis.plot(*zip(*shown, strict=True), style, marker="o", markersize=2.5, label=f"{start}: {name_method(arm)}")
         drawn += 1
     if drawn:
         axis.set_xscale("log")
+        axis.set_xticks(steps, [str(step) for step in steps])
+        axis.minorticks_off()
         axis.set_xlabel("step")
         axis.set_ylabel("test loss, nats")
         axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         _save(figure, path)
     plt.close(figure)
+
+
+def draw_maps(image: NDArray[Any], rows: Sequence[tuple[str, NDArray[Any]]], path: Path) -> None:
+    """Where the class token looks: a line of maps a model, all in one scale of colours.
+
+    Args:
+        image: ``(H, W)`` in [0, 1].
+        rows: title and maps ``(heads, n, n)``.
+        path: of the png.
+    """
+    count, largest = max(len(maps) for _, maps in rows), max(float(maps.max()) for _, maps in rows)
+    size = (1.1 * (count + 1), 1.25 * len(rows))
+    figure, axes = plt.subplots(len(rows), count + 1, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.axis("off")
+    for line, (title, maps) in zip(axes, rows, strict=True):
+        line[0].imshow(1 - image, cmap="gray", vmin=0, vmax=1)
+        line[0].set_title(title, fontsize=7, pad=2)
+        for head, (axis, attention) in enumerate(zip(line[1:], maps, strict=False)):
+            axis.imshow(attention, cmap="magma", vmin=0, vmax=largest)
+            axis.set_title(f"head {head}", fontsize=6, pad=2)
+    _save(figure, path)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -62,7 +62,9 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     assert by_method["base"]["sample_bytes"] == by_method["base"]["parameter_bytes"] == 0
     with (tmp_path / "images.csv").open(encoding="utf-8") as file:
         rows = {row["label"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"base", "shd 0.1", "shd 1", "attention_copy 0.1", "linear_projector 0.1"}
+    assert {"base loss alone", "SHD, beta 0.1", "SHD, beta 1", "linear projector, beta 0.1"} <= set(rows)
+    assert rows["linear projector, beta 0.1"]["over_shd"] != "nan"
+    assert rows["SHD, beta 0.1"]["over_shd"] == "nan"
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "images-gains.png",
         "images-betas.png",
@@ -134,17 +136,19 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
 
     arms = tuple(
         Arm("toy", "beta", {"method": method, "beta": beta, "start": "random"}, {})
-        for method, beta in (("base", 0.0), ("shd", 0.1), ("shd", 1.0))
+        for method, beta in (("base", 0.0), ("shd", 0.1), ("shd", 1.0), ("hard", 0.1))
     )
     grid = Grid("toy", 3, arms, {"beta": ""})
     record = Record(Path("absent"))
-    tests = {0.0: [3.0, 2.0, 4.0], 0.1: [2.9, 1.8, 3.7], 1.0: [2.0, 1.0, 3.0]}
-    for arm in arms:
-        for seed, loss in enumerate(tests[arm.options["beta"]]):
+    tests = [[3.0, 2.0, 4.0], [2.9, 1.8, 3.7], [2.0, 1.0, 3.0], [2.8, 1.9, 3.8]]
+    for arm, losses in zip(arms, tests, strict=True):
+        for seed, loss in enumerate(losses):
             valid = loss + (5.0 if arm.options["beta"] == 1.0 else 0.0)
             figures = {"test_loss": loss, "valid_loss": valid, "step_seconds": 0.1, "gradient_share": {}}
             record.found[arm.key(seed)] = figures | {"sample_bytes": 8, "parameter_bytes": 0}
-    base, small, large = compare(grid, record)
+    base, small, large, hard = compare(grid, record)
+    assert hard.over_shd == pytest.approx(-0.1 / 3)  # against the same beta
+    assert math.isnan(small.over_shd)
     assert math.isnan(base.gain)
     assert small.gain == pytest.approx(0.2)  # a smaller loss is better
     # Differences .1, .2, .3: their standard error times the t quantile of 2 degrees of freedom.
@@ -152,6 +156,18 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     assert base.test_interval == pytest.approx(half_interval([3.0, 2.0, 4.0]))
     assert small.is_chosen  # by the figures of validation
     assert not large.is_chosen
+
+
+@pytest.mark.parametrize("task", ["images", "language"])
+def test_the_page_has_the_figures_of_the_runs(task: str) -> None:
+    from benchmarks.study.analysis import compare, markdown
+    from benchmarks.study.arms import read_grid
+    from benchmarks.study.runs import Record
+
+    grid, record = read_grid(task), Record(ROOT / "benchmarks" / "study" / "results" / "runs.jsonl")
+    rows = compare(grid, record)
+    assert rows
+    assert markdown(rows, grid) in (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 
 
 def test_grids_ask_for_each_run_once() -> None:

@@ -12,15 +12,11 @@ from benchmarks.study.arms import Arm
 class Task(Protocol):
     """One of the source's domains; what arms share is made once and kept."""
 
-    metric: str
-    """The figure that is compared, and by which beta is chosen, on samples of validation: ``valid_<metric>``."""
-
-    higher_is_better: bool
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None: ...
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """A run's result: ``train`` of ``training.py``, with ``valid_...`` and ``test_...`` figures."""
+        """A run's result: ``train`` of ``training.py``, with ``valid_...`` figures, by which beta may be chosen, and
+        ``test_...`` of other samples."""
 
 
 def load_task(name: str) -> Callable[[Path, dict[str, Any]], Task]:

@@ -82,8 +82,6 @@ class Block(nn.Module):
 class Generation:
     """See the module; teacher and classifier are trained here, once a folder."""
 
-    metric, higher_is_better = "distance", False
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.settings = settings
         if settings["data"] == "mnist":

@@ -14,8 +14,10 @@ from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import SIZE, load_digits, load_small_digits
 from benchmarks.study.keeping import keep_trained
 from benchmarks.study.memory import Remembered
+from benchmarks.study.pictures import draw_maps
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
+from shd_torch import capture_attention
 from shd_torch.recipes import SHD, Terms, ViTKD, cross_entropy, image_kd, nkd
 from shd_torch.rivals import Rival, make_rival
 
@@ -24,8 +26,6 @@ Forward = Callable[[Mapping[str, Tensor]], Any]
 
 class Images:
     """See the module; the teacher is trained here, once a folder."""
-
-    metric, higher_is_better = "accuracy", True
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -77,7 +77,36 @@ class Images:
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student on the first ``labels`` images of the pool: a seed draws weights and order."""
-        options, settings = arm.options, arm.settings
+        return {**self._train(self._course(arm, seed), arm, seed), "teacher_accuracy": self.teacher_accuracy}
+
+    def draw_maps(self, arms: Mapping[str, Arm], path: Path) -> None:
+        """Where the class token looks on an image of the test set: teacher, merged maps, and students of seed 0."""
+        one = {"pixel_values": self.test_images[:1]}
+        rows = []
+        for title, arm in arms.items():
+            course = self._course(arm, 0)
+            if not rows:
+                rival = make_rival("shd", self.teacher, course.student, one)
+                lesson, layer = rival.teach(**one), rival.pairs[-1][1]
+                rows = [
+                    ("teacher", lesson.calls[layer].compute_logits().softmax(-1)),
+                    ("merged", lesson.squeezed.supervisions[-1].probs()),
+                ]
+            self._train(course, arm, 0)
+            with torch.no_grad(), capture_attention(course.student.eval()) as captured:
+                course.student(**one)
+            rows.append((title, captured.probs[-1]))
+        side = self.size // self.settings["patch"]
+        grids = [(title, maps[0, :, 0, 1:].unflatten(-1, (side, side)).numpy()) for title, maps in rows]
+        draw_maps(self.test_images[0, 0].numpy(), grids, path)
+
+    def _train(self, course: Course, arm: Arm, seed: int) -> dict[str, Any]:
+        settings = self.settings
+        sizes = {"steps": settings["steps"], "batch": settings["batch"], "rate": settings["rate"]}
+        return train(course, beta=arm.options["beta"], seed=seed, **sizes)
+
+    def _course(self, arm: Arm, seed: int) -> Course:
+        options = arm.options
         inputs = {"pixel_values": self.train_images[: options["labels"]]}
         labels = self.train_labels[: options["labels"]]
         student = self._make_student(arm, seed)
@@ -92,24 +121,10 @@ class Images:
                 found |= {f"{name}_{figure}": value for figure, value in figures.items()}
             return found
 
-        course = Course(
-            student,
-            len(labels),
-            lambda index: {"pixel_values": inputs["pixel_values"][index]},
-            base,
-            evaluate,
-            rivals,
-            parts,
-        )
-        result = train(
-            course,
-            beta=options["beta"],
-            steps=settings["steps"],
-            batch=settings["batch"],
-            rate=settings["rate"],
-            seed=seed,
-        )
-        return {**result, "teacher_accuracy": self.teacher_accuracy}
+        def batch(index: Tensor) -> dict[str, Tensor]:
+            return {"pixel_values": inputs["pixel_values"][index]}
+
+        return Course(student, len(labels), batch, base, evaluate, rivals, parts)
 
     def _make_student(self, arm: Arm, seed: int) -> Any:
         sizes, options = self.settings["student"], arm.options

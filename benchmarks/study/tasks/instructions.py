@@ -35,8 +35,6 @@ Forward = Callable[[Mapping[str, Tensor]], Any]
 class Instructions:
     """See the module; tokenizer and teacher are trained here, once a folder."""
 
-    metric, higher_is_better = "rouge_l", True
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.settings, self.folder = settings, folder
         if not SOURCE.is_file():

@@ -30,8 +30,6 @@ MARKS = (25, 50, 100, 150, 300, 600)
 class Language:
     """See the module; what is trained here is kept in the folder."""
 
-    metric, higher_is_better = "loss", False
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.settings, self.folder = settings, folder
         self.windows, self.valid, self.test, teacher = self._load(settings["corpus"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,3 +299,16 @@ def test_an_unknown_name_is_refused(teacher: Any) -> None:
     with pytest.raises(ShdError, match="name must be one of shd, hard") as caught:
         make_rival("best", teacher, teacher, BATCH)
     assert caught.value.code == "argument-value"
+
+
+def test_the_page_of_the_study_runs(teacher: Any) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "study.md").read_text(encoding="utf-8")
+    code = page.split("executed by tests/torch_path/rivals/test_rivals.py -->\n```python\n")[1].split("```")[0]
+    student = make_model(16, 2, 2)
+    before = student.lm_head.weight.clone()
+    exec(code, {"teacher": teacher, "student": student, "batch": BATCH, "labels": BATCH["input_ids"]})
+    assert not torch.equal(student.lm_head.weight, before)
+    listed = {
+        name for line in page.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
+    }
+    assert listed == set(RIVALS)
