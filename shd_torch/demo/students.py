@@ -148,8 +148,8 @@ def _train(student: Any, labelled: ArrayDataset, job: Job) -> Sequence[Mapping[s
             # What is not taught is not read.
             layers = None if method.shd else ()
             joined = SupervisedDataset(labelled, job.folder / "cache", layers=layers, preload=True)
-            terms = {"beta": BETA if method.shd else None, "kd": KD if method.kd else None}
-            trainer = SHDTrainer(model=student, args=arguments, train_dataset=joined, **terms)
+            terms: dict[str, Any] = {"beta": BETA if method.shd else None, "kd": KD if method.kd else None}
+            trainer: Trainer = SHDTrainer(model=student, args=arguments, train_dataset=joined, **terms)
         else:
             trainer = Trainer(model=student, args=arguments, train_dataset=labelled)
         trainer.remove_callback(PrinterCallback)

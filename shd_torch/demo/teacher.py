@@ -31,10 +31,10 @@ def make_teacher(seed: int = 0) -> Any:
         intermediate_size=2 * TEACHER_WIDTH,
         num_hidden_layers=TEACHER_LAYERS,
         num_attention_heads=TEACHER_HEADS,
-        num_labels=NUM_CLASSES,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
+    config.num_labels = NUM_CLASSES
     return ViTForImageClassification(config)
 
 
