@@ -91,14 +91,7 @@ def quick(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Mypy, strict; ``tests`` runs it too, in its own environment."""
     install(session, "-e", ".[all,ray]", "mypy", "nox")
-    check_types(session)
-
-
-def check_types(session: nox.Session) -> None:
-    """What ``types`` runs."""
     session.run("mypy")
-    # The oracle's loops over cases use one name for tables of several types.
-    session.run("mypy", "--allow-redefinition", "specs/tools")
 
 
 @nox.session
@@ -147,7 +140,7 @@ def tests(session: nox.Session) -> None:
     # puts the longest first. Mypy runs beside them, in the time that they spend waiting.
     parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
     with ThreadPoolExecutor() as pool:
-        types = None if session.posargs else pool.submit(check_types, session)
+        types = None if session.posargs else pool.submit(session.run, "mypy")
         session.run("pytest", *parallel, *session.posargs, env=TEST_ENV)
         if types:
             types.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 import shd_ref
-from shd_ref.conformance import OUTPUTS
+from shd_ref.conformance import OUTPUTS, specification
+from shd_ref.tolerances import load_tolerances
 
 HERE = Path(__file__).resolve().parent
 VECTORS_ALONE = [f"{operation}/*" for operation in OUTPUTS]
@@ -35,3 +37,19 @@ def wrong() -> Any:
         return SimpleNamespace(**{**right, **functions})
 
     return make
+
+
+@pytest.fixture
+def tenfold(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets the judge allow a tenth of the published agreement at a dtype: what passes has room to spare."""
+
+    def tighten(dtype: str) -> None:
+        published = load_tolerances()
+        tenth = {
+            quantity: {name: value / 10 for name, value in pair.items()}
+            for quantity, pair in published["agreement"][dtype].items()
+        }
+        tight = {**published, "agreement": {**published["agreement"], dtype: tenth}}
+        monkeypatch.setattr(specification, "load_tolerances", lambda: tight)
+
+    return tighten

@@ -1,4 +1,4 @@
-"""The judge judged: wrong implementations fail, the reference passes with room to spare, no sentence is left out."""
+"""The judge judged: wrong implementations fail, and no sentence is left out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import pytest
 from judge.mutants import MUTANTS, read_chapter, table
 from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
 
-from shd_ref.conformance import OUTPUTS, Status, cases, judge, specification
+from shd_ref.conformance import OUTPUTS, Status, cases, specification
 from shd_ref.conformance.mistakes import MISTAKES
 from shd_ref.conformance.specification import load_mistakes, load_sentences, specs_folder
 from shd_ref.conformance.vectors import Case
 from shd_ref.loss import LossKeywords
-from shd_ref.tolerances import load_tolerances
 
 CASES = [item for item in items_by_id().values() if isinstance(item, Case)]
 TEXT = (specs_folder() / "shd.md").read_text(encoding="utf-8")
@@ -138,21 +137,6 @@ def test_no_argument_can_be_ignored(operation: str, name: str) -> None:
         valid = (item for item in items_on([operation]) if not getattr(item, "codes", ()))
         results = (result for item in valid for result in run(mutant, [item]))
         assert any(result.status is Status.FAILED for result in results), f"{operation} may ignore {name}"
-
-
-@pytest.mark.slow
-def test_tolerances_hold_ten_times_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    published = load_tolerances()
-    tenth = {
-        quantity: {name: value / 10 for name, value in pair.items()}
-        for quantity, pair in published["agreement"]["float64"].items()
-    }
-    shrunk = {**published, "agreement": {**published["agreement"], "float64": tenth}}
-    monkeypatch.setattr(specification, "load_tolerances", lambda: shrunk)
-    with built() as reference:
-        report = judge(reference, dtype="float64")
-    assert report.passed, report.summary()
-    assert not report.empty
 
 
 def test_every_sentence_is_covered() -> None:

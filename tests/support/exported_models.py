@@ -37,21 +37,29 @@ def trace(model: Any, inputs: Mapping[str, torch.Tensor], path: Path) -> Path:
     """Write a teacher by PyTorch's older exporter, in a fifth of the time that ``export_teacher`` takes.
 
     For tests of what is done with a teacher; those of export itself, and of whole ways from model to student, call
-    ``export_teacher``. Batch and length, the first two axes, are dynamic; the output is the model's first.
+    ``export_teacher``, whose names of axes and output these are. The model keeps its eager attention.
     """
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
         model.config.use_cache = False
-    axes = {0: "batch", 1: "sequence"}
+    lengths = {
+        name: "decoder_sequence" if name.startswith("decoder_") else "sequence"
+        for name, tensor in inputs.items()
+        if tensor.ndim == 2 and not tensor.is_floating_point()
+    }
+    axes = {name: {0: "batch"} | ({1: lengths[name]} if name in lengths else {}) for name in inputs}
     with warnings.catch_warnings(), torch.no_grad(), patch.object(torch.nn.RMSNorm, "forward", _norm):
         warnings.simplefilter("ignore")  # the tracer warns of every branch, and of its age
+        output = model.eval()(**inputs)
+        name = "output" if isinstance(output, torch.Tensor) else next(iter(output))
+        axes[name] = {0: "batch"} | ({1: list(lengths.values())[-1]} if lengths else {})
         torch.onnx.export(
             _Flat(model, tuple(inputs)).eval(),
             tuple(inputs.values()),
             str(path),
             input_names=list(inputs),
-            output_names=["output"],
-            dynamic_axes=dict.fromkeys((*inputs, "output"), axes),
+            output_names=[name],
+            dynamic_axes=axes,
             opset_version=18,
             dynamo=False,
         )

@@ -33,15 +33,15 @@ def run(app: object, *words: object, code: int = 0) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_export_inspect_precompute_verify(name: str, tmp_path: Path) -> None:
-    hf_model(name).save_pretrained(tmp_path / "model")
+    hf_model(name, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     teacher, cache, data = tmp_path / "teacher.onnx", tmp_path / "cache", tmp_path / "data.npz"
     assert "shd inspect" in run(shd_torch, "export", "--model", tmp_path / "model", "--out", teacher)
     table = run(shd, "inspect", teacher)
-    assert table.count("yes") == 2
+    assert table.count("yes") == 1
     sites = json.loads(run(shd, "inspect", teacher, "--json"))["sites"]
     assert [(s["num_heads"], s["num_kv_heads"], s["d_v"], s["d_model"]) for s in sites] == [
         (4, 2 if name == "llama" else 4, 8, 32)
-    ] * 2
+    ]
     rng = np.random.default_rng(0)
     if name == "vit":
         np.savez(data, pixel_values=rng.normal(size=(20, 3, 16, 16)).astype(np.float32), label=np.zeros(20))

@@ -1,7 +1,6 @@
 """Wrong implementations, to judge the judge: each is the reference with one mistake that somebody would make.
 
-They stand in text files, one a chapter, as ``read_chapter`` describes: here, in ``tests/kd/mutants.txt`` and in
-``tests/recipes/mutants.txt``.
+They stand in text files beside this one, one a chapter and one an optional part, as ``read_chapter`` describes.
 """
 
 from __future__ import annotations

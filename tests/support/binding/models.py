@@ -25,9 +25,7 @@ def hf_model(name: str, attn_implementation: str = "sdpa", **changes: Any) -> An
         config = transformers.BertConfig(vocab_size=50, max_position_embeddings=40, **(sizes | mlp | changes))
         model = transformers.BertModel(config)
     elif name == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=50, n_positions=40, n_embd=32, n_layer=NUM_LAYERS, n_head=NUM_HEADS, **changes
-        )
+        config = transformers.GPT2Config(vocab_size=50, n_positions=40, **(sizes | changes))
         model = transformers.GPT2LMHeadModel(config)
     elif name == "llama":
         config = transformers.LlamaConfig(

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_torch import export_teacher
 from shd_torch.training.trainer import SHDTrainer
+from support.exported_models import trace
 from support.students import precompute
 
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
@@ -70,9 +70,7 @@ def write_cache(folder: Path, **more: Any) -> Path:
 def export(folder: Path, seed: int = 1) -> None:
     arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
     example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
-    teacher = make_model(4, seed=seed).eval()
-    teacher.set_attn_implementation("eager")
-    export_teacher(teacher, example, folder / "teacher.onnx")
+    trace(make_model(4, seed=seed), example, folder / "teacher.onnx")
 
 
 def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:

@@ -34,7 +34,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1)
-NUM_SAMPLES, NUM_SHARDS = 100, 34
+NUM_SAMPLES, NUM_SHARDS = 40, 14
 
 
 def make_tokens() -> dict[str, NDArray[Any]]:
@@ -112,7 +112,7 @@ def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_p
         precompute(teacher, open_changed, tmp_path, OPTIONS, RUN, engine=RayEngine(1))
     assert caught.value.code == "cache-mismatch"
     assert list_cache(tmp_path).written == ()
-    part = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 12))
+    part = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 6))
     first = precompute(teacher, make_tokens(), tmp_path, OPTIONS, part)
     rest = precompute(teacher, lambda: ArraySource(make_tokens()), tmp_path, OPTIONS, RUN, engine=RayEngine(1))
     assert first.written + rest.written == NUM_SAMPLES
@@ -179,7 +179,7 @@ def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest
     precompute_heads(teacher, make_tokens(), "one", OPTIONS, [1, 2], RUN)
     job = ["precompute", str(teacher), "--inputs", "data.npz", "--student-heads", "1,2", "--engine", "ray"]
     job += ["--batch-size", "4", "--samples-per-shard", "3", "--out", "two"]
-    precompute_heads(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 17)))
+    precompute_heads(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 7)))
     (tmp_path / "two/heads-2/receipts/000001.json").unlink()
     result = CliRunner().invoke(load_app(), job, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

@@ -13,17 +13,17 @@ import torch
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
 from support.binding.trainer_cases import make_trainer  # noqa: E402  (after the skips)
+from support.exported_models import trace  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.commands.app import app  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.shrink.student import read_student  # noqa: E402
-from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, export_teacher, layer_kls  # noqa: E402
+from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
 from shd_torch import load_student as load  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402
 
@@ -54,8 +54,7 @@ def test_shrink_precompute_and_train(name: str, tmp_path: Path) -> None:
     made = shrink(teacher, data, **STUDENTS[name], out=tmp_path / "student")
     if name == "bert":
         assert len({json.dumps(layer["plan"]) for layer in made.report["layers"] if "plan" in layer}) == 2
-    teacher.set_attn_implementation("eager")
-    export_teacher(teacher, {key: part[:2] for key, part in data.items()}, tmp_path / "teacher.onnx")
+    trace(teacher, {key: part[:2] for key, part in data.items()}, tmp_path / "teacher.onnx")
     np.savez(tmp_path / "data.npz", **{key: part.numpy() for key, part in data.items()})
     words = [tmp_path / "teacher.onnx", "--inputs", tmp_path / "data.npz", "--codec", "float32"]
     run(*words, "--student", tmp_path / "student", "--out", tmp_path / "cache")

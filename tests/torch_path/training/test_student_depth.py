@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad
+from support.exported_models import trace
 from support.students import precompute
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, export_teacher, layer_kls
+from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, layer_kls
 from shd_torch.supervision.taught_layers import TaughtLayers, unite_layers
 
 TEACHER_LAYERS, MEANT = 6, 3
@@ -28,9 +29,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("depth")
     arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
     example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
-    teacher = make_model(4, seed=1, layers=TEACHER_LAYERS).eval()
-    teacher.set_attn_implementation("eager")
-    export_teacher(teacher, example, folder / "teacher.onnx")
+    trace(make_model(4, seed=1, layers=TEACHER_LAYERS), example, folder / "teacher.onnx")
     made: dict[str, dict[str, Any]] = {
         "maps": {"num_student_layers": MEANT},
         "factored": {"num_student_layers": MEANT, "form": "factored"},
