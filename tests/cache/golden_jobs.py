@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.makers import ALONE, FACTORS, FORMS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
+from support.makers import ALONE, AVERAGED, FACTORS, FORMS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
 
 from shd_ref.cache import Matching, SampleInputs
 
@@ -30,6 +30,7 @@ GOLDEN_JOBS = {
         num_samples=3, codec="int8", factors=WINDOWED, padding="around", **FORMS["sampled"]
     ),
     "logits-without-attention": job(num_samples=3, **ALONE["topk"]),
+    "averaged-of-a-decoder": job(num_samples=3, codec="u4", **KINDS, logits=AVERAGED),
     "all-logits": job(num_samples=3, codec="u4", on_error="skip", **FORMS["float16"]),
 }
 

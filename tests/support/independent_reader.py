@@ -82,7 +82,8 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
 
 def read_logits(form: dict[str, Any], blob: bytes, record: dict[str, Any]) -> dict[str, list[Any]]:
     """CACHE-160 to CACHE-169, under the names of specs/kd.md."""
-    count = record["length"] - record.get("first", 0) if form["rows"] == "positions" else 1
+    counts = {"positions": record["length"] - record.get("first", 0), "decoder": record.get("decoder"), "sample": 1}
+    count = counts[form["rows"]]
     size = form["vocab_size"]
     if form["codec"] == "float16":
         numbers = struct.unpack(f"<{count * size}e", blob)

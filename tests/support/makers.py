@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import (
     NO_ATTENTION,
+    AveragedTeacher,
     CacheReader,
     CacheWriter,
     CodecError,
@@ -79,6 +80,14 @@ ALL_CLASSES = Logits(codec="float16", rows="sample", tensor="logits", vocab_size
 HIDDEN_LAYERS = (HiddenLayer(0, "embeddings", 4), HiddenLayer(11, "/block.10/Add", 7))
 HIDDEN_INT8 = Hidden(codec="int8", rows="positions", layers=HIDDEN_LAYERS)
 HIDDEN_FLOAT16 = Hidden(codec="float16", rows="positions", layers=HIDDEN_LAYERS[1:])
+AVERAGED = replace(
+    TOPK,
+    rows="decoder",
+    with_teachers=(
+        AveragedTeacher("cd" * 32, "second", "float32", "logits"),
+        AveragedTeacher("ef" * 32, "third", "float16", "scores", 48),
+    ),
+)
 FORMS = {
     "topk": {"logits": TOPK, "hidden": HIDDEN_INT8},
     "sampled": {"logits": SAMPLED, "hidden": HIDDEN_FLOAT16},
@@ -193,6 +202,11 @@ def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.
     return queries, keys
 
 
+def decoder_of(manifest: Manifest, index: int) -> int:
+    """Positions of the second sequence, where logits have a row for each: as many as maps have rows."""
+    return 1 + index * 3 % 4 if manifest.has_decoder_rows else 0
+
+
 def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
     of_attention = {} if manifest.attention is NO_ATTENTION else attention_of(manifest, index)
     if not with_mixing:
@@ -212,6 +226,7 @@ def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **cha
         }
         if manifest.hidden is not None
         else {},
+        decoder=decoder_of(manifest, index),
     )
     return replace(record, **changes)
 
@@ -245,8 +260,8 @@ def logits_of(manifest: Manifest, index: int) -> NDArray[np.float32]:
     """What a teacher gives: dyadic numbers up to 8, and -64 for classes that only pad the vocabulary."""
     form = manifest.logits
     assert form is not None
-    rows = form.num_rows(Extent(length_of(index), padding_of(manifest, index)))
-    logits = 16 * fractions((rows, form.padded_vocab_size or form.vocab_size), 6000 + index) - 8
+    extent = Extent(length_of(index), padding_of(manifest, index), decoder=decoder_of(manifest, index))
+    logits = 16 * fractions((form.num_rows(extent), form.given_classes), 6000 + index) - 8
     logits[:, form.vocab_size :] = -64
     return logits
 

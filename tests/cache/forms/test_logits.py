@@ -15,7 +15,9 @@ import xxhash
 from numpy.typing import NDArray
 from support.makers import (
     ALL_CLASSES,
+    AVERAGED,
     FORMS,
+    KINDS,
     SAMPLED,
     TOPK,
     VOCABULARY,
@@ -295,7 +297,18 @@ WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
     "float16 with a temperature": (ALL_CLASSES, {"temperature": 1.0}),
     "float16 with a head": (ALL_CLASSES, {"head": 2}),
     "float16 with bits": (ALL_CLASSES, {"value_bits": 8}),
+    "a teacher twice": (AVERAGED, {"with_teachers": AVERAGED.with_teachers[:1] * 2}),
+    "another's padding below the vocabulary": (AVERAGED, {"vocab_size": 48, "padded_vocab_size": None}),
 }
+
+
+def test_the_first_teacher_is_not_averaged_with_itself() -> None:
+    own = replace(AVERAGED.with_teachers[0], sha256=job().teacher.sha256)
+    with pytest.raises(ShdError, match="other teachers than the first") as caught:
+        job(**KINDS, logits=replace(AVERAGED, with_teachers=(own,)))
+    assert caught.value.code == "argument-value"
+    with pytest.raises(ShdError, match="64 hex digits"):
+        replace(own, sha256="second.onnx")
 
 
 @pytest.mark.parametrize("name", WRONG_FORMS)
