@@ -1,6 +1,6 @@
 """What the site does beyond Markdown, as hooks of MkDocs: pages read the same on GitHub and here.
 
-- ``specs/*.md`` are pages of the site, though they lie beside ``docs``.
+- ``specs/*.md`` and ``examples/README.md`` are pages of the site, though they lie beside ``docs``.
 - Links lead where they lead on GitHub: to another page, or to the file in the repository.
 - Notebooks are pages, from their committed outputs.
 - ``ALPHA-3`` in a page or a docstring is a link to that sentence of the specification.
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SPECS = sorted(path.name for path in (ROOT / "specs").glob("*.md"))
+SPECS = sorted(f"specs/{path.name}" for path in (ROOT / "specs").glob("*.md"))
+OUTSIDE = [*SPECS, "examples/README.md"]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
 SENTENCE = re.compile(r"^\s*- \*\*([A-Z]{1,10}-\d+)\b", re.MULTILINE)
@@ -30,8 +31,8 @@ def spec_ids() -> dict[str, str]:
     """Id of every numbered sentence -> the page that says it."""
     found: dict[str, str] = {}
     for name in SPECS:
-        for sentence in SENTENCE.findall((ROOT / "specs" / name).read_text(encoding="utf-8")):
-            found.setdefault(sentence, f"specs/{name}")
+        for sentence in SENTENCE.findall((ROOT / name).read_text(encoding="utf-8")):
+            found.setdefault(sentence, name)
     return found
 
 
@@ -39,12 +40,11 @@ IDS = spec_ids()
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the specification and the notebooks."""
+    """Add the specification, the list of examples and the notebooks."""
     from mkdocs.structure.files import File  # here, as tests read this file without MkDocs
 
-    for name in SPECS:
-        text = (ROOT / "specs" / name).read_text(encoding="utf-8")
-        files.append(File.generated(config, f"specs/{name}", content=text))
+    for name in OUTSIDE:
+        files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
     for name in NOTEBOOKS:
         text = (ROOT / "docs" / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
         files.append(File.generated(config, f"notebooks/{name}.md", content=notebook_page(json.loads(text))))
@@ -54,9 +54,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Bring in what is said in README.md, and turn links between files of the repository into links between pages."""
     here, repository = page.file.src_uri, config["repo_url"]
-    folder = posixpath.dirname(here if here.startswith("specs/") else f"docs/{here}")
     readme = relink((ROOT / "README.md").read_text(encoding="utf-8"), here, repository, "")
-    return borrow(relink(markdown, here, repository, folder), readme)
+    return borrow(relink(markdown, here, repository, folder_of(here)), readme)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -85,6 +84,11 @@ def borrow(markdown: str, readme: str) -> str:
     return re.sub(r"^.*<!-- from README\.md: (.+) -->$", section, markdown, flags=re.MULTILINE)
 
 
+def folder_of(here: str) -> str:
+    """The folder of the repository that a page of the site lies in."""
+    return posixpath.dirname(here if here in OUTSIDE else f"docs/{here}")
+
+
 def relink(markdown: str, here: str, repository: str, folder: str) -> str:
     """Links of text that lies in ``folder`` of the repository, as the page ``here`` of the site has them."""
 
@@ -95,7 +99,9 @@ def relink(markdown: str, here: str, repository: str, folder: str) -> str:
             target = target.removesuffix(".ipynb") + ".md"
         elif not path.exists() or (target.startswith("docs/") and path.is_file()):
             pass
-        elif not (target.startswith("specs/") and target.endswith(".md")):
+        elif f"{target}/README.md" in OUTSIDE:
+            target += "/README.md"
+        elif target not in OUTSIDE:
             return f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{target}"
         site = target.removeprefix("docs/")
         return posixpath.relpath(site, posixpath.dirname(here) or ".")

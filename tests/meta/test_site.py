@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [path.stem for path in sorted((ROOT / "docs" / "api").glob("*.md"))]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("specs/*.md"), *ROOT.glob("docs/**/*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for folder in ("specs", "docs", "examples") for page in ROOT.glob(f"{folder}/**/*.md")),
+]
 REPOSITORY = "https://host/repository"
 
 
@@ -48,8 +51,7 @@ def test_every_public_name_is_on_its_page(module: str) -> None:
 
 def test_links_become_those_of_the_site(hooks: ModuleType) -> None:
     def relinked(link: str, here: str) -> str:
-        folder = posixpath.dirname(here if here.startswith("specs/") else f"docs/{here}")
-        return str(hooks.relink(f"[x]({link})", here, REPOSITORY, folder))[4:-1]
+        return str(hooks.relink(f"[x]({link})", here, REPOSITORY, hooks.folder_of(here)))[4:-1]
 
     assert relinked("../specs/shd.md#decisions", "training.md") == "specs/shd.md#decisions"
     assert relinked("../../specs/shd.md", "api/shd_ref.md") == "../specs/shd.md"
@@ -60,6 +62,8 @@ def test_links_become_those_of_the_site(hooks: ModuleType) -> None:
     assert relinked("notebooks/tour.ipynb", "idea.md") == "notebooks/tour.md"
     assert relinked("../noxfile.py", "training.md") == f"{REPOSITORY}/blob/main/noxfile.py"
     assert relinked("vectors", "specs/README.md") == f"{REPOSITORY}/tree/main/specs/vectors"
+    assert relinked("../examples", "training.md") == "examples/README.md"
+    assert relinked("images.py", "examples/README.md") == f"{REPOSITORY}/blob/main/examples/images.py"
     assert relinked("gone.md", "training.md") == "gone.md"  # left to MkDocs, which refuses it
     for outside in ("https://a.b/c", "#here", "mailto:a@b"):
         assert relinked(outside, "training.md") == outside
