@@ -1,7 +1,12 @@
-"""The caches kept in ``golden/``. ``python -m cache.golden_jobs`` writes those that do not exist yet."""
+"""The caches kept in ``golden/``, and the digests of their bytes in ``golden.sha256``.
+
+``python -m cache.golden_jobs`` writes those that do not exist yet, and the digests of their files. A line that is
+there is never changed: it is a cache that somebody has.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from support.makers import ALONE, AVERAGED, FACTORS, FORMS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
@@ -9,6 +14,7 @@ from support.makers import ALONE, AVERAGED, FACTORS, FORMS, KINDS, OTHER_PLAN, P
 from shd_ref.cache import Matching, SampleInputs
 
 GOLDEN = Path(__file__).parent / "golden"
+DIGESTS = GOLDEN.with_suffix(".sha256")
 GOLDEN_JOBS = {
     "sqrt8-row-full": job(num_samples=3),
     "sqrt8-row-causal": job(num_samples=3, support="causal", alpha_per="row"),
@@ -34,8 +40,26 @@ GOLDEN_JOBS = {
     "all-logits": job(num_samples=3, codec="u4", on_error="skip", **FORMS["float16"]),
 }
 
+
+def digests_of(name: str) -> dict[str, str]:
+    """By path in ``golden/``, the SHA-256 of each file of a cache that is there."""
+    files = sorted(path for path in (GOLDEN / name).rglob("*") if path.is_file())
+    return {path.relative_to(GOLDEN).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def read_digests() -> dict[str, str]:
+    """The same as they were when the caches were made, in the form of ``sha256sum``."""
+    if not DIGESTS.exists():
+        return {}
+    lines = (line.split("  ", 1) for line in DIGESTS.read_text(encoding="utf-8").splitlines())
+    return {path: digest for digest, path in lines}
+
+
 if __name__ == "__main__":
+    kept = read_digests()
     for name, manifest in GOLDEN_JOBS.items():
         if not (GOLDEN / name).exists():
             write_cache(GOLDEN / name, manifest)
             (GOLDEN / name / ".lock").unlink()
+        kept = digests_of(name) | kept
+    DIGESTS.write_text("".join(f"{digest}  {path}\n" for path, digest in sorted(kept.items())), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The bytes of the format, pinned; open until release 0.1.0, from then on a change is a new version (CACHE-95).
+"""The bytes of format 1, frozen: what was written once is read and verified by every later release (CACHE-95).
 
 ``python -m cache.golden_jobs`` (in ``tests/``) writes folders that do not exist yet, and never changes one.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache.golden_jobs import GOLDEN, GOLDEN_JOBS
+from cache.golden_jobs import GOLDEN, GOLDEN_JOBS, digests_of, read_digests
 from support.independent_reader import read_cache
 from support.makers import contents, is_skipped, key_of, length_of, record_of, write_cache
 
@@ -21,6 +21,13 @@ def test_same_bytes_today(tmp_path: Path, name: str) -> None:
     written, golden = contents(write_cache(tmp_path, GOLDEN_JOBS[name])), contents(GOLDEN / name)
     assert written.keys() == golden.keys()
     assert [path for path in golden if written[path] != golden[path]] == []
+
+
+def test_no_golden_byte_was_ever_changed() -> None:
+    """Whoever changes the format must not be able to change the caches that hold it with it."""
+    found = {path: digest for name in GOLDEN_JOBS for path, digest in digests_of(name).items()}
+    assert found == read_digests()
+    assert {folder.name for folder in GOLDEN.iterdir()} == GOLDEN_JOBS.keys()
 
 
 @pytest.mark.parametrize("name", GOLDEN_JOBS)
