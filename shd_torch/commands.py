@@ -31,7 +31,9 @@ def root(version: ShowVersion = False) -> None:
 
     shd-torch export --model path/or/hub-id --out teacher.onnx
 
-    shd-torch shrink path --data tokens.npy --heads 4 --out student
+    shd-torch shrink path --data train.jsonl --heads 4 --out student
+
+    shd-torch doctor path student --data train.jsonl
 
     Then shd precompute makes the cache, and the student trains in SHDTrainer or in your own loop (docs/training.md).
     """

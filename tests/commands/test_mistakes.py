@@ -127,6 +127,10 @@ def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ):
         assert said in run(app, *words)
     assert "specification" in run(app, "--version", code=0)
+    for command in app.registered_commands:
+        page = typer_testing.CliRunner().invoke(app, [command.name, "--help"], env={"COLUMNS": "80"}).output
+        assert max(map(len, page.splitlines())) <= 80
+        assert "…" not in page
 
 
 def test_samples_that_a_model_does_not_take_are_named(folder: Path, tmp_path: Path) -> None:
