@@ -219,10 +219,12 @@ def test_configurations_alone(pair: Path) -> None:
 
 
 def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
-    from shd_torch.export import example_inputs, export_teacher, load_hf_model
+    from support.exported_models import trace
+
+    from shd_torch.export import example_inputs, load_hf_model
 
     model = load_hf_model(pair / "teacher")
-    export_teacher(model, example_inputs(model), tmp_path / "teacher.onnx")
+    trace(model, example_inputs(model), tmp_path / "teacher.onnx")
     result = run(tmp_path / "teacher.onnx", pair / "student", "--data", pair / "tokens.npy", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -230,7 +232,6 @@ def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
     assert "give the teacher's folder" in found["inheritance"]["reason"]
     with torch.no_grad():
         ids = torch.from_numpy(np.load(pair / "tokens.npy")[:8])
-        model.set_attn_implementation("eager")
         maps = model(input_ids=ids, output_attentions=True).attentions
     expected = [float(each[:, :, 1:, 0].mean()) for each in maps]
     assert found["sinks"]["by_layer"] == pytest.approx(expected, rel=1e-4)
