@@ -1,9 +1,9 @@
-"""An encoder-decoder: self attention of both sides and cross attention, all from one cache.
+"""An encoder-decoder: self attention of both sides, cross attention and the decoder's logits, all from one cache.
 
     python make_data.py pairs               # or bring bart/, pairs.jsonl and test_pairs.jsonl
     shd-torch export --model bart --out bart.onnx
     python encoder_decoder.py tokens        # pairs.npz: what the graph takes, as the trainer sees it later
-    shd precompute bart.onnx --inputs pairs.npz --student-heads 4 --student-layers encoder=1,decoder=1,cross=1 --out bart_cache
+    shd precompute bart.onnx --inputs pairs.npz --student-heads 4 --student-layers encoder=1,decoder=1,cross=1 --logits topk --out bart_cache
     python encoder_decoder.py train
 
 The student is a stock BART with half the heads and layers, from random weights. It prints
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from shd_torch import SHDTrainer, SupervisedDataset
+from shd_torch import KdTerm, SHDTrainer, SupervisedDataset
 
 NAMES = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 
@@ -85,6 +85,7 @@ def train(epochs: float) -> None:
         eval_dataset=test,
         data_collator=pad,
         beta=0.02,
+        kd=KdTerm(rows="labels"),  # the decoder's rows that its own loss counts
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

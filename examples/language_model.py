@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.02, help="weight of SHD; sweep it for your task")
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained("teacher")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
     train, test = read("train.jsonl", tokenizer), read("test.jsonl", tokenizer)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # pads on the right, as the cache expects
     arguments = TrainingArguments(

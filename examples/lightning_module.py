@@ -62,6 +62,7 @@ def main() -> None:
     given = parser.parse_args()
     lightning.seed_everything(0, verbose=False)
     tokenizer = AutoTokenizer.from_pretrained("teacher")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     train, test = (
         [

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=2)
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained("teacher")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
     train, test = (
         [
             tokenizer(json.loads(line)["text"], truncation=True)
