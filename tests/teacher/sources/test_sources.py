@@ -166,7 +166,7 @@ def test_text_becomes_what_the_tokenizer_makes_of_it(tmp_path: Path) -> None:
     )
     assert ModelInputs(cut, SPECS).lengths.tolist()[:3] == [2, 2, 1]
     for wrong, message in (
-        ({"text_column": "text"}, "text column must be one of body, pixels"),
+        ({"text_column": "text"}, "text_column must be one of body, pixels"),
         ({"text_column": "pixels"}, "row 0: pixels must be text"),
     ):
         with pytest.raises(ShdError, match=message):
