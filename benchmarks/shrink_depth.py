@@ -44,8 +44,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too
 
 RESULT = Path(__file__).with_suffix(".json")
-LAYERS, BATCH, LENGTH = 6, 8, 64
-TEACHER_STEPS, TEACHER_RATE, RATE, BETA = 1500, 3e-3, 1e-3, 0.02
+LAYERS, BATCH, LENGTH = 6, 8, 128
+TEACHER_STEPS, TEACHER_RATE, RATE, BETA = 5000, 3e-3, 1e-3, 0.02
 FEWER = (2,)
 """Whole layers dropped; splits of the same latency are compared with these."""
 SPLITS = [(attention, activations) for attention in range(2, LAYERS + 1) for activations in (0, 2, 4, 6)]
@@ -169,7 +169,7 @@ def choose_students(teacher: Any, tokens: Tensor) -> dict[str, Any]:
         choices = [start({"layers": list(kept)}) for kept in combinations(range(LAYERS), LAYERS - fewer)]
         wholes[fewer] = min(choices, key=lambda one: one["loss"])
         everything += choices
-    first, *rest = time_models(models, tokens[:16, :LENGTH], ROUNDS)
+    first, *rest = time_models(models, tokens[:BATCH, :LENGTH], ROUNDS)
     for one, seconds in zip(everything, rest, strict=True):
         one["latency"] = seconds / first
     chosen = {}

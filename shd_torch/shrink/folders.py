@@ -225,7 +225,7 @@ READERS = (
 
 
 def copy_readers(source: Path, target: Path) -> None:
-    """Copy what is there of ``READERS``, as it is; a configuration that names code of its own stays behind.
+    """Copy what is there of ``READERS``, as it is; a configuration that names code stays behind.
 
     Args:
         source: a folder that ``check_files`` let pass.

@@ -42,7 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def run_killed(work: Callable[[], Any], module: Any, name: str, calls: int) -> bool:
-    """Run in a process of its own, killed at a call of a function; whether it came so far."""
+    """Run in a child process that is killed at a call of a function; whether it came so far."""
     child = os.fork()
     if not child:
         torch.set_num_threads(1)
