@@ -156,13 +156,9 @@ def _find_shd(grid: Grid, arm: Arm) -> Arm | None:
 
 def _find_alone(grid: Grid, arm: Arm) -> Arm | None:
     """The arm with the same base loss, start and data, and nothing beside it."""
-    for other in grid.arms:
-        shared = {name: arm.options.get(name) for name in other.options if name not in ("method", "beta")}
-        if other.method == ALONE and other.settings == arm.settings:
-            own = {name: value for name, value in other.options.items() if name not in ("method", "beta")}
-            if own == shared:
-                return other
-    return None
+    own = [arm.options[name] for name in grid.base_options]
+    alone = (other for other in grid.arms if other.method == ALONE and other.settings == arm.settings)
+    return next((other for other in alone if [other.options[name] for name in grid.base_options] == own), None)
 
 
 def _own_options(grid: Grid, arm: Arm) -> list[str]:

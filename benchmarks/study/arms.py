@@ -49,12 +49,14 @@ class Grid:
         seeds: of every arm, from 0.
         arms: part after part.
         questions: of each part.
+        base_options: names of options that make a difference to an arm without anything beside its base loss.
     """
 
     task: str
     seeds: int
     arms: tuple[Arm, ...]
     questions: dict[str, str]
+    base_options: tuple[str, ...]
 
     def runs(self) -> list[tuple[Arm, int]]:
         """Part after part; within a part arm after arm, as arms of one teacher are cheaper together."""
@@ -86,4 +88,4 @@ def read_grid(task: str, *, quick: bool = False) -> Grid:
             if arm not in arms:
                 arms.append(arm)
     questions = {part["name"]: part["question"] for part in parts}
-    return Grid(task, 2 if quick else page["seeds"], tuple(arms), questions)
+    return Grid(task, 2 if quick else page["seeds"], tuple(arms), questions, tuple(page["base_options"]))

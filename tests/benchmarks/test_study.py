@@ -135,10 +135,15 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     from benchmarks.study.runs import Record
 
     arms = tuple(
-        Arm("toy", "beta", {"method": method, "beta": beta, "start": "random"}, {})
-        for method, beta in (("base", 0.0), ("shd", 0.1), ("shd", 1.0), ("hard", 0.1))
+        Arm("toy", "beta", {"method": method, "beta": beta, "start": "random", "plan": plan}, {})
+        for method, beta, plan in (
+            ("base", 0.0, "progressive"),
+            ("shd", 0.1, "progressive"),
+            ("shd", 1.0, "progressive"),
+            ("hard", 0.1, "matched"),
+        )
     )
-    grid = Grid("toy", 3, arms, {"beta": ""})
+    grid = Grid("toy", 3, arms, {"beta": ""}, ("start",))
     record = Record(Path("absent"))
     tests = [[3.0, 2.0, 4.0], [2.9, 1.8, 3.7], [2.0, 1.0, 3.0], [2.8, 1.9, 3.8]]
     for arm, losses in zip(arms, tests, strict=True):
@@ -147,6 +152,7 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
             figures = {"test_loss": loss, "valid_loss": valid, "step_seconds": 0.1, "gradient_share": {}}
             record.found[arm.key(seed)] = figures | {"sample_bytes": 8, "parameter_bytes": 0}
     base, small, large, hard = compare(grid, record)
+    assert hard.gain == pytest.approx(0.5 / 3)  # a plan makes no difference to the base loss
     assert hard.over_shd == pytest.approx(-0.1 / 3)  # against the same beta
     assert math.isnan(small.over_shd)
     assert math.isnan(base.gain)
