@@ -8,7 +8,7 @@
 
 The student is a stock BART with half the heads and layers, from random weights. It prints
 
-    teacher ..., student ... before and ... after training
+    teacher 0.061, student 3.685 before and 0.024 after training
 """  # noqa: E501  # commands are for copying
 
 from __future__ import annotations

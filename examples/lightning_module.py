@@ -9,7 +9,7 @@
 
 No callback is needed: Lightning moves the supervision to the device with the batch. It prints
 
-    student ... before and ... after training
+    student 0.554 before and 0.548 after training
 """
 
 from __future__ import annotations
