@@ -10,6 +10,7 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +198,7 @@ def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, A
         options: of the run.
         **data: inputs by name, tensors or arrays, a mapping for each set.
     """
-    import transformers
-
-    import shd_ref
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "shd": shd_ref.__version__}
+    versions = {name: version(name) for name in ("torch", "transformers", "squeezing-heads")}
     return {
         "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_files(Path(teacher)),
         **{
