@@ -46,7 +46,7 @@ def draw_gains(rows: Sequence[Row], path: Path) -> None:
     axis.set_yticks(range(len(own)), [f"{row.part}: {row.label}" for row in own], fontsize=7)
     axis.set_ylim(len(own) - 0.5, -0.5)
     unit = "points" if scale == 100 else "nats a token" if own[0].metric == "loss" else own[0].metric
-    axis.set_xlabel(f"gain over the base loss alone, {unit}: mean and 95% interval, paired by seed", fontsize=8)
+    axis.set_xlabel(f"gain over the base loss alone, {unit} (95% interval)", fontsize=8)
     axis.grid(axis="x", linewidth=0.4, alpha=0.5)
     _save(figure, path)
 
