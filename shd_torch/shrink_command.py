@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 COMPARED = 128
 """Samples that ``--compare`` uses, the first ones."""
-ROWS_PER_COLUMN = 8
-"""Fewer rows of data than this many times an FFN's neurons are remarked on."""
 
 
 def shrink(
@@ -63,8 +61,9 @@ def shrink(
     ] = None,
     no_align: Annotated[bool, typer.Option("--no-align", help="The closed form alone, nothing refitted.")] = False,
     ridge: Annotated[
-        float, Shown("How firmly refitted matrices are held to the closed form; 0.1 and more for few samples.")
-    ] = 1e-4,
+        float | None,
+        Shown("How firmly refitted matrices are held to the closed form; default: chosen on every fourth sample."),
+    ] = None,
 ) -> None:
     """Make a smaller student that starts as its squeezed teacher, without training.
 
@@ -157,12 +156,9 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
     if not all(layer["exact"] or layer["case"] == "dropped" for layer in report["layers"]):
         console.say("heads were approximated: shrink.json says in which layers")
-    columns, rows = after["neurons"], report["calibration_rows"]
-    if report["aligned"] and rows < ROWS_PER_COLUMN * columns:
-        print_remarks(
-            f"{rows:,} rows of data for matrices of {columns:,} columns: refitted on so few, a student may be worse "
-            "than its closed form. Take more --samples, a larger --ridge, or --no-align; --compare tells which"
-        )
+    ridges = [ridge for layer in report["layers"] for ridge in layer.get("ridges", {}).values()]
+    if None in ridges:
+        print_remarks(f"{ridges.count(None)} of {len(ridges)} matrices stay in closed form; more --samples may help")
     console.say(f"{out}: the student, and shrink.json")
     if any(layer["case"] == "dropped" or layer.get("ffn") == "linear" for layer in report["layers"]):
         console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")

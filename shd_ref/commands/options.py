@@ -105,7 +105,8 @@ def heads_of(
         if student_heads is None:
             raise ShdError(
                 "argument-value",
-                "--student-heads must be given, unless logits or hidden states are stored alone (--no-attention)",
+                "--student-heads must be given, or --student, unless logits or hidden states are stored alone "
+                "(--no-attention)",
             )
         return student_heads, options
     if student_heads is not None:

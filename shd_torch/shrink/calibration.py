@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_torch.maps.gram import gram_tensor
+from shd_torch.shrink.align import HELD_OUT
 from shd_torch.shrink.families import Family, base_of, find_part, has_part
 from shd_torch.shrink.heads import AttentionStatistics
 from shd_torch.shrink.weights import AttentionWeights
@@ -28,11 +29,19 @@ class Batch:
         stream: what the first layer reads ``(B, L, D)``.
         calls: for each layer of the teacher the arguments that follow the stream, by position and by name.
         counted: boolean ``(B, L)``, True = the row counts.
+        first: the number of its first sample in the calibration set.
     """
 
     stream: Tensor
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     counted: Tensor
+    first: int
+
+    @property
+    def held_rows(self) -> Tensor:
+        """Which of the rows that count belong to held-out samples (ALIGN-7): boolean ``(n,)``."""
+        samples = self.first + torch.arange(len(self.counted), device=self.counted.device)
+        return (samples % HELD_OUT == HELD_OUT - 1)[:, None].expand_as(self.counted)[self.counted]
 
 
 @torch.no_grad()
@@ -45,7 +54,7 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
     with _attention(model, "eager"):  # it gets its masks as tensors
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
             part = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
-            found.append(_start_batch(model, layers, part))
+            found.append(_start_batch(model, layers, part, start))
     return found
 
 
@@ -65,7 +74,7 @@ def read_data(data: Any) -> dict[str, Tensor]:
     return inputs
 
 
-def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor]) -> Batch:
+def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], first: int) -> Batch:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     streams: list[Tensor] = []
 
@@ -97,7 +106,7 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor]) -
     mask = inputs.get("attention_mask")
     if mask is not None and mask.shape == counted.shape:
         counted = mask.bool()
-    return Batch(streams[0], calls, counted)
+    return Batch(streams[0], calls, counted, first)
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ class Work:
     sizes: Sizes
     plan: str
     align: bool
-    ridge: float
+    ridge: float | None
     squeezer: Squeezer
     importance: Importance
     fit_samples: int
@@ -116,7 +116,7 @@ def make_layer(
     if work.align:
         if family.end is not None and last is not layer:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-        _align_layer(work, target, source, own, squeezed, ffn, trace, ends)
+        report["ridges"] = _align_layer(work, target, source, own, squeezed, ffn, trace, ends)
     work.tell_stage(number, "errors")
     streams, errors = _measure(work, target, source, own, trace.middles, ends)
     return after, streams, report | errors
@@ -131,17 +131,28 @@ def _align_layer(
     ffn: _Ffn,
     trace: LayerTrace,
     ends: list[Tensor],
-) -> None:
-    """Refit one matrix after the other, each on what those before it now give (ALIGN-1, ALIGN-6)."""
+) -> dict[str, float | None]:
+    """Refit one matrix after the other, each on what those before it now give (ALIGN-1, ALIGN-6).
+
+    Returns:
+        The ridge of each; None where the closed form stayed.
+    """
     family = work.family
+    ridges: dict[str, float | None] = {}
     if squeezed is not None:
         if work.turn is not None:
             wanted = _input_matrix(squeezed.weights)
-            _fit_readers(work, target, source, own, family.projections[:-1], trace.inputs, *wanted)
-        _fit(work, target, source, own, family.projections[-1], family.middle, trace.middles)
+            ridges["attention_inputs"] = _fit_readers(
+                work, target, source, own, family.projections[:-1], trace.inputs, *wanted
+            )
+        ridges["attention_output"] = _fit(
+            work, target, source, own, family.projections[-1], family.middle, trace.middles
+        )
     if work.turn is not None and not ffn.is_linear:
-        _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *_side_by_side(ffn.readers))
-    _fit(work, target, source, own, family.ffn[1], family.end, ends)
+        wanted = _side_by_side(ffn.readers)
+        ridges["ffn_inputs"] = _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *wanted)
+    ridges["ffn_output"] = _fit(work, target, source, own, family.ffn[1], family.end, ends)
+    return ridges
 
 
 def _advance(
@@ -257,8 +268,12 @@ def merge_linear(
 
 def _fit(
     work: Work, target: nn.Module, source: int, own: list[Tensor], name: str, place: str | None, wanted: list[Tensor]
-) -> None:
-    """Refit one matrix of the student towards the teacher's stream at a place of the layer (ALIGN-1, -2)."""
+) -> float | None:
+    """Refit one matrix of the student towards the teacher's stream at a place of the layer (ALIGN-1, -2).
+
+    Returns:
+        The ridge; None where the closed form stayed.
+    """
     module = find_part(target, name)
     fit = OutputFit(*read_linear(module), work.ridge)
     watched = [module] if place is None else [module, find_part(target, place)]
@@ -267,8 +282,9 @@ def _fit(
     ):
         stream = out if place is None else read[1]
         before = stream.double() - module(read[0]).double()
-        fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted])
+        fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
     write_linear(module, *fit.solve())
+    return fit.chosen
 
 
 def _fit_readers(
@@ -280,7 +296,7 @@ def _fit_readers(
     inputs: list[Tensor],
     matrix: Tensor,
     bias: Tensor | None,
-) -> None:
+) -> float | None:
     """Refit what reads a cut stream towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
     modules = [find_part(target, name) for name in names]
     fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.ridge)
@@ -288,13 +304,14 @@ def _fit_readers(
         run_layer(target, own, work.batches, source, modules[:1]), inputs, work.batches, strict=True
     ):
         goal = given[batch.counted].double() @ matrix
-        fit.add(read[batch.counted], goal if bias is None else goal + bias)
+        fit.add(read[batch.counted], goal if bias is None else goal + bias, batch.held_rows)
     found, offset = fit.solve()
     start = 0
     for module in modules:
         columns = slice(start, start + read_linear(module)[0].shape[1])
         write_linear(module, found[:, columns], None if offset is None else offset[columns])
         start = columns.stop
+    return fit.chosen
 
 
 def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
@@ -308,7 +325,7 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
         fit = OutputFit(*read_linear(module), work.ridge)
         for given, stream, batch in zip(taught, own, work.batches, strict=True):
             goal = norms[0](given)[batch.counted].double() @ matrix
-            fit.add(norms[1](stream)[batch.counted], goal if bias is None else goal + bias)
+            fit.add(norms[1](stream)[batch.counted], goal if bias is None else goal + bias, batch.held_rows)
         write_linear(module, *fit.solve())
 
 

@@ -17,7 +17,6 @@ from shd_ref.errors import ShdError
 from shd_ref.plans import check_integer
 from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
-from shd_torch.shrink.align import RIDGE
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.dropped import Dropped, check_dropped, choose_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
@@ -73,7 +72,7 @@ def shrink(
     plan: str = "auto",
     fit_samples: int = 0,
     align: bool = True,
-    ridge: float = RIDGE,
+    ridge: float | None = None,
     batch_size: int = 16,
     out: str | os.PathLike[str] | None = None,
     squeezer: Squeezer = squeeze_attention,
@@ -99,7 +98,8 @@ def shrink(
         fit_samples: how many samples, the first ones, the weights of merged heads are fitted on by descent; 0 takes
             the closed form's (HEAD-21).
         align: refit last matrices on the student's own stream.
-        ridge: of the alignment.
+        ridge: of the alignment (ALIGN-2); by default chosen for each matrix on every fourth sample, which may say too
+            that the closed form stays (ALIGN-7).
         batch_size: samples that run together.
         out: a new folder for the student, with ``shrink.json`` in it. What is finished is kept in ``.NAME.part``
             beside it, layer by layer, and a run that was killed goes on there with the same bytes (STUDENT-7).
@@ -121,7 +121,7 @@ def shrink(
     check_option("plan", plan, PLANS, "HEAD-4")
     batch_size = check_integer("batch_size", batch_size, 1, None, "STUDENT-4")
     fit_samples = check_integer("fit_samples", fit_samples, 0, None, "HEAD-21")
-    if check_finite("ridge", ridge, "ALIGN-2") < 0.0:
+    if ridge is not None and check_finite("ridge", ridge, "ALIGN-2") < 0.0:
         raise ShdError("argument-value", f"ridge must be at least 0; got {ridge!r}", "ALIGN-2")
     folder = None if out is None else new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from shd_ref import gram_tensor, merge_plan, softmax
 from shd_ref.shrink import align as ref_align
@@ -141,3 +142,37 @@ def test_alignment(biased: bool) -> None:
     assert (found[1] is None) == (wanted[1] is None)
     if found[1] is not None and wanted[1] is not None:
         np.testing.assert_allclose(found[1].numpy(), wanted[1], atol=1e-10)
+
+
+def test_a_ridge_is_chosen_on_samples_that_are_held_out() -> None:
+    """ALIGN-7: few rows for many columns are not fitted by heart; many rows are; noise leaves the closed form."""
+    rng = np.random.default_rng(3)
+    start, moved = rng.normal(size=(32, 4)), 0.5 * rng.normal(size=(32, 4))
+
+    def fit(rows: int, ridge: float | None, change: NDArray[np.float64]) -> tuple[float, float | None]:
+        z = rng.normal(size=(rows, 32))
+        targets = z @ (start + change) + rng.normal(size=(rows, 4))
+        fit = OutputFit(torch.from_numpy(start), None, ridge)
+        held = torch.arange(rows) // 4 % 4 == 3  # samples of four rows
+        fit.add(torch.from_numpy(z), torch.from_numpy(targets), held)
+        found, _ = fit.solve()
+        return float(np.square(found.numpy() - start - change).mean()), fit.chosen
+
+    closed = float(np.square(moved).mean())
+    few, many = fit(40, None, moved), fit(4000, None, moved)
+    assert few[0] < fit(40, 1e-4, moved)[0]
+    assert many[0] < 0.02 * closed
+    assert many[1] == 1e-4
+    still = fit(40, None, np.zeros_like(moved))
+    assert still[1] is None or still[1] >= 1.0
+    assert still[0] < fit(40, 1e-4, np.zeros_like(moved))[0]
+
+
+def test_too_few_samples_to_hold_any_out_are_held_to_the_closed_form() -> None:
+    rng = np.random.default_rng(4)
+    fit = OutputFit(torch.from_numpy(rng.normal(size=(8, 2))), None, None)
+    fit.add(
+        torch.from_numpy(rng.normal(size=(9, 8))), torch.from_numpy(rng.normal(size=(9, 2))), torch.zeros(9).bool()
+    )
+    fit.solve()
+    assert fit.chosen == 100.0
