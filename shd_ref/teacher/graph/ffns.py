@@ -63,6 +63,8 @@ _BY_ENTRY: Final = _CURVES | {
     "Sum",
     "Where",
 }
+_AFFINE: Final = frozenset({"Add", "Div", "Mul", "Neg", "Sub", "Sum"})
+"""What bends nothing where it joins a tensor with constants."""
 _PARTING: Final = frozenset({"Gather", "Slice", "Split"})
 _MOST_NODES: Final = 64  # of one activation, however it is written out
 
@@ -178,14 +180,24 @@ def _read_ffn(layer: int, second: ir.Node, region: _Region) -> Ffn | None:
     (first,) = region.sources
     hidden, first_bias = _with_bias(first, reads[1])
     own = region.nodes - ({hidden.producer()} if hidden is not first.outputs[0] else set())
-    if all(node.op_type in _KEEPING for node in own):
-        return None  # linear already
+    if all(_is_straight(node) for node in own):
+        return None  # linear already, as a scaled adapter is
     return Ffn(layer, first, second, first_bias, second_bias, out, _find_reason(own, first, second, hidden))
+
+
+def _is_straight(node: ir.Node) -> bool:
+    """Whether it is linear in the one tensor that it reads."""
+    if node.op_type in _KEEPING:
+        return True
+    varying = [place for place, each in enumerate(node.inputs) if not is_constant(each)]
+    return node.op_type in _AFFINE and len(varying) == 1 and (node.op_type != "Div" or varying == [0])
 
 
 def _find_reason(own: frozenset[ir.Node], first: ir.Node, second: ir.Node, hidden: ir.Value) -> str | None:
     wide = [each for node in own for each in _constants(node) if _count(each) != 1]
     raw = first.outputs[0]
+    if not (_adds_bias(first) and _adds_bias(second)):
+        return "one of its products adds other numbers to each row, which is no bias"
     if wide or (hidden is not raw and any(raw in node.inputs for node in own)):
         return "its activation has weights: other numbers for each neuron"
     if first.op_type != second.op_type and any(node.op_type == "Reshape" for node in own):
@@ -215,6 +227,14 @@ def _sizes(node: ir.Node) -> tuple[int, int] | None:
     if len(shape) != 2 or int_attribute(node, "transA"):
         return None
     return (shape[1], shape[0]) if int_attribute(node, "transB") else (shape[0], shape[1])
+
+
+def _adds_bias(product: ir.Node) -> bool:
+    """Whether what a Gemm adds, if anything, is a constant that all rows share."""
+    if product.op_type != "Gemm" or len(product.inputs) < 3 or product.inputs[2] is None:
+        return True
+    given = constant_of(product.inputs[2])
+    return given is not None and given.size == (given.shape[-1] if given.ndim else 1)
 
 
 def _with_bias(product: ir.Node, width: int) -> tuple[ir.Value, NDArray[Any] | None]:

@@ -167,6 +167,8 @@ def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> P
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
         try:
             draft = folder / target.name
+            if not large:
+                ir.external_data.load_to_model(model)  # of a teacher that was larger, whose files another place lacks
             ir.save(model, draft, external_data=f"{target.name}.data" if large else None)
             files = sorted(
                 folder.iterdir(), key=lambda file: file.name == target.name

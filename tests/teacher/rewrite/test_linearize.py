@@ -133,6 +133,7 @@ def test_the_merge_is_the_graph_without_the_activation(
         (gelu, [], "layers", "rising"),
         (gelu, [0, 0], "layers", "rising"),
         (lambda body, h: body.op("Identity", h), [0], "layers", "none in this graph"),
+        (lambda body, h: body.op("Mul", h, body.const(np.array(0.25))), [0], "layers", "none in this graph"),
         (lambda body, h: body.op("Softmax", h, axis=-1), [0], "layers", "none in this graph"),
     ],
 )
@@ -141,6 +142,37 @@ def test_refusals(activation: Activation, layers: list[int], code: str, says: st
     with pytest.raises(ShdError, match=says) as error:
         linearize_graph(load_teacher(tmp_path / "teacher.onnx"), layers)
     assert error.value.code.startswith(code)
+
+
+@pytest.mark.parametrize("added", ["constant", "computed"])
+def test_what_a_product_adds_must_be_a_bias(added: str, tmp_path: Path) -> None:
+    """A Gemm may add a number a row, or a tensor that the graph computes: neither may be left out of the merge."""
+    model = make_graph(gelu, gemm=True)
+    graph = model.graph
+    (number, second) = [(n, node) for n, node in enumerate(graph.node) if node.op_type == "Gemm"][-1]
+    if added == "constant":
+        graph.initializer.append(onnx.numpy_helper.from_array(np.arange(float(D))[:, None], "added"))
+    else:
+        first = next(node for node in graph.node if node.op_type == "Gemm")
+        graph.node.insert(number, onnx.helper.make_node("Sigmoid", [first.input[0]], ["added"]))
+    second.input[2] = "added"
+    onnx.save(model, tmp_path / "teacher.onnx")
+    with pytest.raises(ShdError, match="which is no bias") as error:
+        linearize_graph(load_teacher(tmp_path / "teacher.onnx"), [0])
+    assert error.value.code == "shrink-unsupported"
+
+
+def test_a_graph_that_became_small_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher that was just too large to be read as a whole: the new graph must not lean on its files."""
+    monkeypatch.setattr(external, "_SMALL", 0)
+    onnx.save(make_graph(gelu), tmp_path / "teacher.onnx", save_as_external_data=True, size_threshold=0)
+    made = linearize_graph(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0), [0])
+    (tmp_path / "other").mkdir()
+    save_graph(made.model, tmp_path / "other" / "smaller.onnx", tmp_path / "teacher.onnx")
+    assert [file.name for file in (tmp_path / "other").iterdir()] == ["smaller.onnx"]
+    x = RNG.normal(size=(2, 5, D))
+    found = run(onnx.load(tmp_path / "other" / "smaller.onnx"), x)
+    np.testing.assert_allclose(found, run(make_graph(None), x), atol=1e-10)
 
 
 def test_weights_stay_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
