@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def kept_place(folder: Path, name: str, settings: Mapping[str, Any], *depends: str) -> Path:
+    """Where a model is kept, by a hash of the settings that it depends on: after a change it is trained again.
+
+    Among them is what says which samples it saw, lest it know those that students are judged on.
+    """
+    text = json.dumps({key: settings[key] for key in depends}, sort_keys=True)
+    return folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
 
 
 def keep_trained(
@@ -24,7 +35,7 @@ def keep_trained(
     """The model that the file holds, or this one, trained and written there; in evaluation mode, frozen.
 
     Args:
-        path: of its weights; its name says what they depend on.
+        path: of its weights, from ``kept_place``.
         model: as it starts.
         loss: of the model and the numbers of a batch's samples.
         size: number of samples.

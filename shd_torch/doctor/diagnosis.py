@@ -24,6 +24,7 @@ from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.training.recipe import is_causal_model
+from shd_torch.training.rows import IGNORED
 
 Progress = Callable[[int, int], None]
 
@@ -205,7 +206,12 @@ def _measure(
     if "input_ids" in arrays and "attention_mask" not in arrays:
         arrays["attention_mask"] = (arrays["input_ids"] >= 0).astype("int64")
     if teacher.graph is not None:
-        found.study = study_graph(teacher.graph, arrays, **sizes, progress=on_batch)
+        try:
+            found.study = study_graph(teacher.graph, arrays, **sizes, progress=on_batch)
+        except ShdError as error:
+            if error.code != "heads-exceed":  # a graph's heads are known by now alone
+                raise
+            found.failure = str(error)
         return
     model = teacher.model
     found.study = study_model(model, arrays, **sizes, next_token=is_causal_model(model), progress=on_batch)
@@ -213,6 +219,10 @@ def _measure(
     batch = {name: part.float() if part.is_floating_point() else part.long() for name, part in batch.items()}
     if "labels" in data:
         batch["labels"] = torch.as_tensor(data["labels"]).long()
+        _check_labels(batch["labels"], own)
+    found.failure = _find_unknown(batch, own)
+    if found.failure is not None:
+        return
     live, start = live_teacher(found, model, student), student.make(0)
     few = {name: part[:2] for name, part in batch.items()}
     found.failure = _try_together(live, start, few)
@@ -232,6 +242,29 @@ def _measure(
         beta = found.beta.middle if wishes.beta is None else wishes.beta
         options = ProbeOptions(wishes.probe, wishes.seeds, wishes.batch_size, wishes.learning_rate, beta)
         found.probe = run_probe(student.make, live, found.objective, batch, options, on_step)
+
+
+def _check_labels(labels: Tensor, student: Parts) -> None:
+    """Refuse classes that the student lacks; of a text -100 is none."""
+    classes = student.labels if labels.ndim == 1 else student.vocabulary
+    given = labels[labels != IGNORED]
+    if classes is not None and given.numel() and not 0 <= int(given.min()) <= int(given.max()) < classes:
+        raise ShdError(
+            "argument-value",
+            f"data must hold labels below the student's {classes} classes, or {IGNORED}; got {int(given.min())} to "
+            f"{int(given.max())}",
+        )
+
+
+def _find_unknown(batch: Mapping[str, Tensor], student: Parts) -> str | None:
+    """Tokens that the student cannot read; None where it knows all."""
+    tokens, size = batch.get("input_ids"), student.vocabulary
+    if tokens is None or size is None or int(tokens.max()) < size:
+        return None
+    return (
+        f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}: give it the teacher's "
+        "tokenizer and vocabulary"
+    )
 
 
 def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeacher:

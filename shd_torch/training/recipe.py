@@ -196,9 +196,9 @@ class Recipe:
 
     @property
     def _temperature(self) -> float | None:
-        """T of both sides; None = that of the targets."""
-        default = inspect.signature(self.kind.run).parameters["temperature"].default
-        return self.options.get("temperature", default)  # type: ignore[no-any-return]
+        """T of both sides; None = that of the targets, and of a recipe without one."""
+        found = inspect.signature(self.kind.run).parameters.get("temperature")
+        return None if found is None else self.options.get("temperature", found.default)
 
     def _try(self) -> None:
         """Let the recipe look at its options before there is a batch: it is run on three rows of zeros."""

@@ -99,6 +99,21 @@ def test_a_quick_study_of_instructions(tmp_path: Path) -> None:
         assert 0 < run["test_loss"] < 10
 
 
+def test_a_teacher_is_kept_for_the_settings_that_it_depends_on(tmp_path: Path) -> None:
+    """Other heads have weights of the same shapes, and a smaller pool would leave the old teacher test images."""
+    from benchmarks.study.arms import read_grid
+    from benchmarks.study.tasks.images import Images
+
+    settings = read_grid("images", quick=True).arms[0].settings
+    other = settings | {"teacher": settings["teacher"] | {"heads": 3}}
+    for number, given in enumerate((settings, other, settings | {"pool": 200}), 1):
+        made = Images(tmp_path, given)
+        assert len(list(tmp_path.glob("*.pt"))) == number
+    again = Images(tmp_path, given | {"steps": 1, "batch": 4})
+    assert len(list(tmp_path.glob("*.pt"))) == number
+    assert again.teacher_accuracy == made.teacher_accuracy
+
+
 def test_frechet_distance_of_two_normal_distributions() -> None:
     from benchmarks.study.tasks.generation import frechet_distance
 

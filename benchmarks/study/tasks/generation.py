@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import load_digits, load_small_digits
-from benchmarks.study.keeping import keep_trained
+from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.training import Course, Lessons, train
 from shd_torch.recipes import SHD, Terms, diffusion, draw_diffusion, linear_betas, noised
 from shd_torch.rivals import Rival, make_rival
@@ -93,7 +93,7 @@ class Generation:
         sizes = [settings["pool"], settings["judged"], settings["judged"]]
         self.train_images, valid, test = self.images.split([*sizes, len(images) - sum(sizes)])[:3]
         self.classifier = keep_trained(
-            folder / f"classifier-{settings['data']}.pt",
+            kept_place(folder, "generation-classifier", settings, "data", "pool", "classifier_steps"),
             nn.Sequential(
                 nn.Conv2d(1, 16, 3, 2, 1),
                 nn.ReLU(),
@@ -113,7 +113,7 @@ class Generation:
         self.moments = {name: self._moments(part) for name, part in (("valid", valid), ("test", test))}
         given = settings["teacher"]
         self.teacher: Any = keep_trained(
-            folder / f"denoiser-{settings['data']}-{given['width']}-{given['steps']}.pt",
+            kept_place(folder, "generation-teacher", settings, "data", "pool", "teacher"),
             Denoiser(self.size, given["width"], given["heads"], given["layers"]),
             self._alone,
             size=settings["pool"],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import SIZE, load_digits, load_small_digits
-from benchmarks.study.keeping import keep_trained
+from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
 from benchmarks.study.pictures import draw_maps
 from benchmarks.study.starts import start_student
@@ -65,7 +65,7 @@ class Images:
         given = self.settings["teacher"]
         torch.manual_seed(0)
         return keep_trained(
-            folder / f"teacher-{self.settings['data']}-{given['width']}-{given['layers']}-{given['steps']}.pt",
+            kept_place(folder, "images-teacher", self.settings, "data", "pool", "patch", "teacher"),
             self.make_model(given["width"], given["heads"], given["layers"]),
             lambda model, index: F.cross_entropy(
                 model(pixel_values=self.train_images[index]).logits, self.train_labels[index], label_smoothing=0.1

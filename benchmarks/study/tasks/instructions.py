@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
-from benchmarks.study.keeping import keep_trained
+from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
 from benchmarks.study.training import Course, Lessons, train
 from shd_torch.recipes import (
@@ -57,7 +57,12 @@ class Instructions:
             self.labels[row, : len(question)] = -100  # answers alone are learned
         given = settings["teacher"]
         self.teacher = keep_trained(
-            folder / f"teacher-{given['width']}-{given['steps']}-{settings['pairs']}-{settings['length']}.pt",
+            kept_place(
+                folder,
+                "instructions-teacher",
+                settings,
+                *("lines", "judged", "pairs", "length", "vocabulary", "teacher"),
+            ),
             self._make_model(given["width"], 8, given["layers"]),
             lambda model, index: (
                 cross_entropy(model(input_ids=self.ids[index]).logits, self.labels[index], shift=True).total

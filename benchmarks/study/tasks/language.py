@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
-from benchmarks.study.keeping import keep_trained
+from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
@@ -80,7 +80,7 @@ class Language:
             tie_word_embeddings=True,
         )
         return keep_trained(
-            self.folder / f"teacher-bytes-{given['width']}-{given['steps']}.pt",
+            kept_place(self.folder, "language-teacher", self.settings, "corpus", "length", "teacher"),
             LlamaForCausalLM(config),
             lambda model, index: _cross_entropy(model(input_ids=windows[index]).logits, windows[index]),
             size=len(windows),

@@ -235,6 +235,30 @@ def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
         maps = model(input_ids=ids, output_attentions=True).attentions
     expected = [float(each[:, :, 1:, 0].mean()) for each in maps]
     assert found["sinks"]["by_layer"] == pytest.approx(expected, rel=1e-4)
+    config = model.config
+    config.num_attention_heads = config.num_key_value_heads = 8
+    config.save_pretrained(tmp_path / "many")
+    result = run(tmp_path / "teacher.onnx", tmp_path / "many", "--data", pair / "tokens.npy", "--json")
+    assert result.exit_code == 0, result.output
+    verdict = json.loads(result.stdout)["verdict"]
+    assert verdict["answer"] == "no"
+    assert "num_teacher_heads=4; got 8" in verdict["because"]
+
+
+def test_tokens_and_labels_that_the_student_lacks(pair: Path, short: None, tmp_path: Path) -> None:
+    config = make_teacher("llama", heads=2, layers=1, vocab_size=12).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "few")
+    result = run(pair / "teacher", tmp_path / "few", "--data", pair / "tokens.npy", "--json")
+    assert result.exit_code == 0, result.output
+    verdict = json.loads(result.stdout)["verdict"]
+    assert verdict["answer"] == "no"
+    assert "a vocabulary of 12" in verdict["because"]
+    tokens = np.load(pair / "tokens.npy")
+    np.savez(tmp_path / "labelled.npz", input_ids=tokens, labels=np.where(tokens % 2, 9999, -100))
+    result = run(pair / "teacher", pair / "student", "--data", tmp_path / "labelled.npz")
+    assert result.exit_code == 1
+    assert "labels below the student's 31 classes, or -100; got 9999 to 9999" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

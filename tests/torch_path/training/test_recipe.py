@@ -14,7 +14,10 @@ pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate
 
 import transformers
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights, write_cache
+from support.exported_models import trace
+from support.students import precompute
 
+from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_torch import KdTerm, OnlineTeacher, ShdError, SupervisedDataset, capture_attention, recipes
 from shd_torch.recipes import SHD
 from shd_torch.training import Recipe
@@ -130,14 +133,22 @@ class Classifier(torch.nn.Module):
         self.heads = torch.nn.ModuleList(torch.nn.Linear(16, 5) for _ in range(2))
         self.tokens = tokens
 
-    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, pixel_values: torch.Tensor) -> Any:
         state = self.vit(pixel_values=pixel_values).last_hidden_state
         one, two = self.heads[0](state[:, 0]), self.heads[1](state[:, 1])
         return (
             {"logits": (one + two) / 2, "cls_logits": one, "distillation_logits": two}
             if self.tokens
-            else {"logits": one}
+            else transformers.modeling_outputs.ImageClassifierOutput(logits=one)
         )
+
+
+def picture_samples() -> list[dict[str, torch.Tensor]]:
+    source = torch.Generator().manual_seed(0)
+    return [
+        {"pixel_values": torch.randn(1, 8, 8, generator=source), "labels": torch.tensor(number % 5)}
+        for number in range(8)
+    ]
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -146,11 +157,7 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_a_recipe_of_images_whole_and_in_parts(name: str, tmp_path: Path) -> None:
-    source = torch.Generator().manual_seed(0)
-    samples = [
-        {"pixel_values": torch.randn(1, 8, 8, generator=source), "labels": torch.tensor(number % 5)}
-        for number in range(8)
-    ]
+    samples = picture_samples()
     runs = [
         run(
             tmp_path,
@@ -174,6 +181,44 @@ def test_a_recipe_of_images_whole_and_in_parts(name: str, tmp_path: Path) -> Non
         logits = [output["logits"], batch["labels"], taught]
     expected = getattr(recipes, name)(*logits).total.item()
     assert runs[0].state.log_history[0]["base_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of a classifier's attention and logits."""
+    pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+    pytest.importorskip("onnxscript", reason="export needs onnxscript")
+    folder, seen = tmp_path_factory.mktemp("pictures"), collate(picture_samples())["pixel_values"]
+    trace(Classifier(4, 1, tokens=False), {"pixel_values": seen[:2]}, folder / "teacher.onnx")
+    options = PrecomputeOptions(num_student_heads=2, codec="float32", logits="float16")
+    precompute(folder / "teacher.onnx", {"pixel_values": seen.numpy()}, folder / "cache", options)
+    return folder / "cache"
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_cached_recipe_of_images_is_the_live_one(name: str, pictures: Path, tmp_path: Path) -> None:
+    """A classifier's logits have no axis of positions, in a cache either; accumulated as whole."""
+    samples = picture_samples()
+    joined = SupervisedDataset(samples, pictures)
+    live_one, whole, parts = (
+        run(
+            tmp_path,
+            train=train,
+            model=Classifier(2, 2, tokens=True),
+            collate=collate,
+            teacher=teacher,
+            recipe=name,
+            beta=0.1,
+            arguments=arguments | {"remove_unused_columns": False},
+        )
+        for train, teacher, arguments in (
+            (samples, OnlineTeacher(Classifier(4, 1, tokens=False), 2, 1), WHOLE),
+            (joined, None, WHOLE),
+            (joined, None, PARTS),
+        )
+    )
+    assert_same(whole, live_one, rel=2e-3)
+    assert_same(parts, whole)
 
 
 def test_several_teachers_and_none(tmp_path: Path) -> None:
