@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -29,8 +29,9 @@ def doctor(
     data: Annotated[
         Path | None,
         Shown(
-            "Your samples: .npz of the models' inputs by name, and labels if there are any; or .npy of token ids or "
-            "pixels. Without it the configurations alone are compared."
+            "Your samples: .npz of the models' inputs by name, and labels if there are any; .npy of token ids or "
+            "pixels; or .jsonl with a column text, for the tokenizer in the teacher's folder, else the student's. "
+            "Without it the configurations alone are compared."
         ),
     ] = None,
     samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 512,
@@ -43,7 +44,7 @@ def doctor(
 ) -> None:
     """Will attention supervision work for this teacher and student? One answer first, then what it rests on.
 
-    shd-torch doctor teacher student --data tokens.npy --probe 200
+    shd-torch doctor teacher student --data train.jsonl --probe 200
 
     Compares the models' parts and tokenizers, measures the teacher with as many heads as the student has, and finds a
     recipe with a range for beta on your own batches. --probe trains pairs of students, with and without SHD, on the
@@ -62,7 +63,7 @@ def doctor(
     quiet: Any = logging
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
-    arrays = None if data is None else read_data(data, samples)
+    arrays = None if data is None else read_data(data, samples, (teacher, student))
     wishes = Wishes(probe, seeds, batch_size, learning_rate, beta)
     with show_progress("batches", "steps to beta", "steps") as (on_batch, on_warm_up, on_step):
         found = diagnose(
@@ -81,16 +82,29 @@ def doctor(
         print_diagnosis(found)
 
 
-def read_data(path: Path, samples: int) -> dict[str, NDArray[Any]]:
+def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
     """The first samples of the models' inputs, and ``labels`` ``(N,)`` or ``(N, L)`` of an .npz.
 
+    Args:
+        path: of the file.
+        samples: how many.
+        models: the first of them that is a folder with a tokenizer.json tokenises the texts of a .jsonl.
+
     Raises:
-        ShdError: as ``read_inputs``; ``argument-shape`` for labels that are no integers.
+        ShdError: as ``read_inputs``; ``argument-shape`` for labels that are no integers; ``inputs-invalid`` for texts
+            without a tokenizer.
     """
     from shd_ref.teacher.sources.npz import open_npz
     from shd_torch.shrink_command import read_inputs
 
-    arrays = read_inputs(path, samples, without=("labels",))
+    folder = next((Path(model) for model in models if Path(model, "tokenizer.json").is_file()), None)
+    try:
+        arrays = read_inputs(path, samples, folder, without=("labels",))
+    except ShdError as error:
+        if path.suffix != ".jsonl" or folder is not None:
+            raise
+        message = f"{error}: texts need a tokenizer.json in the teacher's or the student's folder"
+        raise ShdError(error.code, message) from error
     if path.suffix == ".npz" and "labels" in (source := open_npz(path)).columns:
         count = len(next(iter(arrays.values())))
         labels = np.stack([row["labels"] for _, row in zip(range(count), source.rows(["labels"]), strict=False)])

@@ -25,6 +25,7 @@ from shd_torch.doctor.differences import Difference, compare_parts, compare_toke
 from shd_torch.doctor.parts import Parts, parts_of
 from shd_torch.doctor.probe import ProbeOptions
 from shd_torch.doctor.verdict import judge
+from shd_torch.doctor_command import read_data
 
 
 def parts(name: str, **changes: Any) -> Parts:
@@ -193,6 +194,29 @@ def test_a_pair_is_probed(pair: Path, short: None) -> None:
     assert found["inheritance"]["is_possible"]
     ways = {(way["form"], way["codec"]) for way in found["forecast"]["ways"]}
     assert {form for form, _ in ways} == {"maps", "factored"}
+
+
+def test_texts_take_the_tokenizer_of_a_folder(pair: Path, tmp_path: Path, short: None) -> None:
+    """The teacher's first, else the student's; rows of padding are masked."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    texts = tmp_path / "train.jsonl"
+    texts.write_text("".join(json.dumps({"text": "a b " * (2 + number % 3)}) + "\n" for number in range(40)))
+    with pytest.raises(ShdError, match="in the teacher's or the student's folder"):
+        read_data(texts, 40, ("hub/id", str(tmp_path)))
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    arrays = read_data(texts, 3, ("hub/id", str(tmp_path)))
+    assert arrays["input_ids"].tolist()[0] == [1, 2, 1, 2, 0, 0, 0, 0]
+    assert arrays["attention_mask"].sum(-1).tolist() == [4, 6, 8]
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((pair / "teacher" / name).read_bytes())
+    result = run(tmp_path, pair / "student", "--data", texts, "--batch-size", 8, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["recipe"]["recipe"] == "language_kd"
+    assert 0 < found["beta"]["low"] < found["beta"]["high"]
 
 
 def test_what_a_user_sees(pair: Path, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
