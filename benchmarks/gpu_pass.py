@@ -399,7 +399,9 @@ def run_stages(sizes: Sizes, out: Path, stages: list[str], minutes: float) -> bo
     out.mkdir(parents=True, exist_ok=True)
     end, complete = time.monotonic() + 60 * minutes, True
     for stage in stages:
-        found = read(out, stage) | {"machine": describe(sizes)}
+        found, machine = read(out, stage), describe(sizes)
+        if found.setdefault("machine", machine) != machine:  # or one would be named for what the other measured
+            raise SystemExit(f"{out} was measured on {found['machine']}, and this is {machine}: name another --out")
         for name, seconds, measure in STAGES[stage](sizes, out):
             if name in found["pieces"] and "error" not in found["pieces"][name]:
                 continue

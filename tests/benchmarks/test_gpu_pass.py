@@ -65,6 +65,11 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("quick", "broken", "long"), 1
     )
     assert found["machine"]["device"] == "cpu"
+    monkeypatch.setattr(gpu_pass, "describe", lambda sizes: {"device": "another"})
+    before = (tmp_path / "kernels.json").read_bytes()
+    with pytest.raises(SystemExit, match="name another --out"):
+        gpu_pass.run_stages(gpu_pass.REHEARSAL, tmp_path, ["kernels"], 1.0)
+    assert (tmp_path / "kernels.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
