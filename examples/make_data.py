@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024, help="training samples; an eighth as many are for tests")
     given = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # more only wait for each other at this size, and add in another order
     MAKERS[given.kind](given)
 
 
