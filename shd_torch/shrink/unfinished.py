@@ -70,7 +70,9 @@ class Unfinished:
             self._lock = os.open(folder / _LOCK, flags, 0o666)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                if not os.path.samestat(os.fstat(self._lock), (folder / _LOCK).stat()):
+                    raise BlockingIOError  # a run that ended took the file away, and another has made its own
+            except (BlockingIOError, FileNotFoundError):
                 os.close(self._lock)
                 raise ShdError(
                     "write-failed", f"another run is at work in {folder}: wait for it, or name another out"

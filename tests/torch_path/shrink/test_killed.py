@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +167,21 @@ def test_the_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for part in file.getvalue().split("\r") for line in part.split("\n") if "passed" in line]
     assert any("3/8" in line and "layers 0, 2, 4, 6, 8," in line for line in lines)
     assert all("left" in line for line in lines)
+
+
+def test_a_lock_that_was_taken_away_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening of the file and its lock a run may end, and another begin."""
+    folder, lock, others = tmp_path / ".student.part", unfinished.fcntl.flock, list[Any]()
+
+    def late(file: int, operation: int) -> None:
+        if not others:
+            shutil.rmtree(folder)
+            others.append(None)
+            others.append(unfinished.Unfinished(folder, {"a": 1}))
+        lock(file, operation)
+
+    monkeypatch.setattr(unfinished.fcntl, "flock", late)
+    with pytest.raises(ShdError, match="another run is at work"):
+        unfinished.Unfinished(folder, {"a": 1})
+    with others[1]:
+        others[1].put("one", {})
