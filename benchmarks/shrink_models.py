@@ -48,11 +48,11 @@ STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 STARTS: dict[str, dict[str, Any]] = {
     "closed form": {"align": False},
+    "closed form, aligned": {},
     "kept heads": {"align": False, **RIVALS["kept heads"]},
     "mean pooling": {"align": False, **RIVALS["mean pooling"]},
-    "closed form, aligned": {},
     "kept heads, aligned": RIVALS["kept heads"],
-    "closed form, aligned, ridge 0.1": {"ridge": 0.1},
+    "closed form, aligned, ridge 0.0001": {"ridge": 1e-4},
     "Minitron importance": {"align": False, **RIVALS["Minitron importance"]},
 }
 ROUNDS = 9
