@@ -46,6 +46,7 @@ from support.shrink.stories import load_llama, measure_loss  # the model's conve
 RESULT = Path(__file__).with_suffix(".json")
 LAYERS, BATCH, LENGTH = 6, 8, 128
 TEACHER_STEPS, TEACHER_RATE, RATE, BETA = 5000, 3e-3, 1e-3, 0.02
+TEACHER_FOLDER = f"shrink_depth_{LAYERS}x{LENGTH}_{TEACHER_STEPS}_steps"  # another recipe is another teacher
 FEWER = (2,)
 """Whole layers dropped; splits of the same latency are compared with these."""
 SPLITS = [(attention, activations) for attention in range(2, LAYERS + 1) for activations in (0, 2, 4, 6)]
@@ -235,7 +236,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--teacher", type=Path, default=Path(tempfile.gettempdir()) / "shrink_depth_teacher")
+    parser.add_argument("--teacher", type=Path, default=Path(tempfile.gettempdir()) / TEACHER_FOLDER)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
