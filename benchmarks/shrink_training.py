@@ -1,17 +1,21 @@
 """How long does a good start last? Training from the closed form, from kept heads and from random weights.
 
-The teacher is stories260K, the student has 4 heads and the teacher's layers 0, 2 and 4. Every start is trained on
-half cross entropy and half KD, with and without SHD (a live teacher, the layer map and plan of shrink.json), on the
-same batches in the same order for a seed. Losses are cross entropies in nats a token on 128 sequences that neither
-training nor calibration saw, after each number of steps of one run with a cosine schedule.
+The teacher is stories260K, the students have 4 heads and the teacher's layers 0, 2 and 4, at its width of 64 and at
+48. Every start is trained on half cross entropy and half KD, with and without SHD (a live teacher, the layer
+map and plan of shrink.json), on the same batches in the same order for a seed. Losses are cross entropies in nats a
+token on 128 sequences that neither training nor calibration saw, after each number of steps of one run with a cosine
+schedule. What SHD gains is paired by seed, with the 95% interval of Student's t.
 
-Prints a table and writes ``shrink_training.json`` beside this file, run by run: started again with the same settings
-it goes on where it stopped. python benchmarks/shrink_training.py [--steps 200] [--seeds 3]
+Prints tables and writes ``shrink_training.json`` beside this file, run by run: started again with the same settings
+it goes on where it stopped. python benchmarks/shrink_training.py [--steps 1000] [--seeds 3]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
+import itertools
 import json
 import platform
 import statistics
@@ -22,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import t
 from shrink_start import SOURCE
 from torch import Tensor
 
@@ -33,9 +38,12 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
 
 RESULT = Path(__file__).with_suffix(".json")
-SIZES: dict[str, Any] = {"heads": 4, "layers": [0, 2, 4]}
+SIZES: dict[str, dict[str, Any]] = {
+    "width 64": {"heads": 4, "layers": [0, 2, 4]},
+    "width 48": {"heads": 4, "layers": [0, 2, 4], "hidden": 48},
+}
 STARTS: dict[str, dict[str, Any]] = {
-    "closed form, aligned": {},
+    "closed form, aligned": {"ridge": 1e-4},
     "kept heads": {"align": False, **RIVALS["kept heads"]},
     "random": {},
 }
@@ -43,20 +51,37 @@ MARKS = (25, 100, 200, 400, 700, 1000)
 BETA = 0.02
 RATES = {"random": 3e-3}
 RATE = 2e-3
-LENGTH, BATCH = 128, 16
+LENGTH, BATCH = 128, 8
 
 
-def make_start(teacher: Any, tokens: Tensor, start: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    made = shrink(teacher, {"input_ids": tokens[:64]}, **SIZES, **STARTS[start])
+@functools.cache
+def load_source() -> tuple[Any, Tensor]:
+    """The teacher, without gradients, and its own samples (1024, 256)."""
+    tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+    teacher = load_llama(SOURCE / "stories260K.bin")
+    for parameter in teacher.parameters():
+        parameter.requires_grad_(False)
+    return teacher, tokens
+
+
+@functools.cache
+def shrink_once(size: str, start: str) -> Any:
+    teacher, tokens = load_source()
+    return shrink(teacher, {"input_ids": tokens[:64]}, **SIZES[size], **STARTS[start])
+
+
+def make_start(size: str, start: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    made = shrink_once(size, start)
     if start != "random":
-        return made.student, made.report
+        return copy.deepcopy(made.student), made.report
     torch.manual_seed(seed)
     return type(made.student)(made.student.config), made.report
 
 
-def train(teacher: Any, tokens: Tensor, start: str, shd: bool, steps: int, seed: int) -> dict[str, float]:
+def train(size: str, start: str, shd: bool, steps: int, seed: int) -> dict[str, float]:
     """Losses of validation by number of steps."""
-    student, report = make_start(teacher, tokens, start, seed)
+    teacher, tokens = load_source()
+    student, report = make_start(size, start, seed)
     online = OnlineTeacher.for_student(teacher, report)
     optimizer = torch.optim.AdamW(student.parameters(), RATES.get(start, RATE))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -92,26 +117,39 @@ def train(teacher: Any, tokens: Tensor, start: str, shd: bool, steps: int, seed:
     return found
 
 
-def print_table(runs: dict[str, dict[str, float]], seeds: int) -> None:
+def print_tables(runs: dict[str, dict[str, float]], seeds: int) -> None:
+    """The means of each start, and below each pair what SHD gains over KD alone."""
     marks = sorted({int(mark) for run in runs.values() for mark in run})
-    print(f"\n{'start':32}{'seeds':>6}" + "".join(f"{mark:>9}" for mark in marks))
-    for shd in (False, True):
-        for start in STARTS:
-            own = [run for s in range(seeds) if (run := runs.get(name_run(start, shd, s))) is not None]
+    print(f"\n{'':36}{'seeds':>6}" + "".join(f"{mark:>9}" for mark in marks))
+    for size, start in ((size, start) for size in SIZES for start in STARTS):
+        arms = {shd: [runs.get(name_run(size, start, shd, seed)) for seed in range(seeds)] for shd in (False, True)}
+        for shd, arm in arms.items():
+            own = [run for run in arm if run is not None]
             if own:
                 means = [statistics.mean(run[str(mark)] for run in own) for mark in marks]
-                label = f"{start}, KD{' + SHD' if shd else ''}"
-                print(f"{label:32}{len(own):6}" + "".join(f"{mean:9.3f}" for mean in means))
+                label = f"{size}, {start}, KD{' + SHD' if shd else ''}"
+                print(f"{label:36}{len(own):6}" + "".join(f"{mean:9.3f}" for mean in means))
+        pairs = [(kd, both) for kd, both in zip(arms[False], arms[True], strict=True) if kd and both]
+        if len(pairs) > 1:
+            gains = [[kd[str(mark)] - both[str(mark)] for kd, both in pairs] for mark in marks]
+            print(f"{'  gain of SHD':36}{len(pairs):6}" + "".join(f"{statistics.mean(gain):9.3f}" for gain in gains))
+            print(f"{'  +-':36}{'':6}" + "".join(f"{half_interval(gain):9.3f}" for gain in gains))
 
 
-def name_run(start: str, shd: bool, seed: int) -> str:
-    return f"start={start} shd={shd} seed={seed}"
+def half_interval(values: list[float]) -> float:
+    """Half the 95% interval of Student's t for the mean."""
+    return float(t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5)
+
+
+def name_run(size: str, start: str, shd: bool, seed: int) -> str:
+    return f"{size} start={start} shd={shd} seed={seed}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -127,21 +165,17 @@ def main() -> None:
         if before["settings"] != settings:
             raise SystemExit(f"{arguments.out} was made with {before['settings']}: remove it, or give --out")
         report = before
-    tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
-    teacher = load_llama(SOURCE / "stories260K.bin")
-    for parameter in teacher.parameters():
-        parameter.requires_grad_(False)
     for seed in range(arguments.seeds):
-        for start, shd in ((start, shd) for shd in (False, True) for start in STARTS):
-            name = name_run(start, shd, seed)
+        for size, start, shd in itertools.product(SIZES, arguments.starts, (False, True)):
+            name = name_run(size, start, shd, seed)
             if name in report["runs"]:
                 continue
-            report["runs"][name] = train(teacher, tokens, start, shd, arguments.steps, seed)
+            report["runs"][name] = train(size, start, shd, arguments.steps, seed)
             print(name, report["runs"][name], flush=True)
             draft = arguments.out.with_suffix(".part")
             draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             draft.replace(arguments.out)  # a run that is killed leaves the last whole file
-    print_table(report["runs"], arguments.seeds)
+    print_tables(report["runs"], arguments.seeds)
 
 
 if __name__ == "__main__":
