@@ -7,7 +7,7 @@
     python make_data.py images      # vit/, images.npy and labels.npy, test_images.npy and test_labels.npy
     python make_data.py pairs       # bart/, pairs.jsonl and test_pairs.jsonl: {"source": ..., "target": ...}
 
-Everything goes into the current folder. Each teacher is a Hugging Face folder, trained for some seconds on one
+Everything goes into the current folder. Each teacher is a Hugging Face folder, trained for half a minute on one
 core, and comes out the same on every run. Your own folder and files take their place in every example.
 """
 

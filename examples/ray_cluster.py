@@ -24,7 +24,7 @@ from shd_ref.teacher.sources import open_source
 
 
 def main() -> None:
-    """Fill a cache by two actors, each with a teacher of its own."""
+    """Fill a cache by two actors; each loads the teacher."""
     here = Path.cwd()  # teacher, data and cache under one path on every machine, or the cache at s3://...
     inputs = partial(open_source, here / "train.jsonl", tokenizer=here / "teacher")  # every actor opens the data
     options = PrecomputeOptions(num_student_heads=2, num_student_layers=2, logits="topk")

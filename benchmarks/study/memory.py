@@ -110,5 +110,5 @@ def _take(lesson: Lesson, index: Tensor) -> Lesson:
 
 
 def _rebuild_call(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
-    assert call.rule.attn_mask is None, "samples with masks of their own cannot be taken apart"
+    assert call.rule.attn_mask is None, "samples with separate masks cannot be taken apart"
     return AttentionCall(query, key, call.rule, value=value)

@@ -96,7 +96,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def option_of(field: str) -> str:
-    """``num_student_heads`` -> ``--student-heads``; the singular where every value is an option of its own."""
+    """``num_student_heads`` -> ``--student-heads``; the singular where each value gets its own option."""
     return _REPEATED.get(field) or f"--{field.removeprefix('num_').replace('_', '-')}"
 
 

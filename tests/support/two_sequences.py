@@ -17,7 +17,7 @@ def encoder_decoder(*, seed: int = 0, vocabulary: int = 30, masked: bool = True)
     Args:
         seed: of the weights.
         vocabulary: tokens that are read, and classes.
-        masked: whether the decoder has a mask of its own.
+        masked: whether the decoder has its own mask.
     """
     build = GraphBuilder()
     table = build.const(random_projection(vocabulary, WIDTH, 900 + seed))

@@ -243,7 +243,7 @@ class Instructions:
         ids = self._pad([question for question, _ in texts])
         ends = torch.tensor([len(question) for question, _ in texts])
         rows = torch.arange(len(texts))
-        for _ in range(self.settings["answer"]):  # right-padded: the student's own forward, whatever teaches it
+        for _ in range(self.settings["answer"]):  # right-padded, through the forward pass that this rival trains
             likeliest = forward({"input_ids": ids}).logits[rows, ends - 1].argmax(-1)
             done = (ids[rows, ends - 1] == END) | (ends >= ids.shape[1])
             ids[rows[~done], ends[~done]] = likeliest[~done]

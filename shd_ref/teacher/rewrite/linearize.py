@@ -115,7 +115,16 @@ def _merge(graph: ir.Graph, ffn: Ffn) -> tuple[int, int, int]:
     name = f"squeezing_heads/linear_{ffn.layer}"
 
     def keep(array: NDArray[Any], what: str) -> ir.Value:
-        value = ir.Value(name=f"{name}/{what}", const_value=ir.tensor(array.astype(dtype), name=f"{name}/{what}"))
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+        if not np.isfinite(array).all():
+            raise ShdError(
+                "shrink-unsupported",
+                f"the activation of layer {ffn.layer} cannot be dropped: the product of its matrices does not fit "
+                f"{dtype}; export the teacher in float32",
+                "FFN-6",
+            )
+        value = ir.Value(name=f"{name}/{what}", const_value=ir.tensor(array, name=f"{name}/{what}"))
         value.dtype, value.shape = ir.DataType.from_numpy(dtype), ir.Shape(array.shape)
         graph.register_initializer(value)
         return value

@@ -193,7 +193,7 @@ def _with_targets(options: PrecomputeOptions, manifest: Manifest) -> PrecomputeO
             logits=form.codec,
             logits_output=form.tensor,
             logits_temperature=form.temperature or 1.0,
-            # Each of several teachers may have padding of its own, or none.
+            # Several teachers may be padded to different sizes, or not at all.
             vocab_size=form.vocab_size if form.padded_vocab_size or form.with_teachers else None,
         )
     return replace(options, hidden=() if manifest.hidden is None else tuple(manifest.hidden.teacher_layers))

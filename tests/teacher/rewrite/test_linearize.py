@@ -240,3 +240,11 @@ def test_exported_teachers(name: str, layers: int, tmp_path: Path) -> None:
     (found,) = ort.InferenceSession(tmp_path / "smaller.onnx").run(None, feeds)
     check_close(found, wanted)
     assert [site.supported for site in find_sites(load_teacher(tmp_path / "smaller.onnx"))] == [True] * layers
+
+
+def test_a_product_that_its_dtype_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        monkeypatch.setitem(WEIGHTS, name, 300.0 * WEIGHTS[name])
+    with pytest.raises(ShdError, match="does not fit float16; export the teacher in float32") as caught:
+        linearize_graph(make_graph(gelu, dtype=np.float16), (0,))
+    assert caught.value.code == "shrink-unsupported"
