@@ -11,18 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.interrupted_writer import MANIFEST, NUM_SAMPLES
+from support.interrupted_writer import NUM_SAMPLES, interrupted_job
 from support.makers import contents, key_of, read_everything, record_of, write_cache
 
 from shd_ref.cache import CacheReader, verify_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 20
+MANIFEST = interrupted_job(NUM_SAMPLES)
 
 
-def start_writer(folder: Path, scale: float = 1.0) -> subprocess.Popen[bytes]:
+def start_writer(folder: Path, scale: float = 1.0, kind: str = "one-sequence") -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "support.interrupted_writer", str(folder), str(scale), str(NUM_SAMPLES)]
+    command = [sys.executable, "-m", "support.interrupted_writer", str(folder), str(scale), str(NUM_SAMPLES), kind]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 
@@ -32,11 +33,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_killed_writers_resume(tmp_path: Path, undisturbed: Path) -> None:
+@pytest.mark.parametrize(("kind", "kills"), [("one-sequence", KILLS), ("decoder", 4)])
+def test_killed_writers_resume(tmp_path: Path, kind: str, kills: int) -> None:
+    undisturbed = write_cache(tmp_path / "undisturbed", interrupted_job(NUM_SAMPLES, kind))
+    tmp_path /= "killed"
     moments = random.Random(11)
     committed = 0
-    for kill in range(KILLS):
-        with start_writer(tmp_path) as process:
+    for kill in range(kills):
+        with start_writer(tmp_path, kind=kind) as process:
             assert process.stdout is not None
             if kill:  # the first one may die before it is ready
                 assert process.stdout.readline() == b"ready\n"
@@ -48,7 +52,7 @@ def test_killed_writers_resume(tmp_path: Path, undisturbed: Path) -> None:
         assert committed <= len(partial)
         committed = len(partial)
         read_everything(partial)
-    with start_writer(tmp_path) as process:
+    with start_writer(tmp_path, kind=kind) as process:
         output, _ = process.communicate(timeout=30)
     assert output == b"ready\nsealed\n"
     assert read_everything(CacheReader(tmp_path)) == read_everything(CacheReader(undisturbed))

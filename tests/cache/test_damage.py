@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import FORMS, document, job, read_everything, write_cache
+from support.makers import AVERAGED, FORMS, KINDS, document, job, read_everything, write_cache
 
-from shd_ref.cache import CacheReader, LayerPair, Receipt, Record, SampleInputs, Teacher, verify_cache
+from shd_ref.cache import CacheReader, LayerPair, Manifest, Receipt, Record, SampleInputs, Teacher, verify_cache
 from shd_ref.errors import ShdError
 
 FLIPS_PER_FILE = 24
@@ -25,18 +25,35 @@ DOCUMENTS = [
     ("SEALED.json", True),
 ]
 WHAT = ("alphas", "mixing", "layer 1", "layer 2", "logits", "hidden layer 0", "hidden layer 11")
-MANIFEST = job(**FORMS["topk"])
+MANIFESTS = {
+    "one sequence": job(**FORMS["topk"]),
+    # The mean logits of three teachers, a row for each position of the decoder.
+    "decoder": job(codec="u4", alpha_per="row", **KINDS, logits=AVERAGED),
+}
 SHARD = "shards/01/000001.safetensors"
+EVERY_KIND = pytest.mark.parametrize("kind", MANIFESTS)
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cache(tmp_path_factory.mktemp("pristine") / "cache", MANIFEST)
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pristine")
+    return {kind: write_cache(folder / kind, manifest) for kind, manifest in MANIFESTS.items()}
 
 
 @pytest.fixture
-def folder(pristine: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(pristine, tmp_path / "cache")
+def kind() -> str:
+    """Of the cache, where a test does not ask for every kind."""
+    return "one sequence"
+
+
+@pytest.fixture
+def manifest(kind: str) -> Manifest:
+    return MANIFESTS[kind]
+
+
+@pytest.fixture
+def folder(pristine: dict[str, Path], kind: str, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine[kind], tmp_path / "cache")
 
 
 def flips(size: int, seed: int) -> list[tuple[int, int]]:
@@ -59,6 +76,7 @@ def start_of(record: Record, column: int) -> int:
     return blob.start
 
 
+@EVERY_KIND
 @pytest.mark.parametrize(("name", "sealed"), DOCUMENTS)
 def test_flipped_bit_in_a_document(folder: Path, name: str, sealed: bool) -> None:
     if not sealed:
@@ -73,11 +91,13 @@ def test_flipped_bit_in_a_document(folder: Path, name: str, sealed: bool) -> Non
         path.write_bytes(data)
 
 
-def test_flipped_bit_in_a_blob(folder: Path) -> None:
+@EVERY_KIND
+def test_flipped_bit_in_a_blob(folder: Path, manifest: Manifest) -> None:
     path = folder / SHARD
-    receipt = Receipt.read(folder, 1, MANIFEST)
+    receipt = Receipt.read(folder, 1, manifest)
+    what_of = WHAT[: len(manifest.parts)]
     owners = [
-        (blob, record, what) for record in receipt.records for what, blob in zip(WHAT, record.blobs, strict=True)
+        (blob, record, what) for record in receipt.records for what, blob in zip(what_of, record.blobs, strict=True)
     ]
     for blob, record, what in owners:
         assert blob is not None
@@ -94,9 +114,10 @@ def test_flipped_bit_in_a_blob(folder: Path) -> None:
             path.write_bytes(data)
 
 
-def test_flipped_bit_in_a_header(folder: Path) -> None:
+@EVERY_KIND
+def test_flipped_bit_in_a_header(folder: Path, manifest: Manifest) -> None:
     path = folder / SHARD
-    end = min(blob.start for _, _, blob in Receipt.read(folder, 1, MANIFEST).stored_parts(MANIFEST))
+    end = min(blob.start for _, _, blob in Receipt.read(folder, 1, manifest).stored_parts(manifest))
     for position, bit in flips(end, seed=3):
         data = flip(path, position, bit)
         assert {problem.path for problem in verify_cache(folder).problems} == {SHARD}
@@ -104,8 +125,25 @@ def test_flipped_bit_in_a_header(folder: Path) -> None:
         path.write_bytes(data)
 
 
-def test_reader_does_not_touch_damage_it_was_not_asked_for(folder: Path) -> None:
-    record = Receipt.read(folder, 1, MANIFEST).records[0]
+@EVERY_KIND
+def test_torn_files(folder: Path) -> None:
+    """Cut anywhere, as a full disk or a lost connection leaves them: one error that names the file."""
+    random = np.random.default_rng(7)
+    names = ["manifest.json", "receipts/000001.json", "SEALED.json", SHARD]
+    for name in names:
+        path, data = folder / name, (folder / name).read_bytes()
+        for size in (0, 1, len(data) - 1, *random.integers(len(data), size=5).tolist()):
+            path.write_bytes(data[:size])
+            assert name in {problem.path for problem in verify_cache(folder).problems}, (name, size)
+            with pytest.raises(ShdError, match=re.escape(name)) as caught:
+                read_everything(CacheReader(folder))
+            assert caught.value.code in ("cache-corrupt", "cache-incomplete"), (name, size)
+        path.write_bytes(data)
+    assert verify_cache(folder).ok
+
+
+def test_reader_does_not_touch_damage_it_was_not_asked_for(folder: Path, manifest: Manifest) -> None:
+    record = Receipt.read(folder, 1, manifest).records[0]
     flip(folder / SHARD, start_of(record, 1), 0)
     reader = CacheReader(folder)
     assert list(reader.read(record.key, layers=[1]).blobs) == [1]
@@ -179,6 +217,12 @@ HOSTILE_RECORDS: dict[str, dict[str, Any]] = {
     "padding in front of maps": {"first": 1},
     "shapes the manifest rules out": {"shapes": [[1, 1], [1, 1]]},
 }
+HOSTILE_OF_A_DECODER: dict[str, dict[str, Any]] = {
+    "no positions of the decoder": {"decoder": 0},
+    "too few": {"decoder": 1},
+    "absurdly many": {"decoder": 2**40},
+    "not a number": {"decoder": "4"},
+}
 HOSTILE_BLOBS: dict[str, Callable[[list[Any]], Any]] = {
     "is a path": lambda blob: "/etc/passwd",
     "without hash": lambda blob: blob[:2],
@@ -192,11 +236,18 @@ HOSTILE_BLOBS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_RECORDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("one sequence", name) for name in HOSTILE_RECORDS),
+        *(("decoder", name) for name in HOSTILE_OF_A_DECODER),
+        ("one sequence", "absurdly many"),
+    ],
+)
 def test_hostile_receipts_are_refused(folder: Path, name: str) -> None:
     path = folder / "receipts/000000.json"
     members = json.loads(path.read_bytes())
-    members["records"][0] |= HOSTILE_RECORDS[name]
+    members["records"][-1] |= (HOSTILE_RECORDS | HOSTILE_OF_A_DECODER)[name]
     path.write_bytes(document(members))
     (folder / "SEALED.json").unlink()
     with pytest.raises(ShdError, match=r"receipts/000000\.json") as caught:
@@ -204,7 +255,13 @@ def test_hostile_receipts_are_refused(folder: Path, name: str) -> None:
     assert caught.value.code == "cache-corrupt"
 
 
-@pytest.mark.parametrize("place", range(2, len(WHAT)), ids=WHAT[2:])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *(pytest.param("one sequence", place, id=WHAT[place]) for place in range(2, len(WHAT))),
+        pytest.param("decoder", WHAT.index("logits"), id="logits of a decoder"),
+    ],
+)
 @pytest.mark.parametrize("name", HOSTILE_BLOBS)
 def test_hostile_blobs_are_refused(folder: Path, name: str, place: int) -> None:
     path = folder / "receipts/000000.json"

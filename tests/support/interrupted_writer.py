@@ -1,29 +1,33 @@
-"""A writer for the tests to kill: ``python -m support.interrupted_writer CACHE SCALE SAMPLES`` (not a test itself).
+"""A writer to be killed: ``python -m support.interrupted_writer CACHE SCALE SAMPLES KIND`` (not a test itself).
 
-``SCALE`` multiplies the alphas, as if this writer's hardware rounded differently.
+``SCALE`` multiplies the alphas, as if this writer's hardware rounded differently; ``KIND`` names one of
+``KINDS_OF_CACHE``.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from shd_ref.cache import CacheWriter, Manifest
-from support.makers import FORMS, errors_of, job, records_of
+from support.makers import AVERAGED, FORMS, KINDS, errors_of, job, records_of
 
 NUM_SAMPLES = 120
+KINDS_OF_CACHE: dict[str, dict[str, Any]] = {
+    "one-sequence": FORMS["topk"],
+    "decoder": {"codec": "u4", "alpha_per": "row", **KINDS, "logits": AVERAGED},
+}
 
 
-def interrupted_job(num_samples: int) -> Manifest:
-    return job(num_samples=num_samples, samples_per_shard=3, **FORMS["topk"])
+def interrupted_job(num_samples: int, kind: str = "one-sequence") -> Manifest:
+    return job(num_samples=num_samples, samples_per_shard=3, **KINDS_OF_CACHE[kind])
 
-
-MANIFEST = interrupted_job(NUM_SAMPLES)
 
 if __name__ == "__main__":
-    writer = CacheWriter(sys.argv[1], interrupted_job(int(sys.argv[3])))
+    writer = CacheWriter(sys.argv[1], interrupted_job(int(sys.argv[3]), sys.argv[4]))
     print("ready", flush=True)
     for shard in writer.missing_shards():
         records = records_of(writer.manifest, shard)

@@ -57,7 +57,7 @@ def change(address: str, name: str, position: int) -> None:
 
 def start_writer(address: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "support.interrupted_writer", address, "1.0", str(NUM_SAMPLES)]
+    command = [sys.executable, "-m", "support.interrupted_writer", address, "1.0", str(NUM_SAMPLES), "one-sequence"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 

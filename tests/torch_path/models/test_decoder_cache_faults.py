@@ -1,0 +1,148 @@
+"""Caches of real encoder-decoders with the mean logits of two teachers: flipped bits, torn files, kills, other data.
+
+Each either gives what the undisturbed cache gives or is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support.exported_models import trace
+from support.makers import contents, read_everything
+from support.started_command import start_command
+from torch_path.models.test_encoder_decoders import MAKERS, make_arrays
+from typer.testing import CliRunner
+
+from shd_ref.cache import CacheReader, verify_cache
+from shd_ref.commands.app import app
+from shd_ref.errors import ShdError
+from shd_torch.export import example_inputs
+
+pytestmark = pytest.mark.slow  # every test stands on an export
+
+KILLS = 2
+COPIES = 3
+"""Of the samples, each with other tokens: a run that is long enough to be killed on its way."""
+PATIENCE = 60.0
+
+
+class Kept(NamedTuple):
+    """What the teachers left."""
+
+    folder: Path
+    cache: Path
+    arrays: dict[str, NDArray[Any]]
+
+    def command(self, out: Path, **replaced: Path) -> list[str]:
+        """``shd precompute`` of that cache, with other files where they are given."""
+        files = {name: self.folder / f"{name}.onnx" for name in ("first", "second")}
+        files |= {"data": self.folder / "data.npz", **replaced}
+        options = ["--student-heads", "2", "--student-layers", "encoder=1,decoder=1,cross=1"]
+        options += ["--logits", "topk", "--logits-top", "6", "--with-teacher", str(files["second"])]
+        options += ["--batch-size", "3", "--samples-per-shard", "2", "--threads", "1"]
+        return ["precompute", str(files["first"]), "--inputs", str(files["data"]), "--out", str(out), *options]
+
+    def verify(self, cache: Path, **replaced: Path) -> Any:
+        """``shd verify`` against the teachers and the data."""
+        files = {name: self.folder / f"{name}.onnx" for name in ("first", "second")}
+        files |= {"data": self.folder / "data.npz", **replaced}
+        given = ["--teacher", str(files["first"]), "--with-teacher", str(files["second"])]
+        return CliRunner().invoke(app, ["verify", str(cache), *given, "--inputs", str(files["data"])])
+
+
+def run_command(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp(request.param)
+    for name, layers in (("first", 2), ("second", 1)):
+        model = MAKERS[request.param](4, layers, seed=layers).eval()
+        trace(model, example_inputs(model), folder / f"{name}.onnx")
+    arrays = {name: np.tile(array, (COPIES, 1)) for name, array in make_arrays().items()}
+    ids, tokens = arrays["decoder_input_ids"], np.random.default_rng(4)
+    ids[ids > 0] = tokens.integers(3, 40, int((ids > 0).sum()))
+    np.savez(folder / "data.npz", **arrays)
+    made = Kept(folder, folder / "cache", arrays)
+    run_command(made.command(made.cache))
+    return made
+
+
+def damages(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The file with a bit flipped, and cut, at its ends and at random places."""
+    data, moments = path.read_bytes(), np.random.default_rng(path.stat().st_size)
+    for place in (0, len(data) - 1, *moments.integers(len(data), size=4).tolist()):
+        bit = 1 << int(moments.integers(8))
+        yield f"bit {bit} of byte {place}", data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :]
+    for size in (0, len(data) - 1, *moments.integers(len(data), size=2).tolist()):
+        yield f"cut to {size} bytes", data[:size]
+
+
+def test_damaged_files_are_found_or_harmless(kept: Kept, tmp_path: Path) -> None:
+    folder, wanted = shutil.copytree(kept.cache, tmp_path / "cache"), read_everything(CacheReader(kept.cache))
+    refused = harmless = tried = 0
+    for name in ("manifest.json", "SEALED.json", "receipts/000003.json", "shards/03/000003.safetensors"):
+        path, pristine = folder / name, (folder / name).read_bytes()
+        for what, data in damages(path):
+            tried += 1
+            path.write_bytes(data)
+            assert name in {problem.path for problem in verify_cache(folder).problems}, (name, what)
+            try:
+                found = read_everything(CacheReader(folder))
+            except ShdError as error:
+                refused += name in str(error)
+            else:
+                harmless += 1  # a header, which a reader does not use
+                assert found == wanted, (name, what)
+        path.write_bytes(pristine)
+    assert refused + harmless == tried
+    assert refused > 30
+    assert verify_cache(folder).ok
+
+
+def test_killed_runs_resume_to_the_undisturbed_cache(kept: Kept, tmp_path: Path) -> None:
+    moments, killed, folder = random.Random(5), 0, tmp_path / "cache"
+    for _ in range(3 * KILLS):
+        before = len(list((folder / "receipts").glob("*.json")))
+        process = start_command(kept.command(folder))
+        deadline = time.monotonic() + PATIENCE
+        while process.is_alive() and time.monotonic() < deadline:
+            if len(list((folder / "receipts").glob("*.json"))) > before:
+                break
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.01))
+        process.kill()
+        process.join(PATIENCE)
+        killed += process.exitcode != 0
+        if killed == KILLS or (folder / "SEALED.json").exists():
+            break
+        read_everything(CacheReader(folder, allow_partial=True))  # what is committed is whole
+    assert killed > 0
+    run_command(kept.command(folder))
+    assert contents(folder) == contents(kept.cache)
+
+
+def test_another_teacher_and_other_data_are_found_out(kept: Kept, tmp_path: Path) -> None:
+    assert kept.verify(kept.cache).exit_code == 0
+    model = MAKERS["t5" if "t5" in kept.folder.name else "bart"](4, 1, seed=9).eval()
+    other = trace(model, example_inputs(model), tmp_path / "second.onnx")
+    arrays = {name: array.copy() for name, array in kept.arrays.items()}
+    arrays["decoder_input_ids"][:, 0] = 7
+    np.savez(tmp_path / "data.npz", **arrays)
+    for replaced in ({"second": other}, {"data": tmp_path / "data.npz"}):
+        done = kept.verify(kept.cache, **replaced)
+        assert done.exit_code == 1, done.output
+        again = CliRunner().invoke(app, kept.command(kept.cache, **replaced))
+        assert again.exit_code == 1, again.output
+        assert "cache-mismatch" in again.output
+    assert verify_cache(kept.cache).ok
