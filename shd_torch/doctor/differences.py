@@ -44,8 +44,9 @@ class Difference:
 def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     """All differences of two Hugging Face models, those that block first.
 
-    What hurts is what arXiv 2605.07191 found: where the teacher's attention relies on LayerScale or registers, students
-    without them lose by attention transfer, and no longer do once they have such parts, initialised at random.
+    What hurts is what arXiv 2605.07191 found: where the teacher's attention relies on LayerScale or registers,
+    students without them lose by attention transfer, and no longer do once they have such parts, initialised at
+    random.
     """
     found = [*_sizes(teacher, student), *_seen(teacher, student), *_inside(teacher, student)]
     return sorted(found, key=lambda one: (BLOCKS, HURTS, NOTE).index(one.effect))
