@@ -228,3 +228,25 @@ def test_a_budget_without_a_unit_is_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["--budget", "3"])
     assert "such as 3h; got '3'" in capsys.readouterr().err
+
+
+def test_a_squeezed_denoiser_mixes_its_teachers_logits() -> None:
+    from benchmarks.study.denoiser import Denoiser, squeeze_denoiser
+    from shd_torch import capture_attention
+
+    torch.manual_seed(0)
+    teacher = Denoiser(8, 16, 4, 2).requires_grad_(False)
+    for block in teacher.blocks:
+        torch.nn.init.normal_(block.modulate.weight, std=0.3)  # zero in a fresh one: blocks would not see the step
+    x_t, t = torch.randn(6, 1, 8, 8), torch.arange(6) * 100
+    same = squeeze_denoiser(teacher, 4, [0, 1], x_t, t, "progressive")
+    torch.testing.assert_close(same(x_t, t), teacher(x_t, t))
+    student = squeeze_denoiser(teacher, 2, [0], x_t, t, "matched")
+    with capture_attention(teacher, keep_values=True) as given, capture_attention(student, keep_values=True) as made:
+        teacher(x_t, t)
+        student(x_t, t)
+    logits = [each.layer(0).compute_logits().transpose(0, 1).flatten(1).mT for each in (given, made)]
+    mixing = torch.linalg.lstsq(*logits).solution.mT  # (student heads, teacher heads)
+    torch.testing.assert_close(logits[0] @ mixing.mT, logits[1])
+    torch.testing.assert_close(mixing.sum(1), torch.ones(2))
+    assert (mixing.abs() > 1e-4).sum(0).tolist() == [1, 1, 1, 1]  # every teacher head in one group

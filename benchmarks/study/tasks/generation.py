@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,70 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.study.arms import ALONE, Arm
+from benchmarks.study.denoiser import Denoiser, squeeze_denoiser
 from benchmarks.study.digits import load_digits, load_small_digits
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.training import Course, Lessons, train
+from shd_ref.layers import layer_map
 from shd_torch.recipes import SHD, Terms, diffusion, draw_diffusion, linear_betas, noised
 from shd_torch.rivals import Rival, make_rival
 
-PATCH, STEPS = 2, 1000
+STEPS = 1000
 Forward = Callable[[Mapping[str, Tensor]], Any]
-
-
-class Denoiser(nn.Module):
-    """Patches, adaptive layer norms by the diffusion step (DiT), epsilon as output.
-
-    Args:
-        size: height and width of an image.
-        width: D.
-        heads: of each block.
-        layers: blocks.
-    """
-
-    def __init__(self, size: int, width: int, heads: int, layers: int) -> None:
-        super().__init__()
-        self.size, self.width = size, width
-        self.embed = nn.Conv2d(1, width, PATCH, PATCH)
-        self.positions = nn.Parameter(torch.randn(1, (size // PATCH) ** 2, width) * 0.02)
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.head = nn.Linear(width, PATCH**2)
-
-    def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """Noised images ``(B, 1, H, W)`` and steps ``(B,)`` to the noise in them."""
-        rates = torch.exp(-math.log(10000.0) * torch.arange(self.width // 2) / (self.width // 2))
-        angles = t[:, None] * rates
-        time = self.time(torch.cat([angles.cos(), angles.sin()], -1))[:, None]
-        tokens = self.embed(x_t).flatten(2).mT + self.positions
-        for block in self.blocks:
-            tokens = block(tokens, time)
-        side = self.size // PATCH
-        patches = self.head(F.layer_norm(tokens, tokens.shape[-1:])).unflatten(1, (side, side))
-        return patches.unflatten(-1, (PATCH, PATCH)).permute(0, 1, 3, 2, 4).reshape(x_t.shape)
-
-
-class Block(nn.Module):
-    """Attention and MLP, each shifted, scaled and gated by the step."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.modulate = nn.Linear(width, 6 * width)
-        nn.init.zeros_(self.modulate.weight)
-        nn.init.zeros_(self.modulate.bias)
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, tokens: Tensor, time: Tensor) -> Tensor:
-        """Tokens ``(B, N, D)`` and the step's vector ``(B, 1, D)`` to tokens."""
-        shift, scale, gate, shift2, scale2, gate2 = self.modulate(F.silu(time)).chunk(6, -1)
-        x = F.layer_norm(tokens, tokens.shape[-1:]) * (1 + scale) + shift
-        query, key, value = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        tokens = tokens + (1 + gate) * self.project(mixed)
-        x = F.layer_norm(tokens, tokens.shape[-1:]) * (1 + scale2) + shift2
-        out: Tensor = tokens + (1 + gate2) * self.mlp(x)
-        return out
 
 
 class Generation:
@@ -92,6 +37,7 @@ class Generation:
         self.images, self.size = 2 * images - 1, images.shape[-1]
         sizes = [settings["pool"], settings["judged"], settings["judged"]]
         self.train_images, valid, test = self.images.split([*sizes, len(images) - sum(sizes)])[:3]
+        torch.manual_seed(0)
         self.classifier = keep_trained(
             kept_place(folder, "generation-classifier", settings, "data", "pool", "classifier_steps"),
             nn.Sequential(
@@ -112,6 +58,7 @@ class Generation:
         )
         self.moments = {name: self._moments(part) for name, part in (("valid", valid), ("test", test))}
         given = settings["teacher"]
+        torch.manual_seed(0)
         self.teacher: Any = keep_trained(
             kept_place(folder, "generation-teacher", settings, "data", "pool", "teacher"),
             Denoiser(self.size, given["width"], given["heads"], given["layers"]),
@@ -129,9 +76,9 @@ class Generation:
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student; a seed draws weights, order, steps and noise, and what is sampled in the end."""
-        options, sizes = arm.options, self.settings["student"]
+        options = arm.options
         torch.manual_seed(seed)
-        student = Denoiser(self.size, sizes["width"], options["heads"], sizes["layers"])
+        student = self._make_student(options)
         last: dict[str, Tensor] = {}
         seen = 0
 
@@ -161,9 +108,21 @@ class Generation:
             beta=options["beta"],
             steps=self.settings["steps"],
             batch=self.settings["batch"],
-            rate=self.settings["rate"],
+            rate=self.settings["rate"] * (1.0 if options["start"] == "random" else self.settings["start_rate"]),
             seed=seed,
         )
+
+    def _make_student(self, options: Mapping[str, Any]) -> Denoiser:
+        sizes = self.settings["student"]
+        if options["start"] == "random":
+            return Denoiser(self.size, sizes["width"], options["heads"], sizes["layers"])
+        layers = [layer for _, layer in layer_map(len(self.teacher.blocks), sizes["layers"])]
+        x0 = self.train_images[:64]
+        t, noise = torch.arange(len(x0)) * STEPS // len(x0), torch.randn_like(x0)
+        student = squeeze_denoiser(self.teacher, options["heads"], layers, noised(x0, noise, t), t, options["plan"])
+        if student.width != sizes["width"]:
+            raise ValueError(f"a squeezed denoiser has its teacher's width of {student.width}; got {sizes['width']}")
+        return student
 
     def _rivals(self, arm: Arm, student: Any) -> list[tuple[Rival, Lessons]]:
         """Noise differs at every step, so that a teacher teaches live."""

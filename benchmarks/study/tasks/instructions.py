@@ -15,7 +15,9 @@ from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
+from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, Lessons, train
+from shd_ref.layers import layer_map
 from shd_torch.recipes import (
     SHD,
     TeacherMixture,
@@ -130,11 +132,10 @@ class Instructions:
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student; with ``minillm`` it starts from one that learned the answers first, the same for all arms."""
         options, settings = arm.options, self.settings
-        sizes = settings["student"]
+        student = self._make_student(options, seed)
         torch.manual_seed(seed)
-        student = self._make_model(sizes["width"], options["heads"], sizes["layers"])
-        student.apply(student._init_weights)
         is_policy = options["base"] == "minillm"
+        factor = 1.0 if options["start"] == "random" else settings["start_rate"]
         if is_policy:
             student.load_state_dict(self._started_student(student, seed).state_dict())
         rivals = self._rivals(arm, student, live=is_policy)
@@ -148,9 +149,22 @@ class Instructions:
             beta=options["beta"],
             steps=settings["policy_steps"] if is_policy else settings["steps"],
             batch=settings["batch"],
-            rate=settings["policy_rate"] if is_policy else settings["rate"],
+            rate=settings["policy_rate"] if is_policy else settings["rate"] * factor,
             seed=seed,
         )
+
+    def _make_student(self, options: Mapping[str, Any], seed: int) -> Any:
+        sizes = self.settings["student"]
+        layers = [layer for _, layer in layer_map(self.settings["teacher"]["layers"], sizes["layers"])]
+
+        def make_random() -> Any:
+            model = self._make_model(sizes["width"], options["heads"], sizes["layers"])
+            torch.manual_seed(seed)  # after the line above, which draws weights from seed 0
+            model.apply(model._init_weights)
+            return model
+
+        given = {"heads": options["heads"], "hidden": sizes["width"], "neurons": 2 * sizes["width"], "layers": layers}
+        return start_student(options["start"], self.teacher, {"input_ids": self.ids[:64]}, make_random, **given)
 
     def _started_student(self, student: Any, seed: int) -> Any:
         if seed not in self._started:
