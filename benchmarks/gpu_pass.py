@@ -352,20 +352,23 @@ def _bind(sizes: Sizes) -> Facts:
 
 
 def study_pieces(sizes: Sizes, out: Path) -> Iterator[Piece]:
-    """The study's own preset for a GPU; it resumes by itself."""
-    if sizes is not REHEARSAL:
-        yield "gpu", 480, partial(_study, out)
+    """The study's preset for a GPU, one task after the other; each goes on where the last call stopped."""
+    if sizes is REHEARSAL:
+        yield "images", 20, partial(_study, "images", ["--quick", "--parts", "beta"], out, 900)
+        return
+    for task in ("images", "language", "generation", "instructions"):
+        yield task, 240, partial(_study, task, ["--preset", "gpu"], out, 480)
 
 
-def _study(out: Path) -> Facts:
-    _, text = _run([sys.executable, "-m", "benchmarks.study", "--help"], 60)
-    if "--preset" not in text:
-        raise NotHereError("benchmarks.study has no --preset")
-    words = ["--preset", "gpu", "--out", str(out / "study"), "--budget", "7m"]
-    code, text = _run([sys.executable, "-m", "benchmarks.study", *words], 500)
-    if code == 124:
+def _study(task: str, words: list[str], out: Path, seconds: float) -> Facts:
+    command = [sys.executable, "-m", "benchmarks.study", task, *words, "--out", str(out / "study")]
+    code, text = _run([*command, "--budget", f"{seconds / 2:g}s"], seconds)
+    if f"{task}: not run." in text:
+        raise NotHereError(text.split("not run.")[1].strip())
+    missing = re.search(r" (\d+) of \d+ missing", text)
+    if code == 124 or (missing is not None and missing[1] != "0"):
         raise NotHereError("not finished: call again")
-    return {"code": code, "ok": code == 0, "said": text.strip().splitlines()[-5:]}
+    return {"code": code, "ok": code == 0, "runs": str(out / "study" / "runs.jsonl")}
 
 
 STAGES: Final[dict[str, Callable[[Sizes, Path], Iterator[Piece]]]] = {
@@ -441,6 +444,8 @@ PACKED: Final = (
     "xxhash",
 )
 """What tests and stages import beside what is there."""
+PACKED_FOR_STUDY: Final = ("matplotlib", "scipy")
+"""What the study needs beside those; with them one call would carry too much."""
 THERE: Final = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch", "triton")
 """What a machine for PyTorch has; what PyTorch needs itself too."""
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -461,19 +466,26 @@ def needed(names: Sequence[str]) -> set[str]:
     return found
 
 
-def pack(folder: Path, python: str) -> None:
+def pack(folder: Path, python: str, *, study: bool) -> None:
     """Download wheels for a Linux machine without internet, in the versions that CI tests."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.split("==")[0]: line for line in lines if "==" in line}
+    packages = needed(PACKED_FOR_STUDY) - needed(PACKED) if study else needed(PACKED)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-    wanted = [pinned.get(name, name) for name in needed(PACKED) - needed(("torch",)) - set(THERE)]
+    wanted = [pinned.get(name, name) for name in packages - needed(("torch",)) - set(THERE)]
     command = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--python-version", python, *platforms]
     subprocess.run([sys.executable, *command, "-q", "-d", str(folder), *wanted], check=True)
     wheels = sorted(folder.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels) / 2**20
     if size > LIMIT_MIB:
         raise SystemExit(f"{len(wheels)} wheels have {size:.0f} MiB, more than {LIMIT_MIB}: leave some out of PACKED")
+    if study:
+        from benchmarks.study.digits import load_digits
+
+        for task in ("images", "generation"):
+            load_digits(ROOT / "build" / "study" / task)
+        print("Carry build/study too: it has the digits.")
     print(f"{len(wheels)} wheels, {size:.0f} MiB, for Python {python}. Carry {folder} and this checkout; then there:")
     print(f"  python3 -m pip install --no-index --no-deps --target /tmp/site {folder}/*.whl")
     print(
@@ -492,13 +504,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/gpu_pass"), help="folder of what is measured")
     parser.add_argument("--minutes", type=float, default=9.5, help="of one call")
     parser.add_argument("--rehearse", action="store_true", help="everything on a processor, to see that it runs")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="download what a machine without internet lacks")
+    parser.add_argument(
+        "--pack",
+        type=Path,
+        metavar="FOLDER",
+        help="download wheels for a machine without internet; of the study with STAGE study",
+    )
     parser.add_argument("--python", default="3.12", help="with --pack: that machine's Python")
     given = parser.parse_args(arguments)
     if unknown := sorted(set(given.stages) - set(STAGES)):
         parser.error(f"stages are {', '.join(STAGES)}; got {', '.join(unknown)}")
     if given.pack is not None:
-        pack(given.pack, given.python)
+        pack(given.pack, given.python, study=given.stages == ["study"])
         return
     if given.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # counts when the kernels are first imported

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.study.analysis import compare, print_tables, write_page, write_table
-from benchmarks.study.arms import Arm, read_grid
+from benchmarks.study.arms import PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.pictures import draw_all
 from benchmarks.study.runs import Record, run_missing
@@ -35,15 +35,28 @@ def read_duration(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
+def name_machine(device: str) -> str:
+    """The processor or the GPU, and what ran on it."""
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; default all")
     parser.add_argument("--parts", nargs="+", help="only these parts of the grids")
     parser.add_argument("--budget", type=read_duration, help="start no run after so long, such as 3h")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of runs.jsonl and table.csv")
+    parser.add_argument("--preset", choices=PRESETS, help="quick: tiny sizes; gpu: larger ones, for one GPU")
+    parser.add_argument(
+        "--quick", dest="preset", action="store_const", const="quick", help="the same as --preset quick"
+    )
+    parser.add_argument("--device", help="cuda or cpu; default cuda for --preset gpu, else cpu")
+    parser.add_argument("--out", type=Path, help="folder of runs.jsonl and tables; default beside this file")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
-    parser.add_argument("--pictures", type=Path, help="folder of pictures; default docs/study, or --out with --quick")
+    parser.add_argument(
+        "--pictures", type=Path, help="folder of pictures; default docs/study, or --out with a preset"
+    )
     parser.add_argument("--page", type=Path, help="Markdown page whose tables are rewritten, such as docs/study.md")
     parser.add_argument("--maps", action="store_true", help="train two students of digits again and draw their maps")
     parser.add_argument("--threads", type=int, default=1)
@@ -52,12 +65,16 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"tasks are {', '.join(TASKS)}; got {', '.join(unknown)}")
     torch.set_num_threads(given.threads)
+    device = given.device or ("cuda" if given.preset == "gpu" else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("no GPU is here: with --device cpu the preset runs on the processor, for many hours")
+    out = given.out or HERE / "results" / (given.preset or "")
     console = Console()
-    record = Record(given.out / "runs.jsonl")
-    pictures = given.pictures or (given.out if given.quick else HERE.parents[1] / "docs" / "study")
+    record = Record(out / "runs.jsonl")
+    pictures = given.pictures or (out if given.preset else HERE.parents[1] / "docs" / "study")
     end = None if given.budget is None else time.monotonic() + given.budget
     for name in given.tasks or TASKS:
-        grid = read_grid(name, quick=given.quick)
+        grid = read_grid(name, given.preset)
         runs = [(arm, seed) for arm, seed in grid.runs() if given.parts is None or arm.part in given.parts]
         made: dict[str, Task] = {}
 
@@ -65,9 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
             settings = str(arm.settings)
             if settings not in made:
                 made.clear()  # one teacher at a time
-                made[settings] = load_task(arm.task)(given.work / arm.task, arm.settings)
-            machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-            return {**made[settings].train(arm, seed), "machine": machine}
+                made[settings] = load_task(arm.task)(given.work / arm.task, arm.settings, device)
+            return {**made[settings].train(arm, seed), "machine": name_machine(device)}
 
         before = len(record.found)
         try:
@@ -82,13 +98,13 @@ def main(arguments: list[str] | None = None) -> None:
         rows = compare(grid, record)
         if rows:
             print_tables(rows, grid, console)
-            write_table(rows, given.out / f"{name}.csv")
+            write_table(rows, out / f"{name}.csv")
             draw_all(rows, grid, record, pictures)
             if given.page is not None:
                 write_page(rows, grid, given.page)
         if given.maps and name == "images":
             arms = {arm.method: arm for arm in reversed(grid.arms) if arm.part == "beta"}
-            task: Any = load_task(name)(given.work / name, grid.arms[0].settings)
+            task: Any = load_task(name)(given.work / name, grid.arms[0].settings, device)
             task.draw_maps(
                 {"student, KD": arms["base"], "student, KD + SHD": arms["shd"]}, pictures / "images-maps.png"
             )

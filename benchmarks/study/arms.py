@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GRIDS = Path(__file__).parent / "grids"
+PRESETS = ("quick", "gpu")
 ALONE = "base"
 """The method of an arm without anything beside its base loss."""
 
@@ -63,23 +64,31 @@ class Grid:
         return list({arm.key(seed): (arm, seed) for arm in self.arms for seed in range(self.seeds)}.values())
 
 
-def read_grid(task: str, *, quick: bool = False) -> Grid:
+def read_grid(task: str, preset: str | None = None) -> Grid:
     """The grid of a task: each part is the product of its lists, over the grid's defaults.
 
     An arm without a method beside its base loss has no beta; the product holds it once.
+
+    Args:
+        task: name of a file in ``grids``.
+        preset: a table of that file, one of ``PRESETS``, which changes sizes, defaults and, where it has any, parts.
     """
     with (GRIDS / f"{task}.toml").open("rb") as file:
         page = tomllib.load(file)
-    settings = page["settings"] | (page["quick"]["settings"] if quick else {})
+    changed = page[preset] if preset is not None else {}
+    settings, defaults = (
+        page["settings"] | changed.get("settings", {}),
+        page["defaults"] | changed.get("defaults", {}),
+    )
     arms = []
-    parts = page["quick"]["part"] if quick else page["part"]
+    parts = changed.get("part", page["part"])
     for part in parts:
         lists = {name: value if isinstance(value, list) else [value] for name, value in part["options"].items()}
         for values in itertools.product(*lists.values()):
-            options = page["defaults"] | dict(zip(lists, values, strict=True))
+            options = defaults | dict(zip(lists, values, strict=True))
             if options["method"] == ALONE:
                 options = (
-                    page["defaults"]
+                    defaults
                     | {"beta": 0.0}
                     | {name: value for name, value in options.items() if name in page["base_options"]}
                 )
@@ -88,4 +97,4 @@ def read_grid(task: str, *, quick: bool = False) -> Grid:
             if arm not in arms:
                 arms.append(arm)
     questions = {part["name"]: part["question"] for part in parts}
-    return Grid(task, 2 if quick else page["seeds"], tuple(arms), questions, tuple(page["base_options"]))
+    return Grid(task, changed.get("seeds", page["seeds"]), tuple(arms), questions, tuple(page["base_options"]))

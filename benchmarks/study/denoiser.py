@@ -37,7 +37,8 @@ class Denoiser(nn.Module):
 
     def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Noised images ``(B, 1, H, W)`` and steps ``(B,)`` to the noise in them."""
-        rates = torch.exp(-math.log(10000.0) * torch.arange(self.width // 2) / (self.width // 2))
+        half = torch.arange(self.width // 2, device=t.device)
+        rates = torch.exp(-math.log(10000.0) * half / (self.width // 2))
         angles = t[:, None] * rates
         time = self.time(torch.cat([angles.cos(), angles.sin()], -1))[:, None]
         tokens = self.embed(x_t).flatten(2).mT + self.positions

@@ -47,7 +47,7 @@ def keep_trained(
     if example is not None:
         model(example)
     if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
+        model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
         return model.eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps)

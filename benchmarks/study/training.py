@@ -55,9 +55,9 @@ def train(
     """Train and evaluate: AdamW, cosine schedule, the same samples in the same order for a seed.
 
     Returns:
-        ``curve`` (figures of ``evaluate`` by step), ``step_seconds`` (processor time, median), ``parameter_bytes``
-        that are trained and thrown away, ``sample_bytes`` of the teacher, ``gradient_share`` of what is taught beside
-        the base loss at the first and at the last step.
+        ``curve`` (figures of ``evaluate`` by step), ``step_seconds`` (median; processor time, or wall time on a GPU),
+        ``parameter_bytes`` that are trained and thrown away, ``sample_bytes`` of the teacher, ``gradient_share`` of
+        what is taught beside the base loss at the first and at the last step.
     """
     student, extra = course.student, [*course.parts, *(rival for rival, _ in course.rivals)]
     trained = [*student.parameters(), *(parameter for part in extra for parameter in part.parameters())]
@@ -69,7 +69,7 @@ def train(
     curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
     for step in range(steps):
         index = order[step * batch : (step + 1) * batch]
-        started = time.process_time()
+        started = _now(course.student)
         terms, last = _loss(course, index, beta)
         if "shd" in terms and step in (0, steps - 1):
             report = scale_report(terms, list(student.parameters()))
@@ -78,7 +78,7 @@ def train(
         terms.total.backward()
         optimizer.step()
         schedule.step()
-        seconds.append(time.process_time() - started)
+        seconds.append(_now(course.student) - started)
         if step + 1 in marks or step + 1 == steps:
             curve[str(step + 1)] = course.evaluate(_forward(course))
     return {
@@ -91,6 +91,14 @@ def train(
         ),
         "gradient_share": shares,
     }
+
+
+def _now(student: nn.Module) -> float:
+    device = next(student.parameters()).device
+    if device.type == "cpu":
+        return time.process_time()  # other work on the machine does not count
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _loss(course: Course, index: Tensor, beta: float) -> tuple[Terms, list[Lesson]]:

@@ -29,7 +29,7 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all is done\n")
-    found = {stage: gpu_pass.read(tmp_path / "rehearsal", stage)["pieces"] for stage in stages if stage != "study"}
+    found = {stage: gpu_pass.read(tmp_path / "rehearsal", stage)["pieces"] for stage in stages}
     assert all(found.values())
     assert not [name for pieces in found.values() for name, facts in pieces.items() if "error" in facts]
     for facts in found["kernels"].values():

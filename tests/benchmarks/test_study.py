@@ -104,7 +104,7 @@ def test_a_teacher_is_kept_for_the_settings_that_it_depends_on(tmp_path: Path) -
     from benchmarks.study.arms import read_grid
     from benchmarks.study.tasks.images import Images
 
-    settings = read_grid("images", quick=True).arms[0].settings
+    settings = read_grid("images", "quick").arms[0].settings
     other = settings | {"teacher": settings["teacher"] | {"heads": 3}}
     for number, given in enumerate((settings, other, settings | {"pool": 200}), 1):
         made = Images(tmp_path, given)
@@ -250,3 +250,29 @@ def test_a_squeezed_denoiser_mixes_its_teachers_logits() -> None:
     torch.testing.assert_close(logits[0] @ mixing.mT, logits[1])
     torch.testing.assert_close(mixing.sum(1), torch.ones(2))
     assert (mixing.abs() > 1e-4).sum(0).tolist() == [1, 1, 1, 1]  # every teacher head in one group
+
+
+@pytest.mark.parametrize("task", ["images", "language", "instructions", "generation"])
+def test_the_preset_of_a_gpu_has_larger_sizes_and_whole_parts(task: str) -> None:
+    from benchmarks.study.arms import read_grid
+
+    usual, larger = read_grid(task), read_grid(task, "gpu")
+    for sizes in ("teacher", "student"):
+        small = usual.arms[0].settings.get(sizes, usual.arms[0].options)
+        large = larger.arms[0].settings.get(sizes, larger.arms[0].options)
+        assert all(large[name] >= small[name] for name in ("width", "layers", "steps") if name in small)
+    assert larger.seeds == usual.seeds == 3
+    assert {arm.part for arm in larger.arms} <= {arm.part for arm in usual.arms}
+    for arm in larger.arms:  # a squeezed denoiser has its teacher's width
+        if task == "generation" and arm.options["start"] == "squeezed":
+            assert arm.settings["student"]["width"] == arm.settings["teacher"]["width"]
+
+
+def test_a_preset_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from benchmarks.study.__main__ import main
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(SystemExit):
+        main(["images", "--preset", "gpu", "--out", str(tmp_path)])
+    assert "no GPU is here: with --device cpu" in capsys.readouterr().err

@@ -10,16 +10,16 @@ from benchmarks.study.arms import Arm
 
 
 class Task(Protocol):
-    """One of the source's domains; what arms share is made once and kept."""
+    """One of the source's domains; what arms share is made once and kept, on the device."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None: ...
+    def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None: ...
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """A run's result: ``train`` of ``training.py``, with ``valid_...`` figures, by which beta may be chosen, and
         ``test_...`` of other samples."""
 
 
-def load_task(name: str) -> Callable[[Path, dict[str, Any]], Task]:
+def load_task(name: str) -> Callable[[Path, dict[str, Any], str], Task]:
     """The class of a task, imported when it is asked for."""
     if name == "images":
         from benchmarks.study.tasks.images import Images

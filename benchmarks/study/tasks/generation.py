@@ -27,13 +27,14 @@ Forward = Callable[[Mapping[str, Tensor]], Any]
 class Generation:
     """See the module; teacher and classifier are trained here, once a folder."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.settings = settings
+    def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None:
+        self.settings, self.device = settings, device
         if settings["data"] == "mnist":
             images, labels = load_digits(folder)
             images = F.avg_pool2d(images, 2)
         else:
             images, labels = load_small_digits()
+        images, labels = images.to(device), labels.to(device)
         self.images, self.size = 2 * images - 1, images.shape[-1]
         sizes = [settings["pool"], settings["judged"], settings["judged"]]
         self.train_images, valid, test = self.images.split([*sizes, len(images) - sum(sizes)])[:3]
@@ -49,7 +50,7 @@ class Generation:
                 nn.LazyLinear(32),
                 nn.ReLU(),
                 nn.Linear(32, 10),
-            ),
+            ).to(device),
             lambda model, index: F.cross_entropy(model(self.train_images[index]), labels[index]),
             size=settings["pool"],
             steps=settings["classifier_steps"],
@@ -61,7 +62,7 @@ class Generation:
         torch.manual_seed(0)
         self.teacher: Any = keep_trained(
             kept_place(folder, "generation-teacher", settings, "data", "pool", "teacher"),
-            Denoiser(self.size, given["width"], given["heads"], given["layers"]),
+            Denoiser(self.size, given["width"], given["heads"], given["layers"]).to(device),
             self._alone,
             size=settings["pool"],
             steps=given["steps"],
@@ -71,7 +72,7 @@ class Generation:
     def _alone(self, model: nn.Module, index: Tensor) -> Tensor:
         """The loss of a denoiser without a teacher."""
         x0 = self.train_images[index]
-        t, noise = torch.randint(STEPS, (len(x0),)), torch.randn_like(x0)
+        t, noise = torch.randint(STEPS, (len(x0),), device=self.device), torch.randn_like(x0)
         return diffusion(model(noised(x0, noise, t), t), x0, noise, t, check=False).total
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
@@ -87,7 +88,8 @@ class Generation:
             seen += 1
             x0 = self.train_images[index]
             draw = draw_diffusion([seed * 10**9 + seen * 1000 + n for n in range(len(x0))], x0.shape[1:])
-            last.update(x0=x0, noise=draw.noise, t=draw.t, x_t=noised(x0, draw.noise, draw.t, check=False))
+            t, noise = draw.t.to(self.device), draw.noise.to(self.device)
+            last.update(x0=x0, noise=noise, t=t, x_t=noised(x0, noise, t, check=False))
             return {"x_t": last["x_t"], "t": last["t"]}
 
         def base(output: Tensor, _: Tensor, shd: SHD | None) -> Terms:
@@ -115,10 +117,10 @@ class Generation:
     def _make_student(self, options: Mapping[str, Any]) -> Denoiser:
         sizes = self.settings["student"]
         if options["start"] == "random":
-            return Denoiser(self.size, sizes["width"], options["heads"], sizes["layers"])
+            return Denoiser(self.size, sizes["width"], options["heads"], sizes["layers"]).to(self.device)
         layers = [layer for _, layer in layer_map(len(self.teacher.blocks), sizes["layers"])]
         x0 = self.train_images[:64]
-        t, noise = torch.arange(len(x0)) * STEPS // len(x0), torch.randn_like(x0)
+        t, noise = torch.arange(len(x0), device=self.device) * STEPS // len(x0), torch.randn_like(x0)
         student = squeeze_denoiser(self.teacher, options["heads"], layers, noised(x0, noise, t), t, options["plan"])
         if student.width != sizes["width"]:
             raise ValueError(f"a squeezed denoiser has its teacher's width of {student.width}; got {sizes['width']}")
@@ -129,6 +131,7 @@ class Generation:
         if arm.method == ALONE:
             return []
         example = {"x_t": torch.randn(16, 1, self.size, self.size), "t": torch.arange(16) * 60}
+        example = {name: value.to(self.device) for name, value in example.items()}
         rival = make_rival(arm.method, self.teacher, student, example, plan=arm.options["plan"])
         return [(rival, lambda _, inputs: rival.teach(**inputs))]
 
@@ -137,10 +140,10 @@ class Generation:
         """DDIM without noise, at equal distances of the schedule."""
         kept = (1 - linear_betas(STEPS)).cumprod(0).float()
         draw = torch.Generator().manual_seed(1000 + seed)
-        x = torch.randn(self.settings["samples"], 1, self.size, self.size, generator=draw)
+        x = torch.randn(self.settings["samples"], 1, self.size, self.size, generator=draw).to(self.device)
         places = list(range(STEPS - 1, -1, -(STEPS // self.settings["sample_steps"])))
         for place, after in zip(places, [*places[1:], None], strict=True):
-            t = torch.full((len(x),), place)
+            t = torch.full((len(x),), place, device=self.device)
             epsilon = torch.cat(
                 [forward({"x_t": a, "t": b}) for a, b in zip(x.split(128), t.split(128), strict=True)]
             )
@@ -151,7 +154,7 @@ class Generation:
     @torch.no_grad()
     def _moments(self, images: Tensor) -> tuple[Any, Any]:
         """Mean and covariance of the classifier's last hidden features."""
-        features = self.classifier[:-1](images).double().numpy()
+        features = self.classifier[:-1](images).double().cpu().numpy()
         return features.mean(0), np.cov(features, rowvar=False)
 
 

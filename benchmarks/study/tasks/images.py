@@ -27,14 +27,14 @@ Forward = Callable[[Mapping[str, Tensor]], Any]
 class Images:
     """See the module; the teacher is trained here, once a folder."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.settings = settings
+    def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None:
+        self.settings, self.device = settings, device
         if settings["data"] == "mnist":
             self.size, (images, labels) = SIZE, load_digits(folder)
         else:
             self.size, (images, labels) = 8, load_small_digits()
         sizes = [settings["pool"], settings["valid"], settings["test"]]
-        parts = [part.split([*sizes, len(images) - sum(sizes)])[:3] for part in (images, labels)]
+        parts = [part.to(device).split([*sizes, len(images) - sum(sizes)])[:3] for part in (images, labels)]
         self.train_images, self.valid_images, self.test_images = parts[0]
         self.train_labels, self.valid_labels, self.test_labels = parts[1]
         self.teacher = self._load_teacher(folder)
@@ -59,7 +59,7 @@ class Images:
             num_labels=10,
             layerscale_value=0.1,
         )
-        return Dinov2ForImageClassification(config)
+        return Dinov2ForImageClassification(config).to(self.device)
 
     def _load_teacher(self, folder: Path) -> Any:
         given = self.settings["teacher"]
@@ -97,8 +97,8 @@ class Images:
                 course.student(**one)
             rows.append((title, captured.probs[-1]))
         side = self.size // self.settings["patch"]
-        grids = [(title, maps[0, :, 0, 1:].unflatten(-1, (side, side)).numpy()) for title, maps in rows]
-        draw_maps(self.test_images[0, 0].numpy(), grids, path)
+        grids = [(title, maps[0, :, 0, 1:].unflatten(-1, (side, side)).cpu().numpy()) for title, maps in rows]
+        draw_maps(self.test_images[0, 0].cpu().numpy(), grids, path)
 
     def _train(self, course: Course, arm: Arm, seed: int) -> dict[str, Any]:
         settings = self.settings
@@ -184,7 +184,7 @@ class Images:
         features = [torch.cat([each.hidden_states[layer][:, 1:] for each in seen]) for layer in (1, 2)]
         norm = self.teacher.dinov2.layernorm
         last = torch.cat([norm(each.hidden_states[-1])[:, 1:] for each in seen])
-        vitkd = ViTKD(student.config.hidden_size, self.teacher.config.hidden_size)
+        vitkd = ViTKD(student.config.hidden_size, self.teacher.config.hidden_size).to(self.device)
 
         def both(output: Any, index: Tensor, shd: SHD | None) -> Terms:
             own = output.hidden_states

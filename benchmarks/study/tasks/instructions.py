@@ -37,8 +37,8 @@ Forward = Callable[[Mapping[str, Tensor]], Any]
 class Instructions:
     """See the module; tokenizer and teacher are trained here, once a folder."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.settings, self.folder = settings, folder
+    def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None:
+        self.settings, self.folder, self.device = settings, folder, device
         if not SOURCE.is_file():
             raise UnavailableError(f"{SOURCE} holds the questions, and is not there")
         try:
@@ -108,7 +108,7 @@ class Instructions:
         made = torch.full((len(texts), self.settings["length"]), PAD)
         for row, text in enumerate(texts):
             made[row, : len(text)] = torch.tensor(text)
-        return made
+        return made.to(self.device)
 
     def _make_model(self, width: int, heads: int, layers: int) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,7 +127,7 @@ class Instructions:
             eos_token_id=END,
             bos_token_id=END,
         )
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(config).to(self.device)
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student; with ``minillm`` it starts from one that learned the answers first, the same for all arms."""
@@ -200,6 +200,7 @@ class Instructions:
             questions = [self.questions[int(row)] for row in index]
             length = max(map(len, questions))
             ids = torch.tensor([[PAD] * (length - len(question)) + question for question in questions])
+            ids = ids.to(self.device)
             mask = (ids != PAD).long()
             mixture = TeacherMixture(self.teacher, attention_mask=mask)
             student.eval()  # no dropout
@@ -255,8 +256,8 @@ class Instructions:
 
     def _rouge(self, forward: Forward, texts: Sequence[tuple[list[int], list[int]]]) -> float:
         ids = self._pad([question for question, _ in texts])
-        ends = torch.tensor([len(question) for question, _ in texts])
-        rows = torch.arange(len(texts))
+        ends = torch.tensor([len(question) for question, _ in texts], device=self.device)
+        rows = torch.arange(len(texts), device=self.device)
         for _ in range(self.settings["answer"]):  # right-padded, through the forward pass that this rival trains
             likeliest = forward({"input_ids": ids}).logits[rows, ends - 1].argmax(-1)
             done = (ids[rows, ends - 1] == END) | (ends >= ids.shape[1])

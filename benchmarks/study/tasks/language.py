@@ -30,10 +30,11 @@ MARKS = (25, 50, 100, 150, 300, 600)
 class Language:
     """See the module; what is trained here is kept in the folder."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.settings, self.folder = settings, folder
-        self.windows, self.valid, self.test, teacher = self._load(settings["corpus"])
-        self.teachers = [teacher.eval().requires_grad_(False)]
+    def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None:
+        self.settings, self.folder, self.device = settings, folder, device
+        windows, valid, test, teacher = self._load(settings["corpus"])
+        self.windows, self.valid, self.test = windows.to(device), valid.to(device), test.to(device)
+        self.teachers = [teacher.to(device).eval().requires_grad_(False)]
         self.teacher_loss = _measure(lambda inputs: teacher(**inputs), self.test)
         self._logits: list[Tensor] = []
         self._kept: tuple[str, Any] = ("", None)
@@ -59,7 +60,7 @@ class Language:
             torch.from_numpy(part[: len(part) // length * length].astype(np.int64)).reshape(-1, length)
             for part in text
         ]
-        teacher = self._train_teacher(rows[0])
+        teacher = self._train_teacher(rows[0].to(self.device))
         step, judged = len(rows[1]) // 512, settings["judged"]
         return rows[0][: settings["windows"]], rows[1][::step][:judged], rows[1][1::step][:judged], teacher
 
@@ -81,7 +82,7 @@ class Language:
         )
         return keep_trained(
             kept_place(self.folder, "language-teacher", self.settings, "corpus", "length", "teacher"),
-            LlamaForCausalLM(config),
+            LlamaForCausalLM(config).to(self.device),
             lambda model, index: _cross_entropy(model(input_ids=windows[index]).logits, windows[index]),
             size=len(windows),
             steps=given["steps"],
@@ -148,7 +149,7 @@ class Language:
             config.num_key_value_heads = min(heads, config.num_key_value_heads)
             config.head_dim = teacher.config.hidden_size // teacher.config.num_attention_heads
             torch.manual_seed(seed)
-            return type(teacher)(config)
+            return type(teacher)(config).to(self.device)
 
         calibration = {"input_ids": self.windows[:64]}
         return start_student(arm.options["start"], teacher, calibration, make_random, heads=heads, layers=layers)
