@@ -205,6 +205,7 @@ TRIED = {
     "triton": "import shd_torch, shd_torch.kernels; shd_torch.attention_kl",
     "hf": "import shd_torch; shd_torch.SHDTrainer",
     "all": "import shd_torch, shd_torch.commands; shd_torch.SHDTrainer",
+    "cpu": "import shd_torch, shd_torch.commands; shd_torch.SHDTrainer; from shd_ref.cli import load_app; load_app()",
 }
 """By extra, what its clean environment must be able to load."""
 
@@ -216,7 +217,7 @@ def wheels(session: nox.Session) -> None:
     for extra in session.posargs or TRIED:
         python = clean_python(session, wheel.parents[1] / "clean")
         wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-        if {extra} & {"torch", "triton", "hf", "all"}:
+        if {extra} & {"torch", "triton", "hf", "all", "cpu"}:
             session.run(python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, "torch", external=True)
         session.run(python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, wanted, external=True)
         with session.chdir(wheel.parent):

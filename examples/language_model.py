@@ -15,14 +15,11 @@ cached attention (SHD). The last line compares test losses, in nats a token:
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
-from typing import Any
 
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
-from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student
+from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student, read_texts
 
 
 def main() -> None:
@@ -33,7 +30,8 @@ def main() -> None:
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
-    train, test = read("train.jsonl", tokenizer), read("test.jsonl", tokenizer)
+    # As the teacher saw them: the same tokenizer, cut at the same length.
+    train, test = read_texts("train.jsonl", tokenizer), read_texts("test.jsonl", tokenizer)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # pads on the right, as the cache expects
     arguments = TrainingArguments(
         "trained",
@@ -64,12 +62,6 @@ def main() -> None:
         f"teacher {best:.3f}, student {before:.3f} before and {after:.3f} after training, "
         f"with {part:.0%} of the parameters"
     )
-
-
-def read(path: str, tokenizer: Any) -> list[Any]:
-    """Tokens as the teacher saw them: the same tokenizer, cut at the same length."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [tokenizer(json.loads(line)["text"], truncation=True) for line in lines]
 
 
 if __name__ == "__main__":

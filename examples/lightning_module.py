@@ -15,8 +15,6 @@ No callback is needed: Lightning moves the supervision to the device with the ba
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -24,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
-from shd_torch import SupervisedDataset, batch_share, capture_attention, kd_loss, layer_kls, load_student
+from shd_torch import SupervisedDataset, batch_share, capture_attention, kd_loss, layer_kls, load_student, read_texts
 
 
 class Distilled(lightning.LightningModule):
@@ -64,16 +62,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    train, test = (
-        [
-            tokenizer(json.loads(line)["text"], truncation=True)
-            for line in Path(path).read_text(encoding="utf-8").splitlines()
-        ]
-        for path in ("train.jsonl", "test.jsonl")
-    )
-    joined = SupervisedDataset(train, "cache")
+    joined = SupervisedDataset(read_texts("train.jsonl", tokenizer), "cache")
     loader = DataLoader(joined, batch_size=8, shuffle=True, collate_fn=joined.collate_with(collate))
-    valid = DataLoader(test, batch_size=8, collate_fn=collate)
+    valid = DataLoader(read_texts("test.jsonl", tokenizer), batch_size=8, collate_fn=collate)
     module = Distilled(load_student("student").train())
     trainer = lightning.Trainer(max_epochs=given.epochs, logger=False, enable_checkpointing=False)
     (before,) = trainer.validate(module, valid, verbose=False)

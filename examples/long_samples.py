@@ -18,15 +18,13 @@ is fused. It prints
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
-from shd_torch import SupervisedDataset, capture_attention, kd_loss, layer_kls, load_student
+from shd_torch import SupervisedDataset, capture_attention, kd_loss, layer_kls, load_student, read_texts
 
 
 def main() -> None:
@@ -39,9 +37,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    joined = SupervisedDataset(read("long.jsonl", tokenizer), "long_cache")
+    joined = SupervisedDataset(read_texts("long.jsonl", tokenizer), "long_cache")
     loader = DataLoader(joined, batch_size=4, shuffle=True, collate_fn=joined.collate_with(collate))
-    test = DataLoader(read("test_long.jsonl", tokenizer), batch_size=4, collate_fn=collate)
+    test = DataLoader(read_texts("test_long.jsonl", tokenizer), batch_size=4, collate_fn=collate)
 
     student = load_student("student").to(device)
     optimizer = torch.optim.AdamW(student.parameters(), 5e-4)
@@ -62,12 +60,6 @@ def main() -> None:
             first = False
     print(f"long texts: student {before:.3f} before and {loss_on(student, test, device):.3f} after training")
     student.save_pretrained("trained_long")
-
-
-def read(path: str, tokenizer: Any) -> list[Any]:
-    """Tokens as the teacher saw them."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [tokenizer(json.loads(line)["text"], truncation=True) for line in lines]
 
 
 @torch.no_grad()

@@ -11,18 +11,16 @@
 Logits are averaged before any class is left out, as BabyLlama does. Attention of both teachers is a live matter:
 `SHDTrainer(teacher=[OnlineTeacher(first, ...), OnlineTeacher(second, ...)])`. It prints
 
-    two teachers: student ... before and ... after training
+    two teachers: student 0.554 before and 0.551 after training
 """  # noqa: E501  # commands are for copying
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
-from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student
+from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student, read_texts
 
 
 def main() -> None:
@@ -32,13 +30,6 @@ def main() -> None:
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
-    train, test = (
-        [
-            tokenizer(json.loads(line)["text"], truncation=True)
-            for line in Path(path).read_text(encoding="utf-8").splitlines()
-        ]
-        for path in ("train.jsonl", "test.jsonl")
-    )
     trainer = SHDTrainer(
         model=load_student("student"),
         args=TrainingArguments(
@@ -49,8 +40,8 @@ def main() -> None:
             save_strategy="no",
             report_to="none",
         ),
-        train_dataset=SupervisedDataset(train, "two_cache"),
-        eval_dataset=test,
+        train_dataset=SupervisedDataset(read_texts("train.jsonl", tokenizer), "two_cache"),
+        eval_dataset=read_texts("test.jsonl", tokenizer),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         beta=0.02,
         kd=KdTerm(rows="next_labels"),

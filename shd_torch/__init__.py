@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shd_torch.capture import record_query_key as record_query_key
     from shd_torch.data import SupervisedDataset as SupervisedDataset
     from shd_torch.data import SupervisedStream as SupervisedStream
+    from shd_torch.data import read_texts as read_texts
     from shd_torch.export import export_student as export_student
     from shd_torch.export import export_teacher as export_teacher
     from shd_torch.kd import hidden_loss as hidden_loss
@@ -41,7 +42,7 @@ if find_spec("torch") is None:
 _ROOMS = {
     "shd_ref.errors": ("ShdError",),
     "shd_torch.capture": ("capture_attention", "record_attention", "record_query_key"),
-    "shd_torch.data": ("SupervisedDataset", "SupervisedStream"),
+    "shd_torch.data": ("SupervisedDataset", "SupervisedStream", "read_texts"),
     "shd_torch.export": ("export_student", "export_teacher"),
     "shd_torch.kd": ("hidden_loss", "kd_loss", "linear_kd_loss"),
     "shd_torch.kl": ("attention_kl", "explain_backend"),

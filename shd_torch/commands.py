@@ -10,7 +10,7 @@ import typer
 
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.options import ShowVersion
-from shd_ref.commands.terminal import console
+from shd_ref.commands.terminal import ShownGroup, console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 from shd_torch.doctor_command import doctor
@@ -18,6 +18,7 @@ from shd_torch.shrink_command import shrink
 
 app = typer.Typer(
     name="shd-torch",
+    cls=ShownGroup,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

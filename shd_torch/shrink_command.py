@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -17,7 +18,7 @@ from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
-from shd_ref.teacher.sources import open_source
+from shd_ref.teacher.sources import KINDS, open_source
 from shd_ref.teacher.sources.npz import open_npz
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def shrink(
                     **sizes,
                 )
             print_starts(starts)
+    _say_what_follows(teacher, data, out)
 
 
 def _open_comparison(
@@ -162,6 +164,16 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
     console.say(f"{out}: the student, and shrink.json")
     if any(layer["case"] == "dropped" or layer.get("ffn") == "linear" for layer in report["layers"]):
         console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")
+
+
+def _say_what_follows(teacher: Path, data: Path, out: Path) -> None:
+    """The commands that make this student's cache, with what is known of them."""
+    graph = f"{teacher.resolve().name}.onnx"
+    if not Path(graph).exists():
+        console.say(f"next: {shlex.join(['shd-torch', 'export', '--model', str(teacher), '--out', graph])}")
+    words = ["shd", "precompute", graph, "--inputs", str(data) if data.suffix in KINDS else "DATA"]
+    words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl")
+    console.say(f"next: {shlex.join([*words, '--student', str(out), '--logits', 'topk', '--out', 'cache'])}")
 
 
 def print_starts(starts: Sequence[Start]) -> None:

@@ -13,10 +13,12 @@ from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
 from shd_ref.commands.report import report
+from shd_ref.commands.terminal import ShownGroup
 from shd_ref.commands.verify import verify
 
 app = typer.Typer(
     name="shd",
+    cls=ShownGroup,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

@@ -127,7 +127,7 @@ def card(
 
 def _listing_table(listing: CacheListing) -> Table:
     manifest = listing.manifest
-    table = fact_table(f"cache {listing.folder}")
+    table = fact_table(str(listing.folder))
     total, missing = manifest.shards.num_shards, listing.missing
     if listing.sealed:
         table.add_row("state", marked("sealed", "green", ": complete"))

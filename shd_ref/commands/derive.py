@@ -20,7 +20,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from shd_ref.commands.parse import PARSERS, read_list
-from shd_ref.commands.terminal import reported_errors
+from shd_ref.commands.terminal import ShownCommand, reported_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import PANELS, Shown
 
@@ -60,7 +60,7 @@ def add_command(
         name: of the command, by default the function's.
         panel: its heading in the application's ``--help``.
     """
-    app.command(name or function.__name__, rich_help_panel=panel)(expand(function))
+    app.command(name or function.__name__, cls=ShownCommand, rich_help_panel=panel)(expand(function))
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:

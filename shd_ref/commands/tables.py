@@ -12,7 +12,7 @@ from shd_ref.teacher.precompute.summary import PrecomputeSummary
 
 def summary_table(summary: PrecomputeSummary) -> Table:
     """What ``shd precompute`` did."""
-    table = fact_table(f"cache {summary.folder}")
+    table = fact_table(str(summary.folder))
     rate = summary.written / max(summary.seconds, 1e-9)
     table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
     if summary.missing_shards:

@@ -12,9 +12,29 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from shd_ref.errors import ShdError
 from shd_ref.printable import printable
+
+
+class _PlainFlags:
+    """Flags take no value, so that ``--help`` shows none: newer typers print ``<bool>`` after each."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the command beside this class
+        for one in params:
+            if getattr(one, "is_bool_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return params
+
+
+class ShownCommand(_PlainFlags, TyperCommand):
+    """A command as typer shows it, with plain flags."""
+
+
+class ShownGroup(_PlainFlags, TyperGroup):
+    """An application as typer shows it, with plain flags."""
 
 
 class PlainConsole(Console):

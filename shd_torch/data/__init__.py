@@ -1,15 +1,17 @@
 """A user's data joined with a cache by sample key: ``dataset.py`` (map-style), ``stream.py``, and ``batches.py``.
 
-Start with ``dataset.py``. Imports ``supervision`` and ``shd_ref.cache``.
+``texts.py`` reads texts as samples. Start with ``dataset.py``. Imports ``supervision`` and ``shd_ref.cache``.
 """
 
 from shd_torch.data.batches import CodedSupervision
 from shd_torch.data.dataset import SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
+from shd_torch.data.texts import read_texts
 
 __all__ = [
     "CodedSupervision",
     "SupervisedDataset",
     "SupervisedStream",
     "check_cache",
+    "read_texts",
 ]

@@ -100,6 +100,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if not torch.accelerator.is_available():
+            self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
         if beta is None and recipe is None and kd is None and hidden is None:
             raise ShdError("argument-value", "SHDTrainer must have a term: beta, recipe, kd or hidden; got none")
         self.beta = None if beta is None else read_weight(beta)

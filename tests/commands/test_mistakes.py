@@ -131,6 +131,8 @@ def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         page = typer_testing.CliRunner().invoke(app, [command.name, "--help"], env={"COLUMNS": "80"}).output
         assert max(map(len, page.splitlines())) <= 80
         assert "…" not in page
+        assert "<bool>" not in page
+    assert "<bool>" not in run(app, "--help", code=0) + run(SHD, "--help", code=0) + run(SHD, "ls", "--help", code=0)
 
 
 def test_samples_that_a_model_does_not_take_are_named(folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ NEEDS = {"lightning_module.py": "lightning", "ray_cluster.py": "ray"}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # where there is no accelerator
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # advice on workers of the loader
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),  # lightning's own
 ]

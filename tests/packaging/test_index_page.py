@@ -30,3 +30,20 @@ def test_the_classifiers_name_the_pythons_that_are_run() -> None:
     (run,) = re.findall(r"@nox.session\(python=(\[.*\])\)\ndef wheels", (ROOT / "noxfile.py").read_text("utf-8"))
     assert named == re.findall(r"3\.\d+", run)
     assert PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+def test_the_extra_without_a_gpu_is_all_without_what_a_gpu_uses() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+
+    def asked(extra: str) -> set[str]:
+        found: set[str] = set()
+        for requirement in extras[extra]:
+            if inner := re.match(r"squeezing-heads\[(.*)\]", requirement):
+                found |= {each for name in inner[1].split(",") for each in asked(name)}
+            else:
+                found.add(requirement.split(";")[0])
+        return found
+
+    gpu = {each for each in asked("all") if each.startswith(("onnxruntime-gpu", "triton"))}
+    assert len(gpu) == 2
+    assert asked("cpu") == asked("all") - gpu

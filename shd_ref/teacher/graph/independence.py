@@ -53,7 +53,10 @@ _OTHER_AXIS: Final = (
 )
 
 
-NOT_TOLD: Final = "its maps are the same for all samples that were tried, so whose they are cannot be told"
+NOT_TOLD: Final = (
+    "its maps came out the same for all samples of a small trial, which then cannot show that samples stay apart; "
+    "nothing is wrong, and precompute looks again on your data"
+)
 _FROZEN: Final = (
     "the exporter left the length {length} of its example in the constants, although the axes of the graph's inputs "
     "are dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., "
