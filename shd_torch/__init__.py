@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from shd_torch.training import batch_share as batch_share
     from shd_torch.training.trainer import SHDTrainer as SHDTrainer
 
-if find_spec("torch") is None:
-    raise ImportError("shd_torch needs PyTorch: pip install 'squeezing-heads[torch]'")
-
 _ROOMS = {
     "shd_ref.errors": ("ShdError",),
     "shd_torch.capture": ("capture_attention", "record_attention", "record_query_key"),
@@ -73,6 +70,8 @@ __all__ = sorted(_ROOM_OF.keys() - {"SHDTrainer"})
 
 def __getattr__(name: str) -> Any:
     """Load a room, or a name from its room, when it is first used; the mathematics from ``shd_torch.maps``."""
+    if not name.startswith("_") and find_spec("torch") is None:
+        raise ImportError("shd_torch needs PyTorch: pip install 'squeezing-heads[torch]'")
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     room = _ROOM_OF.get(name)

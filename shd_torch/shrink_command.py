@@ -94,6 +94,8 @@ def shrink(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in smaller)
         raise ShdError("argument-value", f"one of {options} must be given; got none, which makes the teacher again")
     sizes = {**smaller, "plan": plan, "fit_samples": fit_samples, "align": not no_align, "ridge": ridge}
+    if data.suffix == ".jsonl" and not teacher.is_dir():  # else its tokenizer would be missed first
+        raise ShdError("read-failed", f"teacher must be a folder that save_pretrained wrote; got {teacher}")
     inputs = read_inputs(data, samples, teacher)
     held_out = None if compare is None else read_inputs(compare, COMPARED, teacher, "compare")
     from shd_torch.export import hide_weight_bars

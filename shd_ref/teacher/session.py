@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -93,7 +94,11 @@ def open_session(
         # Finds the CUDA and cuDNN of the nvidia-* wheels, where the system has none.
         # (Not session.disable_cpu_ep_fallback: it also forbids what onnxruntime keeps on the CPU on purpose, the
         # arithmetic on shapes, so no transformer would load.)
-        onnxruntime.preload_dlls()
+        with redirect_stdout(None):  # the error below says what is missing
+            onnxruntime.preload_dlls()
+    if name != PROVIDERS["cpu"]:
+        # Of a provider that cannot be loaded, onnxruntime's own log says in ten lines what the error says.
+        onnxruntime.set_default_logger_severity(4)
     if isinstance(model, str | Path):
         source: bytes | str = str(model)
     elif isinstance(model, bytes):
@@ -111,6 +116,9 @@ def open_session(
         raise ShdError(
             "graph-invalid", f"onnxruntime rejects the teacher graph: {error}: copy or export it again"
         ) from error
+    finally:
+        if name != PROVIDERS["cpu"]:
+            onnxruntime.set_default_logger_severity(2)  # its default
     if session.get_providers()[0] != name:
         raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
     return session

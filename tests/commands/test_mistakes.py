@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "foreign.npz", input_ids=rng.integers(5000, 6000, (4, 6)), attention_mask=ones)
     np.savez(folder / "image.npz", image=np.zeros((4, 1, 8, 8), np.float32))
     (folder / "lines.jsonl").write_text(json.dumps({"content": "a b"}) + "\n")
+    (folder / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
     (folder / "file").write_text("dear")
     (folder / "bad.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     return folder
@@ -51,6 +52,8 @@ PRECOMPUTE = "precompute t.onnx --student-heads 2 --out new --inputs"
     ("words", "said"),
     [
         (f"{PRECOMPUTE} gone.npz", "--inputs must exist; got gone.npz"),
+        ("precompute gone.onnx --student-heads 2 --out new --inputs d.npz", "shd-torch export --model FOLDER --out"),
+        (f"{PRECOMPUTE} latin.jsonl --tokenizer gone", "line 1 must be JSON in UTF-8"),
         (f"{PRECOMPUTE} file", "--inputs must be a folder or end in one of .npz"),
         (f"{PRECOMPUTE} bad.safetensors", "--inputs bad.safetensors must be a readable .safetensors file"),
         (f"{PRECOMPUTE} image.npz", "missing attention_mask, input_ids, found image"),
@@ -121,6 +124,7 @@ def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     for words, said in (
         ((*shrink, "--data", "d.npz"), "--heads, --layers, --hidden"),
         ((*shrink, "--data", "file", "--heads", "2"), "--data must end in .npy, .npz or .jsonl"),
+        ((*shrink, "--data", "lines.jsonl", "--heads", "2"), "teacher must be a folder that save_pretrained wrote"),
         ((*shrink, "--data", "gone.npz", "--heads", "2"), "--data must be a readable .npz; got gone.npz"),
         ((*shrink, "--data", "d.npz", "--heads", "2", "--compare", "gone.npy"), "--compare must be a readable .npy"),
         (("export", "--model", "./gone", "--out", "x.onnx"), "--model must be a folder that save_pretrained wrote"),

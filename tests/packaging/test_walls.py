@@ -127,11 +127,24 @@ except SystemExit as error:
 def test_binding_says_what_to_install() -> None:
     code = """
 try:
-    import shd_torch
+    from shd_torch import attention_kl
 except ImportError as error:
     print(error)
 """
     assert "pip install 'squeezing-heads[torch]'" in run_without(("torch",), code)
+    pytest.importorskip("typer", reason="shd-torch needs the extra 'torch'")
+    code = """
+import sys
+from shd_torch.cli import main
+for words in ("--help", "export --model m --out o"):
+    sys.argv = ["shd-torch", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(end)
+"""
+    said = run_without(("torch",), code)
+    assert "Usage: shd-torch" in said
     pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
     code = """
 from shd_torch.cli import main

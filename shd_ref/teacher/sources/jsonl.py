@@ -56,7 +56,8 @@ class JsonLinesSource(Source):
                 try:
                     members = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise self.refuse(f"line {number} must be JSON: {error}") from error
+                    rule = "JSON in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+                    raise self.refuse(f"line {number} must be {rule}: {error}") from error
                 if not isinstance(members, dict):
                     raise self.refuse(f"line {number} must be a JSON object; got {str(members)[:80]}")
                 yield members
