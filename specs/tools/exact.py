@@ -97,7 +97,13 @@ def transpose(matrix: Nested) -> Nested:
 
 
 def dot(left: Sequence[Number], right: Sequence[Number]) -> Number:
-    """The sum of the products."""
+    """The sum of the products; of fractions it is brought to lowest terms once, at the end."""
+    if all(type(x) is Fraction for x in (*left, *right)):
+        above, below = 0, 1
+        for a, b in zip(left, right, strict=True):
+            over, under = a.numerator * b.numerator, a.denominator * b.denominator
+            above, below = (above + over, below) if under == below else (above * under + over * below, below * under)
+        return Fraction(above, below)
     total = 0 * left[0] * right[0]
     for a, b in zip(left, right, strict=True):
         if a and b:
@@ -110,13 +116,14 @@ def multiply(left: Nested, right: Nested) -> Nested:
     columns = [list(column) for column in zip(*right, strict=True)]
     if not isinstance(left[0][0], Fraction) or not isinstance(right[0][0], Fraction):
         return [[dot(row, column) for column in columns] for row in left]
-    rows, below_rows = _over_common_denominator(left)
-    columns, below_columns = _over_common_denominator(columns)
+    rows, below_rows = over_common_denominator(left)
+    columns, below_columns = over_common_denominator(columns)
     below = below_rows * below_columns
     return [[Fraction(sum(map(mul, row, column)), below) for column in columns] for row in rows]
 
 
-def _over_common_denominator(matrix: Nested) -> tuple[list[list[int]], int]:
+def over_common_denominator(matrix: Nested) -> tuple[list[list[int]], int]:
+    """The matrix as integers, and what each is to be divided by."""
     below = lcm(*(x.denominator for row in matrix for x in row))
     return [[x.numerator * (below // x.denominator) for x in row] for row in matrix], below
 
@@ -139,18 +146,22 @@ def subtract(left: Nested, right: Nested) -> Nested:
 
 
 def solve_linear(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction] | None:
-    """The solution of a square system in exact fractions; None where the matrix is singular."""
+    """The solution of a square system in exact fractions; None where the matrix is singular.
+
+    Elimination multiplies crosswise on integers. Division by the pivot before leaves no remainder (Bareiss 1968).
+    """
     size = len(matrix)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    rows, _ = over_common_denominator([[*row, value] for row, value in zip(matrix, right, strict=True)])
+    before = 1
     for column in range(size):
         pivot = next((r for r in range(column, size) if rows[r][column] != 0), None)
         if pivot is None:
             return None
         rows[column], rows[pivot] = rows[pivot], rows[column]
         head = rows[column][column]
-        rows[column] = [x / head for x in rows[column]]
         for r in range(size):
-            factor = rows[r][column]
-            if r != column and factor != 0:
-                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[column], strict=True)]
-    return [row[size] for row in rows]
+            if r != column:
+                factor = rows[r][column]
+                rows[r] = [(head * x - factor * y) // before for x, y in zip(rows[r], rows[column], strict=True)]
+        before = head
+    return [Fraction(row[size], row[i]) for i, row in enumerate(rows)]

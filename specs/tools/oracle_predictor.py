@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations
+from math import gcd
 from typing import Any
 
-from exact import Nested, dot, multiply, solve_linear, square_root, transpose
+from exact import Nested, dot, multiply, over_common_denominator, solve_linear, square_root, transpose
 
 DEGREES = (1, 2, 3, 4)
 
@@ -19,18 +20,20 @@ def monomials(a: Fraction, t: Fraction, degree: int) -> list[Fraction]:
 
 
 def shortest_fit(design: Nested, quality: Sequence[Fraction]) -> list[Fraction]:
-    """The least-squares coefficients, of several those of least norm: in the span of the rows."""
-    rows: list[list[Fraction]] = []
-    for row in design:
+    """The least-squares coefficients, of several those of least norm: in the span of the rows, taken as integers."""
+    whole, below = over_common_denominator(design)
+    rows: list[list[int]] = []
+    for row in whole:
         left = list(row)
-        for other in rows:  # orthogonal to each other
-            factor = dot(row, other) / dot(other, other)
-            left = [x - factor * y for x, y in zip(left, other, strict=True)]
+        for other in rows:  # orthogonal to each other, of any length
+            along, across = dot(left, other), dot(other, other)
+            left = [across * x - along * y for x, y in zip(left, other, strict=True)]
         if any(left):
-            rows.append(left)
-    inside = [[dot(row, other) for other in rows] for row in design]
+            common = gcd(*left)
+            rows.append([x // common for x in left])
+    inside = [[dot(row, other) for other in rows] for row in whole]
     weights = solve_linear(
-        multiply(transpose(inside), inside), [dot(column, quality) for column in zip(*inside, strict=True)]
+        multiply(transpose(inside), inside), [below * dot(column, quality) for column in zip(*inside, strict=True)]
     )
     assert weights is not None
     return [dot(weights, column) for column in zip(*rows, strict=True)]
