@@ -84,7 +84,7 @@ teacher in memory. Samples are found by a hash of their inputs. The inputs thems
 |---|---|
 {facts}
 
-| form | what | codec | bytes a position | smaller than float32 | error |
+| form | what | codec | bytes | smaller than float32 | error |
 |---|---|---|---|---|---|
 {forms}
 
@@ -132,8 +132,8 @@ def _front_matter(listing: CacheListing) -> Iterator[str]:
     for form in manifest.forms:
         yield f"    {form.SUBJECT}:"
         yield f"      codec: {_quote(form.codec)}"
-        each = listing.coded_by_form[form.SUBJECT] / max(listing.positions, 1)
-        yield f"      bytes_a_position: {each:.2f}"
+        yield f"      row_of: {_quote(form.unit)}"
+        yield f"      bytes_a_row: {listing.bytes_a_row(form):.2f}"
         error = listing.errors.measured().get(form.SUBJECT)
         for name, value in {} if error is None else vars(error).items():
             yield f"      {name}: {value if isinstance(value, int) else f'{value:.4e}'}"
@@ -177,7 +177,7 @@ def _form_rows(listing: CacheListing) -> Iterator[list[str]]:
     for form in listing.manifest.forms:
         coded, plain = listing.coded_by_form[form.SUBJECT], listing.float32_by_form[form.SUBJECT]
         (_, what), (_, codec) = form.describe()
-        each = f"{coded / max(listing.positions, 1):.1f}"
+        each = f"{listing.bytes_a_row(form):.1f} a {form.unit}"
         error = measured[form.SUBJECT].describe() if form.SUBJECT in measured else "not measured"
         yield [form.SUBJECT, what, codec, each, f"{plain / max(coded, 1):.1f}x", error]
 

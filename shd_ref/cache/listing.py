@@ -11,6 +11,7 @@ from typing import Any
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt
 from shd_ref.cache.documents.seal import Seal
+from shd_ref.cache.forms.form import Form
 from shd_ref.cache.ranges import check_shard_size
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
@@ -30,6 +31,7 @@ class CacheListing:
         samples: with a record; ``skipped`` are those without, because the teacher failed on them.
         shard_bytes: of all committed shard files.
         coded_by_form: bytes of what is coded in them, by form; ``float32_by_form`` is what it teaches, as float32.
+        rows_by_form: how many of its ``unit`` each form has, such as positions: of a decoder its own.
         positions: summed lengths of all records.
         errors: what coding cost, over the rows that were measured.
     """
@@ -44,6 +46,7 @@ class CacheListing:
     shard_bytes: int
     coded_by_form: Counter[str]
     float32_by_form: Counter[str]
+    rows_by_form: Counter[str]
     positions: int
     errors: Errors
 
@@ -56,6 +59,10 @@ class CacheListing:
     def float32_bytes(self) -> int:
         """Of all forms."""
         return self.float32_by_form.total()
+
+    def bytes_a_row(self, form: Form) -> float:
+        """Coded bytes of a form for each of its ``unit``; 0 where nothing is written."""
+        return self.coded_by_form[form.SUBJECT] / max(self.rows_by_form[form.SUBJECT], 1)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -94,6 +101,8 @@ class CacheListing:
                     form.SUBJECT: {
                         "coded": self.coded_by_form[form.SUBJECT],
                         "as_float32": self.float32_by_form[form.SUBJECT],
+                        "rows": self.rows_by_form[form.SUBJECT],
+                        "row_of": form.unit,
                     }
                     for form in manifest.forms
                 },
@@ -137,6 +146,7 @@ def list_cache(folder: Folder) -> CacheListing:
     samples = skipped = shard_bytes = positions = 0
     coded_by_form: Counter[str] = Counter()
     float32_by_form: Counter[str] = Counter()
+    rows_by_form: Counter[str] = Counter()
     for shard, receipt in zip(committed, storage.map(read, committed), strict=True):
         if isinstance(receipt, ShdError):
             damaged.append(f"{receipt_name(shard)}: {receipt}")
@@ -149,6 +159,7 @@ def list_cache(folder: Folder) -> CacheListing:
         coded_by_form += receipt.coded_bytes(manifest)
         positions += sum(record.length for record in receipt.records)
         float32_by_form += receipt.plain_bytes(manifest)
+        rows_by_form += receipt.counted_rows(manifest)
     return CacheListing(
         folder=storage.root,
         manifest=manifest,
@@ -160,6 +171,7 @@ def list_cache(folder: Folder) -> CacheListing:
         shard_bytes=shard_bytes,
         coded_by_form=coded_by_form,
         float32_by_form=float32_by_form,
+        rows_by_form=rows_by_form,
         positions=positions,
         errors=Errors.merged(errors),
     )

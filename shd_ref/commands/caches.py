@@ -168,10 +168,12 @@ def _listing_table(listing: CacheListing) -> Table:
         "size",
         f"{decimal(listing.shard_bytes)}, codes {decimal(listing.coded_bytes)}, {ratio:.1f}x smaller than float32",
     )
-    for name in [form.SUBJECT for form in manifest.forms if several]:
-        coded, plain = listing.coded_by_form[name], listing.float32_by_form[name]
-        each = f"{coded / max(listing.positions, 1):.1f} bytes a position"
-        table.add_row(f"{name} size", f"{decimal(coded)}, {each}, {plain / max(coded, 1):.1f}x smaller than float32")
+    for form in manifest.forms if several else ():
+        coded, plain = listing.coded_by_form[form.SUBJECT], listing.float32_by_form[form.SUBJECT]
+        each = f"{listing.bytes_a_row(form):.1f} bytes a {form.unit}"
+        table.add_row(
+            f"{form.SUBJECT} size", f"{decimal(coded)}, {each}, {plain / max(coded, 1):.1f}x smaller than float32"
+        )
     table.add_row("id", manifest.id)
     return table
 

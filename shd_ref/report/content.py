@@ -92,6 +92,7 @@ class CacheContent:
         shards: committed; ``shard_bytes`` is the size of their files.
         lengths: of every sample.
         coded_by_form: bytes of codes, by form; ``float32_by_form`` is what they teach, as float32.
+        rows_by_form: how many of its ``unit`` each form has.
         errors: of each form, over all rows that were measured.
         layers: by student layer; none without attention.
         records_read, maps_read: how many records their alphas and their maps come from.
@@ -108,6 +109,7 @@ class CacheContent:
     lengths: tuple[int, ...]
     coded_by_form: Counter[str]
     float32_by_form: Counter[str]
+    rows_by_form: Counter[str]
     errors: Errors
     layers: tuple[LayerContent, ...]
     records_read: int
@@ -170,6 +172,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         lengths=lengths,
         coded_by_form=sum((receipt.coded_bytes(manifest) for receipt in receipts), Counter()),
         float32_by_form=sum((receipt.plain_bytes(manifest) for receipt in receipts), Counter()),
+        rows_by_form=sum((receipt.counted_rows(manifest) for receipt in receipts), Counter()),
         errors=reader.errors,
         layers=tuple(
             _layer_content(manifest, number, [part[number] for part in alphas], np.mean(entropies, axis=0)[number])

@@ -226,14 +226,15 @@ def codec_section(content: CacheContent) -> dict[str, Any]:
 
 def forms_section(content: CacheContent) -> dict[str, Any]:
     """What each form is, takes and costs."""
-    positions, measured = sum(content.lengths), content.errors.measured()
+    measured = content.errors.measured()
     rows = []
     for form in content.manifest.forms:
         coded, plain = content.coded_by_form[form.SUBJECT], content.float32_by_form[form.SUBJECT]
         (_, what), (_, codec) = form.describe()
-        size = f"{coded / positions:.1f} B", f"{coded / content.samples:,.0f} B", f"{plain / max(coded, 1):.1f}×"
+        each = f"{coded / content.rows_by_form[form.SUBJECT]:.1f} B a {form.unit}"
+        size = each, f"{coded / content.samples:,.0f} B", f"{plain / max(coded, 1):.1f}×"
         rows.append([form.SUBJECT, what, codec, *size, measured[form.SUBJECT].describe()])
-    columns = ["form", "what", "codec", "a position", "a sample", "smaller than float32", "error"]
+    columns = ["form", "what", "codec", "a row", "a sample", "smaller than float32", "error"]
     names = [row[0] for row in rows]
     text = f"A record holds {', '.join(names[:-1]) + ' and ' * (len(names) > 1) + names[-1]}."
     return {"text": text, "table": Table("What each form takes and costs", columns, rows, (1, 2, 6))}

@@ -20,7 +20,8 @@ def read_logits(output: Any) -> Tensor | None:
 def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[int, Tensor]:
     """Chosen hidden states ``(B, L, D)`` as Hugging Face counts them: 0 are the embeddings, k what block k returns.
 
-    The last ones are what the model's head reads, after a final norm where there is one.
+    The last ones are what the model's head reads, after a final norm where there is one. Of an encoder-decoder they
+    are the decoder's (``decoder_hidden_states``).
 
     Args:
         output: of a forward pass with ``output_hidden_states=True``.
@@ -47,6 +48,7 @@ def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
         ShdError: ``capture-failed``.
     """
     states = read_output(output, "hidden_states")
+    states = read_output(output, "decoder_hidden_states") if states is None else states
     if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
         raise ShdError(
             "capture-failed",

@@ -27,7 +27,7 @@ class StoredRows:
         start: where the first row begins in the buffer.
         logits: form of the logits, where the buffer has some.
         hidden: form of the hidden states, with the layers that the buffer has; None without any.
-        decoder: positions of each sample's second sequence, where they are the rows of logits; else empty.
+        decoder: positions of each sample's second sequence, where a form has a row for each; else empty.
     """
 
     lengths: tuple[int, ...]
@@ -42,11 +42,8 @@ class StoredRows:
         form = self.logits
         if form is None:
             return None
-        by_sample = form.rows == "sample"
         rows = self._rows(buffer, 0)
-        lengths, firsts = (self.decoder, (0,) * len(self.decoder)) if self.decoder else (self.lengths, self.firsts)
-        # A classifier's logits have no axis of positions, which a student's second axis would be taken for.
-        place = _Place(lengths, firsts, _check_length(lengths, None if by_sample else length), by_sample)
+        place = self._place(form, length)
         if form.codec == "float16":
             return place.spread(_view(rows, torch.float16))
         assert form.temperature is not None  # it is None of float16 alone
@@ -58,7 +55,7 @@ class StoredRows:
         """By teacher's number ``(B, L, width)`` float32; see ``CodedSupervision.hidden_states``."""
         if self.hidden is None:
             return {}
-        place = _Place(self.lengths, self.firsts, _check_length(self.lengths, length), by_sample=False)
+        place = self._place(self.hidden, length)
         states = {}
         for number, each in enumerate(self.hidden.layers, start=self.logits is not None):
             rows = self._rows(buffer, number)
@@ -74,13 +71,19 @@ class StoredRows:
         """Bytes of a row of each part."""
         return tuple(size for form in (self.logits, self.hidden) if form is not None for size in form.row_sizes)
 
+    def _place(self, form: Logits | Hidden, length: int | None) -> _Place:
+        """Where the rows of a form stand in a batch that is padded to a length."""
+        by_sample, of_decoder = form.rows == "sample", form.rows == "decoder"
+        lengths, firsts = (self.decoder, (0,) * len(self.decoder)) if of_decoder else (self.lengths, self.firsts)
+        # A classifier's logits have no axis of positions, which a student's second axis would be taken for.
+        return _Place(lengths, firsts, _check_length(lengths, None if by_sample else length), by_sample)
+
     def _rows(self, buffer: Tensor, part: int) -> Tensor:
         """A part as rows ``(R, bytes)``, a view of the buffer."""
         counts = [n - first for n, first in zip(self.lengths, self.firsts, strict=True)]
         of_kind = {"positions": sum(counts), "decoder": sum(self.decoder), "sample": len(counts)}
-        numbers = [of_kind["positions"]] * len(self.row_sizes)
-        if self.logits is not None:
-            numbers[0] = of_kind[self.logits.rows]
+        forms = [form for form in (self.logits, self.hidden) if form is not None]
+        numbers = [of_kind[form.rows] for form in forms for _ in form.row_sizes]
         sizes = [rows * size for rows, size in zip(numbers, self.row_sizes, strict=True)]
         starts = list(accumulate(sizes, initial=self.start))
         return buffer[starts[part] : starts[part + 1]].view(numbers[part], self.row_sizes[part])
@@ -170,7 +173,7 @@ class BatchRows:
         return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
 
     def decoder_mask(self, length: int | None = None) -> Tensor | None:
-        """``(B, L)``, True where the rows of ``targets`` are stored; None unless they are a decoder's positions."""
+        """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
         if self.rows is None or not self.rows.decoder:
             return None
         return held_positions(self.rows.decoder, (), length, self.buffer.device)

@@ -257,7 +257,7 @@ class OnlineTeacher:
         hidden: dict[int, Tensor] = {}
         if self.hidden_layers:
             hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
-            output = without(output, "hidden_states")
+            output = without(output, "hidden_states", "decoder_hidden_states", "encoder_hidden_states")
         targets = None if logits is None else self._targets.read(logits, check=check)
         if logits is not None and (self.with_teachers or not self._targets.options.keeps_all):
             output = None if isinstance(output, Tensor) else without(output, "logits")

@@ -248,7 +248,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             taken, self.control.should_epoch_stop = [], True
         counts = ["positions"]
         counts += ["samples"] if self.kd is not None or self.recipe is not None else []
-        counts += [name for name in ("kd", "recipe") if getattr(self, name) is not None]
+        counts += [name for name in ("kd", "hidden", "recipe") if getattr(self, name) is not None]
         self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in taken) for name in counts}
         return super().get_batch_samples(iter(taken), len(taken), device)
 
@@ -266,6 +266,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             return super().compute_loss(model, given, return_outputs, num_items_in_batch)
         taught: list[Any] = [] if stored is None else [stored.to(self.args.device, non_blocking=True)]
         seen = {name: value for name, value in given.items() if not name.startswith("labels")}
+        if self.teachers or self.recipe is not None:
+            self._check_decoder(seen)
         online = [teacher(**seen) for teacher in self.teachers]
         taught += online
         layers = unite_layers([each.layers for each in taught])
@@ -302,6 +304,17 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 loss = loss + parts * term.weight * term.value
         self._record.add(logged, weights)
         return (loss, outputs) if return_outputs else loss
+
+    def _check_decoder(self, seen: Mapping[str, Any]) -> None:
+        """Refuse a batch from which the student alone could tell what its decoder reads, by shifting the labels."""
+        if self._has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys():
+            who = "a live teacher" if self.recipe is None else f"recipe {self.recipe.name}"
+            raise ShdError(
+                "argument-value",
+                f"a batch of an encoder-decoder must hold decoder_input_ids, as {who} is given no labels to shift; "
+                f"got {', '.join(seen)}: make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, "
+                "model=student)",
+            )
 
     def _attention_term(self, kls: Mapping[int, Tensor], base: Tensor, inputs: Mapping[str, Any]) -> _Term:
         assert self.beta is not None
@@ -383,7 +396,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             )
         mask = self._mask("positions", taught, inputs, length)
         losses = self.hidden.losses(teachers, states, loss_mask=mask, check=self._checks)
-        share = self._share(inputs, "positions")
+        share = self._share(inputs, "hidden")
         layers = {f"hidden_loss_layer_{number}": share * loss for number, loss in losses.items()}
         value = torch.stack(list(layers.values())).sum()
         weight = self._weigh(read_weight(self.hidden.weight))
@@ -405,24 +418,35 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return self._shares[name]
 
     def _count(self, inputs: Mapping[str, Any], name: str) -> int:
-        """Rows of a batch: ``"positions"``, ``"samples"``, or those that ``"kd"`` or the ``"recipe"`` counts."""
+        """Rows of a batch: ``"positions"``, ``"samples"``, or those that a term counts, by its name."""
+        if name in ("positions", "samples"):
+            return count_rows(inputs, name)
+        rule = "positions"
         if name == "recipe":
             assert self.recipe is not None
             rule = self._recipe_rule(self.recipe, inputs)
-            return count_rows(inputs, rule, of_decoder=self._has_decoder and rule != "samples")
-        if name == "kd":
+        elif name == "kd":
             assert self.kd is not None
-            return count_rows(inputs, self.kd.rows, of_decoder=self._has_decoder)
-        return count_rows(inputs, name)
+            rule = self.kd.rows
+        if rule == "samples":
+            return count_rows(inputs, rule)
+        stored = inputs.get("supervision")
+        mask = self._mask(rule, () if stored is None else (stored,), inputs)
+        return count_rows(inputs, rule, of_decoder=self._has_decoder) if mask is None else int(mask.sum())
 
-    def _mask(self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int) -> Tensor | None:
-        """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all."""
+    def _mask(
+        self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int | None = None
+    ) -> Tensor | None:
+        """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all.
+
+        ``length`` is L of a batch that has no mask; by default that of the longest record.
+        """
         mask = counted_rows(rule, inputs, of_decoder=self._has_decoder)
         name = "decoder_mask" if self._has_decoder else "query_mask"
         for each in taught:
-            held = getattr(each, name)(length) if hasattr(each, name) else None
+            held = getattr(each, name)(length if mask is None else mask.shape[1]) if hasattr(each, name) else None
             if held is not None:
-                mask = held if mask is None else mask & held
+                mask = held if mask is None else mask & held.to(mask.device)
         return mask
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -9,7 +9,19 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from support.makers import ALONE, AVERAGED, FACTORS, FORMS, KINDS, OTHER_PLAN, PLAN, WINDOWED, job, write_cache
+from support.makers import (
+    ALONE,
+    AVERAGED,
+    FACTORS,
+    FORMS,
+    HIDDEN_OF_A_DECODER,
+    KINDS,
+    OTHER_PLAN,
+    PLAN,
+    WINDOWED,
+    job,
+    write_cache,
+)
 
 from shd_ref.cache import Matching, SampleInputs
 
@@ -37,6 +49,7 @@ GOLDEN_JOBS = {
     ),
     "logits-without-attention": job(num_samples=3, **ALONE["topk"]),
     "averaged-of-a-decoder": job(num_samples=3, codec="u4", **KINDS, logits=AVERAGED),
+    "hidden-of-a-decoder": job(num_samples=3, codec="u4", **KINDS, hidden=HIDDEN_OF_A_DECODER),
     "all-logits": job(num_samples=3, codec="u4", on_error="skip", **FORMS["float16"]),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, read_everything, write_cache, write_shards
+from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, read_everything, records_of, write_cache, write_shards
 
 from shd_ref.cache import (
     CacheReader,
@@ -50,6 +50,7 @@ def test_a_card_says_what_the_cache_says(tmp_path: Path, name: str) -> None:
     path = write_card(tmp_path)
     assert path == tmp_path / "README.md"
     card = Path(path).read_text(encoding="utf-8")
+    extents = [each.extent for shard in range(manifest.shards.num_shards) for each in records_of(manifest, shard)]
     listing, about = list_cache(tmp_path), front_matter(card)["supervision_cache"]
     assert (about["id"], about["teacher_sha256"]) == (manifest.id, manifest.teacher.sha256)
     assert about["data_fingerprint"] == manifest.dataset.fingerprint
@@ -59,11 +60,13 @@ def test_a_card_says_what_the_cache_says(tmp_path: Path, name: str) -> None:
         listing.skipped,
     )
     assert "license" not in front_matter(card)
+    counted = {form.SUBJECT: sum(map(form.num_rows, extents)) for form in manifest.forms}
     assert list(about["forms"]) == [form.SUBJECT for form in manifest.forms]
     for form in manifest.forms:
         found = about["forms"][form.SUBJECT]
-        each = listing.coded_by_form[form.SUBJECT] / listing.positions
-        assert found.pop("bytes_a_position") == pytest.approx(each, abs=0.005)
+        each = listing.coded_by_form[form.SUBJECT] / counted[form.SUBJECT]
+        assert found.pop("bytes_a_row") == pytest.approx(each, abs=0.005)
+        assert f"{each:.1f} a {found.pop('row_of')}" in card
         assert found.pop("codec") == form.codec
         assert found == pytest.approx(vars(listing.errors.measured()[form.SUBJECT]), rel=1e-3)
         assert listing.errors.measured()[form.SUBJECT].describe() in card

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.makers import AVERAGED, FORMS, KINDS, document, job, read_everything, write_cache
+from support.makers import AVERAGED, FORMS, HIDDEN_OF_A_DECODER, KINDS, document, job, read_everything, write_cache
 
 from shd_ref.cache import CacheReader, LayerPair, Manifest, Receipt, Record, SampleInputs, Teacher, verify_cache
 from shd_ref.errors import ShdError
@@ -27,8 +27,8 @@ DOCUMENTS = [
 WHAT = ("alphas", "mixing", "layer 1", "layer 2", "logits", "hidden layer 0", "hidden layer 11")
 MANIFESTS = {
     "one sequence": job(**FORMS["topk"]),
-    # The mean logits of three teachers, a row for each position of the decoder.
-    "decoder": job(codec="u4", alpha_per="row", **KINDS, logits=AVERAGED),
+    # The mean logits of three teachers and hidden states, a row for each position of the decoder.
+    "decoder": job(codec="u4", **KINDS, logits=AVERAGED, hidden=HIDDEN_OF_A_DECODER),
 }
 SHARD = "shards/01/000001.safetensors"
 EVERY_KIND = pytest.mark.parametrize("kind", MANIFESTS)
@@ -95,9 +95,8 @@ def test_flipped_bit_in_a_document(folder: Path, name: str, sealed: bool) -> Non
 def test_flipped_bit_in_a_blob(folder: Path, manifest: Manifest) -> None:
     path = folder / SHARD
     receipt = Receipt.read(folder, 1, manifest)
-    what_of = WHAT[: len(manifest.parts)]
     owners = [
-        (blob, record, what) for record in receipt.records for what, blob in zip(what_of, record.blobs, strict=True)
+        (blob, record, what) for record in receipt.records for what, blob in zip(WHAT, record.blobs, strict=True)
     ]
     for blob, record, what in owners:
         assert blob is not None
@@ -259,7 +258,7 @@ def test_hostile_receipts_are_refused(folder: Path, name: str) -> None:
     ("kind", "place"),
     [
         *(pytest.param("one sequence", place, id=WHAT[place]) for place in range(2, len(WHAT))),
-        pytest.param("decoder", WHAT.index("logits"), id="logits of a decoder"),
+        *(pytest.param("decoder", place, id=f"{WHAT[place]} of a decoder") for place in (4, 5)),
     ],
 )
 @pytest.mark.parametrize("name", HOSTILE_BLOBS)

@@ -200,11 +200,11 @@ def test_every_form_has_its_row(tmp_path: Path, forms: str, beside: dict[str, di
     reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **beside[forms])))
     content = read_content(reader)
     page = check_page(render_page(reader, content, None))
-    positions = sum(content.lengths)
+    extents = [reader.read(key).extent for key in reader]
     for form in reader.manifest.forms:
         coded = content.coded_by_form[form.SUBJECT]
         assert coded > 0
-        assert f"{coded / positions:.1f} B" in page.text
+        assert f"{coded / sum(map(form.num_rows, extents)):.1f} B a {form.unit}" in page.text
         assert content.errors.measured()[form.SUBJECT].describe() in page.text
         for _, words in form.describe():
             assert words in page.text

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from shd_ref.cache import CacheWriter, Manifest
-from support.makers import AVERAGED, FORMS, KINDS, errors_of, job, records_of
+from support.makers import AVERAGED, FORMS, HIDDEN_OF_A_DECODER, KINDS, errors_of, job, records_of
 
 NUM_SAMPLES = 120
 KINDS_OF_CACHE: dict[str, dict[str, Any]] = {
     "one-sequence": FORMS["topk"],
-    "decoder": {"codec": "u4", "alpha_per": "row", **KINDS, "logits": AVERAGED},
+    "decoder": {"codec": "u4", "alpha_per": "row", **KINDS, "logits": AVERAGED, "hidden": HIDDEN_OF_A_DECODER},
 }
 
 

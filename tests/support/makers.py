@@ -88,6 +88,7 @@ AVERAGED = replace(
         AveragedTeacher("ef" * 32, "third", "float16", "scores", 48),
     ),
 )
+HIDDEN_OF_A_DECODER = replace(HIDDEN_INT8, rows="decoder")
 FORMS = {
     "topk": {"logits": TOPK, "hidden": HIDDEN_INT8},
     "sampled": {"logits": SAMPLED, "hidden": HIDDEN_FLOAT16},
@@ -203,7 +204,7 @@ def factors_of(manifest: Manifest, index: int, column: int) -> tuple[NDArray[np.
 
 
 def decoder_of(manifest: Manifest, index: int) -> int:
-    """Positions of the second sequence, where logits have a row for each: as many as maps have rows."""
+    """Positions of the second sequence, where a form has a row for each: as many as maps have rows."""
     return 1 + index * 3 % 4 if manifest.has_decoder_rows else 0
 
 
@@ -270,7 +271,8 @@ def hidden_of(manifest: Manifest, index: int, layer: int) -> NDArray[np.float32]
     """Dyadic numbers up to 4."""
     assert manifest.hidden is not None
     (width,) = (each.width for each in manifest.hidden.layers if each.layer == layer)
-    return 8 * fractions((length_of(index) - padding_of(manifest, index), width), 7000 + 100 * index + layer) - 4
+    extent = Extent(length_of(index), padding_of(manifest, index), decoder=decoder_of(manifest, index))
+    return 8 * fractions((manifest.hidden.num_rows(extent), width), 7000 + 100 * index + layer) - 4
 
 
 def errors_of(manifest: Manifest) -> Errors:

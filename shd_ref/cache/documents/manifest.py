@@ -75,8 +75,10 @@ class Manifest:
         others = () if self.logits is None else self.logits.with_teachers
         own = self.teacher.sha256 not in [each.sha256 for each in others]
         require(own, "logits.with_teachers must be other teachers than the first", self.teacher.sha256, "CACHE-163")
-        fits = bool(self.inputs.decoder) or not self.has_decoder_rows
-        require(fits, "logits.rows must be 'positions' or 'sample' without a second sequence", "decoder", "CACHE-160")
+        for form in (self.logits, self.hidden):
+            fits = form is None or form.rows != "decoder" or bool(self.inputs.decoder)
+            rule = "rows must be 'positions' or 'sample' without a second sequence"
+            require(fits, f"{'' if form is None else form.SUBJECT}.{rule}", "decoder", "CACHE-160")
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error, "CACHE-51")
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
         require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards, "CACHE-22")
@@ -94,8 +96,8 @@ class Manifest:
 
     @property
     def has_decoder_rows(self) -> bool:
-        """Whether rows of logits are positions of the second sequence."""
-        return self.logits is not None and self.logits.rows == "decoder"
+        """Whether rows of logits or hidden states are positions of the second sequence."""
+        return any(form is not None and form.rows == "decoder" for form in (self.logits, self.hidden))
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:

@@ -90,7 +90,7 @@ class Record:
         seed: of the sample's augmentation, or None.
         first: positions of padding in front (CACHE-145).
         shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-128).
-        decoder: positions of the second sequence; 0 unless logits have a row for each (CACHE-160).
+        decoder: positions of the second sequence; 0 unless a form has a row for each (CACHE-160).
     """
 
     index: int
@@ -218,6 +218,14 @@ class Receipt:
             for form in manifest.forms:
                 sizes[form.SUBJECT] += form.plain_size(record.extent)
         return sizes
+
+    def counted_rows(self, manifest: Manifest) -> Counter[str]:
+        """What each form's bytes are divided by, see ``Form.num_rows``, by the same names."""
+        rows: Counter[str] = Counter()
+        for record in self.records:
+            for form in manifest.forms:
+                rows[form.SUBJECT] += form.num_rows(record.extent)
+        return rows
 
     def _problems(self, shard: int, manifest: Manifest) -> Iterator[str]:
         samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard

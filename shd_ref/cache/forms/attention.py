@@ -169,6 +169,10 @@ class Attention(Form):
             else:
                 yield values[..., : record.extent.num_rows]
 
+    def num_rows(self, extent: Extent) -> int:
+        """Rows of the layer that has most, without padding in front: those of a decoder are its own positions."""
+        return extent.num_rows - extent.first
+
     def check(self, record: NewRecord) -> None:
         """Refuse a record whose layers, alphas or mixing do not fit."""
         if len(record.codes) != len(self.layers):

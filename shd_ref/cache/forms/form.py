@@ -121,7 +121,7 @@ class NewRecord:
         logits: uint8 ``(R, row_bytes)`` as ``Logits.encode`` gives them, where the manifest has logits; else None.
         hidden: teacher layer -> uint8 ``(R, row_bytes)`` as ``Hidden.encode`` gives them, for each layer that the
             manifest names.
-        decoder: m, counted positions of the second sequence, where logits have a row for each; else 0.
+        decoder: m, counted positions of the second sequence, where a form has a row for each; else 0.
     """
 
     index: int
@@ -162,7 +162,7 @@ class StoredRecord:
         logits: bytes of all rows, one after another, uint8; see ``CacheReader.decode_logits``. None where the cache
             has none, or they were not asked for.
         hidden: teacher layer -> the same of hidden states; see ``CacheReader.decode_hidden``.
-        decoder: m, positions of the second sequence, where logits have a row for each; else 0.
+        decoder: m, positions of the second sequence, where a form has a row for each; else 0.
     """
 
     index: int
@@ -208,6 +208,15 @@ class Form(ABC):
     @abstractmethod
     def extent_problems(self, extent: Extent) -> Iterator[str]:
         """What keeps a record from being of this extent."""
+
+    @abstractmethod
+    def num_rows(self, extent: Extent) -> int:
+        """How many of its ``unit`` a record has: what its bytes are divided by for a listing."""
+
+    @property
+    def unit(self) -> str:
+        """What a row of it belongs to, for a listing."""
+        return "position"
 
     @abstractmethod
     def check(self, record: NewRecord) -> None:

@@ -24,7 +24,8 @@ class HiddenLayer:
     """One layer of the teacher.
 
     Attributes:
-        layer: k, as Hugging Face counts ``hidden_states[k]``: after the teacher's block k, 0 the embeddings.
+        layer: k, as Hugging Face counts ``hidden_states[k]``: after the teacher's block k, 0 the embeddings. Of a
+            decoder beside an encoder k counts its own blocks: ``decoder_hidden_states[k]``.
         tensor: name of the graph's tensor.
         width: D.
     """
@@ -44,7 +45,7 @@ class Hidden(Rows):
 
     Attributes:
         codec: ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
-        rows: ``"positions"``.
+        rows: ``"positions"``, or ``"decoder"`` for states of a decoder beside an encoder.
         layers: ascending.
 
     Raises:
@@ -52,12 +53,11 @@ class Hidden(Rows):
     """
 
     SUBJECT: ClassVar[str] = "hidden"
-    ROWS: ClassVar[tuple[str, ...]] = ("positions",)
-
     layers: tuple[HiddenLayer, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.rows != "sample", "hidden.rows must be 'positions' or 'decoder'", self.rows, "CACHE-175")
         require(self.codec in VECTOR_CODECS, f"hidden.codec must be one of {VECTOR_CODECS}", self.codec, "CACHE-177")
         names = [each.layer for each in self.layers]
         ascending = bool(names) and names == sorted(set(names))
@@ -186,7 +186,7 @@ class Hidden(Rows):
         names, widths = ", ".join(map(str, self.teacher_layers)), sorted({each.width for each in self.layers})
         return [
             ("hidden states", f"teacher layers {names}, width {', '.join(map(str, widths))}"),
-            ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes a position"),
+            ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes a {self.unit}"),
         ]
 
     def _values(

@@ -279,7 +279,6 @@ class Logits(Rows):
 
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""
-        per = {"positions": "a position", "decoder": "a position of the decoder", "sample": "a sample"}[self.rows]
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
         what = {
             "topk": f"the {self.head} likeliest classes and their rest",
@@ -291,7 +290,7 @@ class Logits(Rows):
         mean = f"; mean with {', '.join(each.name for each in self.with_teachers)}" if self.with_teachers else ""
         return [
             ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}{mean}"),
-            ("logits codec", f"{self.codec}, {self.row_bytes} bytes {per}"),
+            ("logits codec", f"{self.codec}, {self.row_bytes} bytes a {self.unit}"),
         ]
 
     def _cut(self, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None) -> NDArray[np.floating[Any]]:

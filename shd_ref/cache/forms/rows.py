@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from shd_ref.cache.forms.form import Extent, Form, NewRecord, misfit, require
 from shd_ref.errors import ShdError
 
-ROWS: Final = ("positions", "decoder", "sample")
+ROWS: Final = {"positions": "position", "decoder": "position of the decoder", "sample": "sample"}
+"""What ``rows`` may be, and what a row then belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,22 +22,24 @@ class Rows(Form):
     """A form whose parts are rows.
 
     Attributes:
-        ROWS: what ``rows`` may be.
         rows: ``"positions"``: a row for each position from ``first`` to n - 1 of the sample; ``"decoder"``: a row for
             each of its second sequence; ``"sample"``: one row.
     """
 
-    ROWS: ClassVar[tuple[str, ...]] = ROWS
-
     rows: str
 
     def __post_init__(self) -> None:
-        require(self.rows in self.ROWS, f"{self.SUBJECT}.rows must be one of {self.ROWS}", self.rows, "CACHE-160")
+        require(self.rows in ROWS, f"{self.SUBJECT}.rows must be one of {tuple(ROWS)}", self.rows, "CACHE-160")
 
     @property
     @abstractmethod
     def row_sizes(self) -> tuple[int, ...]:
         """Bytes of a row of each part."""
+
+    @property
+    def unit(self) -> str:
+        """What a row belongs to."""
+        return ROWS[self.rows]
 
     def num_rows(self, extent: Extent) -> int:
         """R: rows of each part of a record."""

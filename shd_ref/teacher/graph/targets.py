@@ -17,13 +17,13 @@ import numpy as np
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.nodes import is_constant, name_of
+from shd_ref.teacher.graph.nodes import constant_of, is_constant, name_of
 from shd_ref.teacher.opening.external import read_graph
 from shd_ref.teacher.opening.operators import PRODUCTS
 from shd_ref.teacher.packages import ir, onnx
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
-"""Outputs that exporters name after what leaves the last block."""
+"""Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
 
 _LOGITS: Final = "logits"
 _RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
@@ -64,22 +64,24 @@ def find_targets(
     logits: bool = False,
     output: str | None = None,
     hidden: Iterable[int] = (),
+    of_decoder: bool = False,
 ) -> TargetTensors:
     """The tensors of a graph that hold the logits and the chosen hidden states.
 
     Args:
         model: the teacher, from ``load_teacher``.
-        sites: all its attention sites, from ``find_sites``.
+        sites: all its attention sites, from ``find_sites``; of an encoder-decoder the decoder's self-attention.
         logits: whether logits are asked for.
         output: the graph output that holds them; by default ``logits``, or the only output that can.
         hidden: layers, 0 to the number of sites.
+        of_decoder: whether the sites are a decoder's, beside an encoder.
 
     Raises:
         ShdError: ``argument-value`` for an output or a layer that the graph does not have; ``graph-unsupported``
             where a hidden state cannot be told.
     """
     layers = sorted(set(hidden))
-    found = _find_hidden(model, sites, layers) if layers else ()
+    found = _find_hidden(model, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
     return TargetTensors(_find_logits(model, output) if logits else None, found)
 
 
@@ -134,7 +136,7 @@ def _find_logits(model: onnx.ModelProto, output: str | None) -> str:
 
 
 def _find_hidden(
-    model: onnx.ModelProto, sites: Sequence[AttentionSite], layers: Sequence[int]
+    model: onnx.ModelProto, sites: Sequence[AttentionSite], layers: Sequence[int], last_states: Sequence[str]
 ) -> tuple[tuple[int, str], ...]:
     count = len(sites)
     if not count:
@@ -155,7 +157,7 @@ def _find_hidden(
     values = {value.name: value for node in graph for value in node.outputs if value.name}
     found = []
     for layer in layers:
-        state = _last_state(graph) if layer == count else _entering_state(graph, values, sites[layer])
+        state = _last_state(graph, last_states) if layer == count else _entering_state(graph, values, sites[layer])
         if state is None:
             raise ShdError("graph-unsupported", _advice(layer, count, sites))
         found.append((layer, state))
@@ -178,15 +180,15 @@ def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
         )
     site = sites[layer]
     return (
-        f"hidden state {layer} must be what is added to the output of attention site {layer} ({site.name}), but no "
-        "such residual connection was found: export a graph that keeps it, or ask for other layers"
+        f"hidden state {layer} must be what is added to the output of attention site {site.layer} ({site.name}), but "
+        "no such residual connection was found: export a graph that keeps it, or ask for other layers"
     )
 
 
-def _last_state(graph: ir.Graph) -> str | None:
-    """The output of that name, or else what the head multiplies."""
+def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
+    """The output of such a name, or else what the head multiplies, before a scale that is one number (as of T5)."""
     outputs = {value.name: value for value in graph.outputs if value.name}
-    named = next((name for name in LAST_STATES if name in outputs), None)
+    named = next((name for name in last_states if name in outputs), None)
     value = outputs.get(_LOGITS)
     while named is None and value is not None:
         node = value.producer()
@@ -196,9 +198,23 @@ def _last_state(graph: ir.Graph) -> str | None:
         if node is None or node.op_type not in _BEHIND_HEAD | PRODUCTS or len(made_from) != 1:
             return None
         if node.op_type in PRODUCTS:
-            return name_of(made_from[0])
+            return name_of(_before_scale(made_from[0]))
         value = made_from[0]
     return named
+
+
+def _before_scale(value: ir.Value) -> ir.Value:
+    """A tensor before it was multiplied by one constant number: Hugging Face counts a hidden state without it."""
+    node = value.producer()
+    if node is None or node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
+        return value
+    first, second = node.inputs
+    if first is None or second is None:
+        return value
+    if node.op_type == "Mul" and is_constant(first):
+        first, second = second, first
+    scale = constant_of(second)
+    return first if not is_constant(first) and scale is not None and scale.size == 1 else value
 
 
 def _entering_state(graph: ir.Graph, values: dict[str, ir.Value], site: AttentionSite) -> str | None:

@@ -31,7 +31,7 @@ def maker_of(form: Maps | Factors) -> Maker[Any]:
 
 def extent_of(forms: HeldForms, sample: SampleOutputs) -> Extent:
     """The extent that the record of a sample states."""
-    has_decoder_rows = forms.logits is not None and forms.logits.rows == "decoder"
+    has_decoder_rows = any(each is not None and each.rows == "decoder" for each in (forms.logits, forms.hidden))
     extent = maker_of(forms.attention).extent(forms.attention, sample)
     return replace(extent, decoder=sample.extent.decoder if has_decoder_rows else 0)
 

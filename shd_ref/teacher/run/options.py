@@ -219,7 +219,12 @@ class PrecomputeOptions:
         float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
     ] = 1.0
     logits_output: Annotated[
-        str | None, Shown("The graph's output that holds the logits, if not 'logits'.", TARGETS)
+        str | None,
+        Shown(
+            "The graph's output that holds the logits, if not 'logits'. Of a further teacher it is asked for only "
+            "where that has no 'logits', nor one output alone that can be.",
+            TARGETS,
+        ),
     ] = None
     vocab_size: Annotated[
         int | None,
@@ -241,7 +246,7 @@ class PrecomputeOptions:
         tuple[int, ...],
         Shown(
             "Hidden states to store, such as 0,3,6: k is what enters block k from 0; the number of blocks, what "
-            "leaves the last.",
+            "leaves the last. Of an encoder-decoder those of the decoder's blocks.",
             TARGETS,
             least=0,
             metavar="K,...",

@@ -284,21 +284,23 @@ class TeacherRun:
 
     def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
         options = self.options
-        found = find_targets(
+        own = [site for site in sites if self.site_kinds.kind(site) in (None, "decoder")]
+        if options.hidden and self.has_decoder_rows and not (own and self.site_kinds.decoder_inputs):
+            raise ShdError(
+                "graph-unsupported",
+                "hidden states of a graph with cross attention are those of its decoder, which must have "
+                "self-attention and inputs of its own sequence; this one has not: store its attention and logits, "
+                "and run the teacher beside the student (OnlineTeacher) for hidden states",
+                "CACHE-175",
+            )
+        return find_targets(
             self.model,
-            sites,
+            own,
             logits=options.logits != "none",
             output=options.logits_output,
             hidden=options.hidden,
+            of_decoder=self.has_decoder_rows,
         )
-        if found.hidden and self.has_decoder_rows:
-            raise ShdError(
-                "graph-unsupported",
-                "hidden states can be stored of a graph with one sequence; this one has an encoder and a decoder: "
-                "store its attention and logits, and let the teacher run beside the student for the rest",
-                "CACHE-175",
-            )
-        return found
 
     def _check_classes(self) -> None:
         """Refuse further teachers with other classes, as far as the graphs say how many they have."""
@@ -310,7 +312,7 @@ class TeacherRun:
 
     @property
     def has_decoder_rows(self) -> bool:
-        """Whether rows of logits are positions of a decoder, beside an encoder's."""
+        """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
         return bool(self.site_kinds.kinds)
 
     def mask_of_rows(self, site: AttentionSite) -> str | None:

@@ -48,14 +48,16 @@ class TargetForecast:
     Attributes:
         subject: ``SUBJECT`` of its form.
         codec: of its form.
-        bytes_per_token: of each position that counts.
+        unit: what a row of it belongs to, such as a position of the decoder.
+        bytes_per_row: of each that counts.
         total_bytes: of the whole data set.
         error: measured on the sampled rows.
     """
 
     subject: str
     codec: str
-    bytes_per_token: float
+    unit: str
+    bytes_per_row: float
     total_bytes: float
     error: CodecError | LogitsError | HiddenError
 
@@ -225,12 +227,21 @@ class _Study:
         if not self.lengths.any():
             self.lengths = np.array([extent.length for extent in extents])
         counted = self.lengths - (work.inputs.firsts if len(self.lengths) == len(work.inputs) else 0)
-        mean, tokens = float(sizes.mean()), float(counted.mean())
+        rows_of = {
+            # Padding in front counts for no form, though maps keep its rows.
+            each.SUBJECT: float(counted.mean())
+            if each.unit == "position" and not extents[0].shapes
+            else float(np.mean([each.num_rows(extent) for extent in extents]))
+            for each in held
+        }
+        mean = float(sizes.mean())
+        tokens = float(counted.mean()) if held[0].unit == "sample" else rows_of[held[0].SUBJECT]
         self.beside = tuple(
             TargetForecast(
                 subject=each.SUBJECT,
                 codec=each.codec,
-                bytes_per_token=float(sizes_of[each.SUBJECT].mean()) / tokens,
+                unit=each.unit,
+                bytes_per_row=float(sizes_of[each.SUBJECT].mean()) / rows_of[each.SUBJECT],
                 total_bytes=float(sizes_of[each.SUBJECT].mean()) * self._num_samples,
                 error=errors.measured()[each.SUBJECT],
             )

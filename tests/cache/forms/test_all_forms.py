@@ -17,11 +17,14 @@ import pytest
 from numpy.typing import NDArray
 from support.makers import (
     ALONE,
+    AVERAGED,
     FACTORS,
     FORMS,
+    HIDDEN_OF_A_DECODER,
     KINDS,
     WINDOWED,
     contents,
+    decoder_of,
     document,
     errors_of,
     is_skipped,
@@ -34,7 +37,16 @@ from support.makers import (
     write_shards,
 )
 
-from shd_ref.cache import NO_ATTENTION, CacheReader, CacheWriter, Manifest, list_cache, merge_caches, verify_cache
+from shd_ref.cache import (
+    NO_ATTENTION,
+    CacheReader,
+    CacheWriter,
+    Manifest,
+    list_cache,
+    make_card,
+    merge_caches,
+    verify_cache,
+)
 from shd_ref.errors import ShdError
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -172,7 +184,12 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
     assert listing.float32_by_form["logits"] == 4 * 37 * positions
     assert listing.float32_by_form["hidden"] == 4 * (4 + 7) * positions
     shown = json.loads(json.dumps(listing.to_json()))
-    assert shown["bytes"]["forms"]["logits"] == {"coded": sizes["logits"], "as_float32": 4 * 37 * positions}
+    assert shown["bytes"]["forms"]["logits"] == {
+        "coded": sizes["logits"],
+        "as_float32": 4 * 37 * positions,
+        "rows": positions,
+        "row_of": "position",
+    }
     assert shown["logits"]["codec"] == "topk"
     assert shown["errors"].keys() == {"attention", "logits", "hidden"}
     assert list_cache(write_cache(tmp_path / "plain", job())).to_json()["errors"].keys() == {"attention"}
@@ -190,8 +207,23 @@ def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, 
     for error in listing.errors.measured().values():
         assert error.describe() in output
     for form in listing.manifest.forms:
-        assert f"{listing.coded_by_form[form.SUBJECT] / listing.positions:.1f} bytes a position" in output
+        rows = sum(form.num_rows(each.extent) for shard in range(4) for each in records_of(listing.manifest, shard))
+        assert f"{listing.coded_by_form[form.SUBJECT] / rows:.1f} bytes a position" in output
         assert all(words in output for _, words in form.describe())
+
+
+def test_bytes_of_a_decoder_are_counted_by_its_own_positions(tmp_path: Path) -> None:
+    """Samples have 1 to 4 positions of the decoder and 1 to 9 of the encoder."""
+    manifest = job(codec="u4", **KINDS, logits=AVERAGED, hidden=HIDDEN_OF_A_DECODER)
+    listing = list_cache(write_cache(tmp_path, manifest))
+    rows = sum(decoder_of(manifest, index) for index in range(7))
+    assert rows != listing.positions
+    assert set(listing.rows_by_form.values()) == {rows}  # maps have as many rows
+    assert listing.bytes_a_row(manifest.forms[1]) == AVERAGED.row_bytes
+    assert listing.bytes_a_row(manifest.forms[2]) == sum(HIDDEN_OF_A_DECODER.row_sizes)
+    shown = make_card(listing)
+    assert f"{AVERAGED.row_bytes:.1f} a position of the decoder" in shown
+    assert f"{sum(HIDDEN_OF_A_DECODER.row_sizes):.1f} a position of the decoder" in shown
 
 
 HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Logits of an encoder-decoder: a row for each position of the second sequence (CACHE-160)."""
+"""Logits and hidden states of an encoder-decoder: a row for each position of the second sequence (CACHE-160)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from shd_ref.cache import (
     CacheReader,
     CacheWriter,
+    StoredRecord,
     export_webdataset,
     list_cache,
     merge_caches,
@@ -35,8 +36,8 @@ from shd_ref.teacher.study.recheck import recheck_records
 
 NUM_SAMPLES = 8
 RUN = RunOptions(batch_size=2, samples_per_shard=2, num_threads=1)
-OPTIONS = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=5, logits_bits=16)
-ALONE = replace(OPTIONS, num_student_heads=0, form="none")
+OPTIONS = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=5, logits_bits=16, hidden=(0, 1))
+ALONE = replace(OPTIONS, num_student_heads=0, form="none", hidden=())
 
 
 def make_inputs(masked: bool = True) -> dict[str, NDArray[Any]]:
@@ -89,6 +90,23 @@ def test_rows_are_the_decoders_positions(teacher: Path, tmp_path: Path, options:
         np.testing.assert_array_equal(found.ids[counted], wanted.ids[counted])
         np.testing.assert_allclose(np.exp(found.log_probs)[counted], np.exp(wanted.log_probs)[counted], atol=1e-4)
         np.testing.assert_allclose(np.exp(found.log_probs)[~counted], 1 / 30, rtol=1e-2)
+        if reader.manifest.hidden is not None:
+            check_hidden(teacher, reader, record, sample, logits[0])
+
+
+def check_hidden(
+    teacher: Path, reader: CacheReader, record: StoredRecord, sample: dict[str, NDArray[Any]], logits: NDArray[Any]
+) -> None:
+    """State 0 is the embeddings of what the decoder reads, and the last is what its head makes the logits of."""
+    weights = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(teacher).graph.initializer}
+    table = next(array for array in weights.values() if array.shape == (30, 12))
+    head = next(array for array in weights.values() if array.shape == (12, 30))
+    counted = sample["decoder_attention_mask"].astype(bool)
+    first, last = (reader.decode_hidden(record, layer) for layer in (0, 1))
+    np.testing.assert_allclose(first[counted], table[sample["decoder_input_ids"]][counted], rtol=1e-3)
+    np.testing.assert_allclose((last @ head)[counted], logits[counted], rtol=2e-2, atol=2e-2)
+    assert not first[~counted].any()
+    assert not last[~counted].any()
 
 
 def test_a_decoder_without_a_mask_keeps_all_its_positions(tmp_path: Path) -> None:
@@ -160,13 +178,13 @@ def test_receipts_with_another_decoder_are_refused(teacher: Path, tmp_path: Path
 
 
 def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="hidden states can be stored of a graph with one sequence") as caught:
-        precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, hidden=(0,)), RUN)
-    assert caught.value.code == "graph-unsupported"
+    with pytest.raises(ShdError, match=r"hidden must hold layers from 0 .* to 1 .*; got 2") as caught:
+        precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, hidden=(0, 2)), RUN)
+    assert caught.value.code == "argument-value"
     assert not (tmp_path / "cache").exists()
     precompute(teacher, make_inputs(), tmp_path / "cache", ALONE, RUN)
     manifest = CacheReader(tmp_path / "cache").manifest
-    with pytest.raises(ShdError, match=r"logits\.rows must be") as caught:
+    with pytest.raises(ShdError, match=r"logits\.rows must be 'positions' or") as caught:
         replace(manifest, inputs=replace(manifest.inputs, decoder=(), decoder_mask=None))
     assert caught.value.code == "argument-value"
     changed = {name: array[::-1].copy() for name, array in make_inputs().items()}
@@ -179,7 +197,7 @@ def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:
 def test_the_commands(teacher: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
     run, data, cache = CliRunner(), ["--inputs", str(tmp_path / "data.npz")], str(tmp_path / "cache")
-    asked = [str(teacher), *data, "--student-heads", "2", "--logits", "topk"]
+    asked = [str(teacher), *data, "--student-heads", "2", "--logits", "topk", "--hidden", "0,1"]
     planned = run.invoke(app, ["plan", *asked, "--samples", "3"])
     assert planned.exit_code == 0, planned.output
     made = run.invoke(app, ["precompute", *asked, "--out", cache])
@@ -188,4 +206,7 @@ def test_the_commands(teacher: Path, tmp_path: Path) -> None:
     for shown in (words, ["ls", cache], ["card", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
         result = run.invoke(app, shown)
         assert result.exit_code == 0, result.output
-    assert "a position of the decoder" in " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
+    said = " ".join(planned.output.split())
+    assert "of these hidden float16: 48 bytes a position of the decoder" in said  # 2 states, 12 wide
+    listed = " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
+    assert "48.0 bytes a position of the decoder" in listed

@@ -1,4 +1,4 @@
-"""Caches of real encoder-decoders with the mean logits of two teachers: flipped bits, torn files, kills, other data.
+"""Caches of real encoder-decoders, with the mean logits of two teachers and hidden states: faults of every kind.
 
 Each either gives what the undisturbed cache gives or is an error that names the file.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from support.exported_models import trace
 from support.makers import contents, read_everything
@@ -24,10 +25,13 @@ from typer.testing import CliRunner
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
+from shd_torch import SupervisedDataset
+from shd_torch.capture.outputs import read_hidden_states
 from shd_torch.export import example_inputs
 
 pytestmark = pytest.mark.slow  # every test stands on an export
 
+LAYERS = {"first": 2, "second": 1}
 KILLS = 2
 COPIES = 3
 """Of the samples, each with other tokens: a run that is long enough to be killed on its way."""
@@ -37,6 +41,7 @@ PATIENCE = 60.0
 class Kept(NamedTuple):
     """What the teachers left."""
 
+    model: Any
     folder: Path
     cache: Path
     arrays: dict[str, NDArray[Any]]
@@ -46,7 +51,16 @@ class Kept(NamedTuple):
         files = {name: self.folder / f"{name}.onnx" for name in ("first", "second")}
         files |= {"data": self.folder / "data.npz", **replaced}
         options = ["--student-heads", "2", "--student-layers", "encoder=1,decoder=1,cross=1"]
-        options += ["--logits", "topk", "--logits-top", "6", "--with-teacher", str(files["second"])]
+        options += [
+            "--logits",
+            "topk",
+            "--logits-top",
+            "6",
+            "--hidden",
+            "0,1,2",
+            "--with-teacher",
+            str(files["second"]),
+        ]
         options += ["--batch-size", "3", "--samples-per-shard", "2", "--threads", "1"]
         return ["precompute", str(files["first"]), "--inputs", str(files["data"]), "--out", str(out), *options]
 
@@ -66,16 +80,34 @@ def run_command(words: list[str]) -> None:
 @pytest.fixture(scope="module", params=list(MAKERS))
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     folder = tmp_path_factory.mktemp(request.param)
-    for name, layers in (("first", 2), ("second", 1)):
-        model = MAKERS[request.param](4, layers, seed=layers).eval()
+    models = {name: MAKERS[request.param](4, layers, seed=layers).eval() for name, layers in LAYERS.items()}
+    for name, model in models.items():
         trace(model, example_inputs(model), folder / f"{name}.onnx")
     arrays = {name: np.tile(array, (COPIES, 1)) for name, array in make_arrays().items()}
     ids, tokens = arrays["decoder_input_ids"], np.random.default_rng(4)
     ids[ids > 0] = tokens.integers(3, 40, int((ids > 0).sum()))
     np.savez(folder / "data.npz", **arrays)
-    made = Kept(folder, folder / "cache", arrays)
+    made = Kept(models["first"], folder, folder / "cache", arrays)
     run_command(made.command(made.cache))
     return made
+
+
+def test_hidden_states_are_those_of_the_models_decoder(kept: Kept) -> None:
+    """As Hugging Face counts them: T5's last one before the scale in front of its head."""
+    tensors = {name: torch.from_numpy(array) for name, array in kept.arrays.items()}
+    with torch.no_grad():
+        output = kept.model(**tensors, output_hidden_states=True, use_cache=False)
+    wanted = read_hidden_states(output, [0, 1, 2], "the model")
+    samples = [
+        {name: tensor[index] for name, tensor in tensors.items()} for index in range(len(tensors["input_ids"]))
+    ]
+    joined = SupervisedDataset(samples, kept.cache)
+    _, supervision = joined.collate_with(lambda batch: batch)([joined[index] for index in range(len(samples))])
+    mask = tensors["decoder_attention_mask"].bool()
+    found = supervision.hidden_states(mask.shape[1])
+    assert list(found) == [0, 1, 2]
+    for layer, states in found.items():
+        torch.testing.assert_close(states[mask], wanted[layer][mask], rtol=2e-3, atol=2e-3)
 
 
 def damages(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -317,12 +317,46 @@ def test_no_wide_copy_of_the_logits_is_made(name: str, tmp_path: Path, monkeypat
     assert making.most < 16 * sum(field.nbytes for field in held)
 
 
-def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(tmp_path: Path) -> None:
-    """Rows are the second sequence's, whose lengths are not the first's (CACHE-160)."""
-    import onnxruntime
+def collate_decoder(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.nn.utils.rnn.pad_sequence(
+            [sample[name] for sample in batch], batch_first=True, padding_value=-100 if name == "labels" else 0
+        )
+        for name in batch[0]
+    }
+
+
+def collate_unmasked(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Without a mask of the decoder, and with labels that do not tell padding: the cache alone does."""
+    padded = collate_decoder(batch)
+    del padded["decoder_attention_mask"]
+    return padded | {"labels": padded["labels"].clamp(min=0)}
+
+
+class DecoderCase(NamedTuple):
+    """A cache of logits and hidden states of an encoder-decoder, and who learns from it."""
+
+    samples: list[dict[str, torch.Tensor]]
+    teacher: Path
+    joined: SupervisedDataset[Any]
+    student: Any
+
+    def train(self, out: Path, size: int, **given: Any) -> dict[str, float]:
+        """What one step of all six samples logs, in parts of ``size``."""
+        arguments = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 6 // size}
+        given = {"train": self.joined, "model": copy.deepcopy(self.student), "collate": collate_decoder} | given
+        trainer = make_trainer(out, arguments=arguments | {"train_sampling_strategy": "sequential"}, **given)
+        trainer.train()
+        logged: dict[str, float] = trainer.state.log_history[0]
+        return logged
+
+
+@pytest.fixture(scope="module")
+def decoder_case(tmp_path_factory: pytest.TempPathFactory) -> DecoderCase:
     import transformers
 
-    onnx.save(encoder_decoder(), tmp_path / "teacher.onnx")
+    folder = tmp_path_factory.mktemp("decoder")
+    onnx.save(encoder_decoder(), folder / "teacher.onnx")
     rng, samples = np.random.default_rng(5), []
     for number in range(6):
         ids, second = rng.integers(1, 30, 3 + number % 3), rng.integers(1, 30, 8 - number)
@@ -335,27 +369,9 @@ def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(tmp_path: Path) -> No
                 "labels": torch.from_numpy(second).roll(-1),
             }
         )
-
-    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.nn.utils.rnn.pad_sequence(
-                [sample[name] for sample in batch], batch_first=True, padding_value=-100 if name == "labels" else 0
-            )
-            for name in batch[0]
-        }
-
-    batch = collate(samples)
-    arrays = {name: value.numpy() for name, value in batch.items() if name != "labels"}
-    options = PrecomputeOptions(form="none", logits="float16")
-    precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, RunOptions(num_threads=1))
-    joined = SupervisedDataset(samples, tmp_path / "cache")
-    _, supervision = joined.collate_with(collate)([joined[index] for index in range(6)])
-    (expected,) = onnxruntime.InferenceSession(tmp_path / "teacher.onnx").run(["logits"], arrays)
-    mask = batch["decoder_attention_mask"].bool()
-    assert torch.equal(supervision.decoder_mask(), mask)
-    torch.testing.assert_close(
-        supervision.targets()[mask].float(), torch.from_numpy(expected)[mask], rtol=2e-3, atol=2e-3
-    )
+    arrays = {name: value.numpy() for name, value in collate_decoder(samples).items() if name != "labels"}
+    options = PrecomputeOptions(form="none", logits="float16", hidden=(0, 1))
+    precompute(folder / "teacher.onnx", arrays, folder / "cache", options, RunOptions(num_threads=1))
     torch.manual_seed(2)
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -363,20 +379,65 @@ def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(tmp_path: Path) -> No
         vocab_size=30, d_model=16, max_position_embeddings=16, dropout=0.0, **sizes, **heads
     )
     student = transformers.BartForConditionalGeneration(config).train()
+    return DecoderCase(samples, folder / "teacher.onnx", SupervisedDataset(samples, folder / "cache"), student)
+
+
+def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(decoder_case: DecoderCase, tmp_path: Path) -> None:
+    """Rows are the second sequence's, whose lengths are not the first's (CACHE-160)."""
+    import onnxruntime
+
+    batch, joined = collate_decoder(decoder_case.samples), decoder_case.joined
+    arrays = {name: value.numpy() for name, value in batch.items() if name != "labels"}
+    _, supervision = joined.collate_with(collate_decoder)([joined[index] for index in range(6)])
+    (expected,) = onnxruntime.InferenceSession(decoder_case.teacher).run(["logits"], arrays)
+    mask = batch["decoder_attention_mask"].bool()
+    assert torch.equal(supervision.decoder_mask(), mask)
+    torch.testing.assert_close(
+        supervision.targets()[mask].float(), torch.from_numpy(expected)[mask], rtol=2e-3, atol=2e-3
+    )
+    states, length = supervision.hidden_states(10), mask.shape[1]
+    assert {layer: tuple(state.shape) for layer, state in states.items()} == {0: (6, 10, 12), 1: (6, 10, 12)}
+    weights = [onnx.numpy_helper.to_array(each) for each in onnx.load(decoder_case.teacher).graph.initializer]
+    head = torch.from_numpy(next(array for array in weights if array.shape == (12, 30)).copy())
+    torch.testing.assert_close(
+        (states[1][:, :length] @ head)[mask], torch.from_numpy(expected)[mask], rtol=2e-2, atol=2e-2
+    )
+    assert not states[1][:, :length][~mask].any()
     with torch.no_grad():
-        own = student(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        own = decoder_case.student(**{name: value for name, value in batch.items() if name != "labels"}).logits
     wanted = kd_loss(torch.from_numpy(expected), own, temperature=2.0, loss_mask=mask)
-    logs = []
-    for size, steps in ((6, 1), (2, 3)):
-        arguments = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
-        trainer = make_trainer(
-            tmp_path,
-            train=joined,
-            model=copy.deepcopy(student),
-            kd=KdTerm(temperature=2.0),
-            collate=collate,
-            arguments=arguments | {"train_sampling_strategy": "sequential"},
-        )
-        trainer.train()
-        logs.append(trainer.state.log_history[0]["kd_loss"])
-    assert logs == pytest.approx([float(wanted)] * 2, rel=2e-3)
+    terms = {"kd": KdTerm(temperature=2.0), "hidden": HiddenTerm([(1, 1)])}
+    whole, parts = (decoder_case.train(tmp_path, size, **terms) for size in (6, 2))
+    assert [whole["kd_loss"], parts["kd_loss"]] == pytest.approx([float(wanted)] * 2, rel=2e-3)
+    assert whole["hidden_loss"] > 0
+    assert parts["hidden_loss"] == pytest.approx(whole["hidden_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("terms", "name"),
+    [({"kd": KdTerm(rows="labels")}, "kd_loss"), ({"recipe": "language_kd"}, "kd_loss")],
+    ids=["kd", "recipe"],
+)
+def test_rows_that_the_cache_alone_leaves_out_have_no_share(
+    decoder_case: DecoderCase, tmp_path: Path, terms: dict[str, Any], name: str
+) -> None:
+    """A step in parts is the whole step, though labels count padding too."""
+    whole, parts = (decoder_case.train(tmp_path, size, collate=collate_unmasked, **terms) for size in (6, 2))
+    assert parts[name] == pytest.approx(whole[name], rel=1e-4)
+
+
+def test_a_batch_must_say_what_its_decoder_reads(decoder_case: DecoderCase, tmp_path: Path) -> None:
+    """Where the student is given no labels, or a teacher beside it is not: BART would read the encoder's tokens."""
+
+    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in collate_decoder(batch).items() if not name.startswith("decoder")}
+
+    teacher = OnlineTeacher(copy.deepcopy(decoder_case.student).eval(), 2, 3)
+    cases: list[dict[str, Any]] = [
+        {"recipe": "cross_entropy", "train": decoder_case.samples},
+        {"kd": KdTerm(), "teacher": teacher, "train": decoder_case.samples},
+    ]
+    for case in cases:
+        with pytest.raises(ShdError, match=r"must hold decoder_input_ids.*DataCollatorForSeq2Seq") as caught:
+            decoder_case.train(tmp_path, 6, collate=collate, **case)
+        assert caught.value.code == "argument-value"

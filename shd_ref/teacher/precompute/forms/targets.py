@@ -127,7 +127,8 @@ def describe_hidden(work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
             )
         _check_rows(work, outputs, f"hidden state {layer}", states)
         layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
-    return Hidden(codec=work.options.hidden_codec, rows="positions", layers=tuple(layers)) if layers else None
+    rows = "decoder" if work.has_decoder_rows else "positions"
+    return Hidden(codec=work.options.hidden_codec, rows=rows, layers=tuple(layers)) if layers else None
 
 
 def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
@@ -181,7 +182,7 @@ def _encode(
         logits = forms.logits.encode(*_logit_rows(forms.logits, sample, extent, sample.index))
     if forms.hidden is not None:
         for layer in forms.hidden.teacher_layers:
-            hidden[layer] = forms.hidden.encode(layer, *_rows(sample.targets.hidden[layer], sample, extent))
+            hidden[layer] = forms.hidden.encode(layer, *_hidden_rows(forms.hidden, layer, sample, extent))
     return logits, hidden
 
 
@@ -197,7 +198,7 @@ def measure_targets(
             logits.append(forms.logits.measure(rows, record.logits, counted))
         if forms.hidden is not None:
             for layer, codes in record.hidden.items():
-                rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)
+                rows, counted = _hidden_rows(forms.hidden, layer, sample, record.extent)
                 hidden.append(forms.hidden.measure(layer, rows, codes, counted))
     return (
         None if forms.logits is None else merge_errors(LogitsError, logits),
@@ -234,7 +235,7 @@ def check_targets(manifest: Manifest, sample: SampleOutputs, record: StoredRecor
             _check_moves(record, "entropies of logits", found, bound, counted)
     if manifest.hidden is not None:
         for layer in manifest.hidden.teacher_layers:
-            rows, counted = _rows(sample.targets.hidden[layer], sample, record.extent)
+            rows, counted = _hidden_rows(manifest.hidden, layer, sample, record.extent)
             stored = manifest.hidden.decode(record, layer).astype(np.float64)
             norms = np.linalg.norm(rows, axis=-1)
             norms = np.where(norms > 0, norms, 1.0)
@@ -268,11 +269,21 @@ def _logit_rows(
     assert logits is not None
     if form.rows == "sample":
         return logits[None], index, None
-    rows, counted = _rows(logits, sample, Extent(extent.decoder) if form.rows == "decoder" else extent)
+    rows, counted = _rows(form, logits, sample, extent)
     return rows, index, counted
 
 
-def _rows(values: NDArray[np.float32], sample: SampleOutputs, extent: Extent) -> tuple[NDArray[np.float32], Counted]:
+def _hidden_rows(
+    form: Hidden, layer: int, sample: SampleOutputs, extent: Extent
+) -> tuple[NDArray[np.float32], Counted]:
+    """What ``Hidden.encode`` takes of a layer: rows, and which of them count."""
+    return _rows(form, sample.targets.hidden[layer], sample, extent)
+
+
+def _rows(
+    form: Logits | Hidden, values: NDArray[np.float32], sample: SampleOutputs, extent: Extent
+) -> tuple[NDArray[np.float32], Counted]:
     """The rows of a record, and which of them count."""
-    kept, mask = slice(extent.first, extent.length), sample.targets.row_mask
+    kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
+    mask = sample.targets.row_mask
     return values[kept], None if mask is None else mask[kept]
