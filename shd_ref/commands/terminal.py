@@ -96,7 +96,7 @@ about."""
 
 @contextmanager
 def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
-    """A ``ShdError`` becomes one message and exit code 1; anything else is a bug and keeps its traceback.
+    """A ``ShdError`` becomes one message and exit code 1, Ctrl-C another and 130; all else keeps its traceback.
 
     Args:
         options: the option behind each argument, which a message names where it says what that argument must be.
@@ -107,6 +107,11 @@ def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         text = _ARGUMENT.sub(lambda found: found[1] + (options or {}).get(found[2], found[2]), str(error))
         messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        messages.say(
+            marked("stopped", "yellow", ": give the same command again; where its --help says so, it goes on")
+        )
+        raise typer.Exit(130) from None  # as a shell counts SIGINT
 
 
 def print_remarks(*remarks: str | None) -> None:

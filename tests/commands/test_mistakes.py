@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 onnx = pytest.importorskip("onnx", reason="shd needs the extra 'teacher'")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+typer = pytest.importorskip("typer", reason="the commands need typer")
+typer_testing = pytest.importorskip("typer.testing")
 pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
 
 from support.attention_graphs import token_teacher  # noqa: E402  (after the skips)
 
 from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
+from shd_ref.commands.derive import add_command  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 
 SHD = load_app()
@@ -112,6 +114,15 @@ def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "samples" not in drawn
     # The last thing is to go up to the bar's line and clear it.
     assert drawn.endswith("\x1b[1A\x1b[2K")
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on() -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    app = typer.Typer()
+    add_command(app, work)
+    assert run(app, code=130) == "stopped: give the same command again; where its --help says so, it goes on"
 
 
 def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
