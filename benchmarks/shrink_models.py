@@ -52,6 +52,7 @@ STARTS: dict[str, dict[str, Any]] = {
     "kept heads": {"align": False, **RIVALS["kept heads"]},
     "mean pooling": {"align": False, **RIVALS["mean pooling"]},
     "kept heads, aligned": RIVALS["kept heads"],
+    "mean pooling, aligned": RIVALS["mean pooling"],
     "closed form, aligned, ridge 0.0001": {"ridge": 1e-4},
     "Minitron importance": {"align": False, **RIVALS["Minitron importance"]},
 }

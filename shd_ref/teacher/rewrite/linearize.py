@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -21,7 +22,8 @@ from shd_ref.teacher.graph.ffns import Ffn, find_ffns
 from shd_ref.teacher.graph.flow.weights import product_weight
 from shd_ref.teacher.graph.nodes import constant_of
 from shd_ref.teacher.opening.external import INLINE_BYTES, read_graph
-from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.opening.parts import all_tensors
+from shd_ref.teacher.packages import DecodeError, ir, onnx
 from shd_ref.teacher.rewrite.squeeze import check_opset, remove_unused
 
 _DATA_FOLDER: Final = "squeezing_heads.data_folder"
@@ -156,42 +158,79 @@ def _matrix(node: ir.Node) -> NDArray[Any]:
 
 
 def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> Path:
-    """Write a graph, whole or not at all: weights of large ones into ``NAME.data`` beside it, tensor by tensor.
+    """Write a graph, whole or not at all: weights of large ones beside it, tensor by tensor.
+
+    Their file is named after what it holds, ``NAME.0123456789abcdef.data``, so that a graph and its weights change
+    together at one rename, that of the graph: whoever is killed before it leaves the earlier graph as it was.
 
     Args:
         model: with its weights in memory, or in the files of ``teacher``.
-        out: a file in a folder that is there; an earlier graph of this name is replaced.
+        out: a file in a folder that is there; an earlier graph of this name is replaced, with its weights.
         teacher: the file that the graph came from, which stays.
 
     Raises:
         ShdError: ``argument-value`` for the teacher's own place, ``write-failed``.
     """
     target = output_file(out)
-    taken = {target.resolve(), target.with_name(f"{target.name}.data").resolve()}
-    if taken & {Path(teacher).resolve(), *_data_files(model)}:
+    kept = {Path(teacher).resolve(), *_data_files(model)}
+    if target.resolve() in kept:
         raise ShdError("argument-value", f"out must be another file than the teacher and its data; got {target}")
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     large = sum(tensor.nbytes for tensor in tensors) >= INLINE_BYTES
     with write_errors(target):
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
         try:
-            draft = folder / target.name
+            draft, data = folder / target.name, folder / "data"
             if not large:
                 ir.external_data.load_to_model(model)  # of a teacher that was larger, whose files another place lacks
-            ir.save(model, draft, external_data=f"{target.name}.data" if large else None)
-            files = sorted(
-                folder.iterdir(), key=lambda file: file.name == target.name
-            )  # the graph last: then all is there
-            for file in files:
-                with file.open("rb") as data:
-                    os.fsync(data.fileno())
-            for file in files:
-                file.replace(target.with_name(file.name))
-            if not large:
-                target.with_name(f"{target.name}.data").unlink(missing_ok=True)  # of an earlier, larger graph
+            ir.save(model, draft, external_data=data.name if large else None)
+            if data.exists():
+                data = data.rename(folder / _data_name(target.name, data))
+                _name_data(draft, data.name)
+                _move(data, target.with_name(data.name))
+                kept.add(target.with_name(data.name).resolve())
+            earlier = {file for file in _own_data(target) if file.resolve() not in kept}
+            _move(draft, target)
+            for file in earlier:
+                file.unlink(missing_ok=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return target
+
+
+def _data_name(name: str, data: Path) -> str:
+    with data.open("rb") as file:
+        return f"{name}.{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}.data"
+
+
+def _name_data(graph: Path, name: str) -> None:
+    """Let all tensors of a graph that lie in a file lie in the file of this name."""
+    proto = onnx.load(graph, load_external_data=False)
+    for tensor in all_tensors(proto):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    graph.write_bytes(proto.SerializeToString())
+
+
+def _move(file: Path, target: Path) -> None:
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    file.replace(target)
+
+
+def _own_data(graph: Path) -> set[Path]:
+    """Files of an earlier graph's weights that are named after it; none where it is no graph."""
+    if not graph.is_file():
+        return set()
+    try:
+        found = onnx.load(graph, load_external_data=False)
+        tensors = filter(onnx.external_data_helper.uses_external_data, all_tensors(found))
+        names = {onnx.external_data_helper.ExternalDataInfo(tensor).location for tensor in tensors}
+    except (ValueError, DecodeError):
+        return set()
+    own = {name for name in names if name.startswith(f"{graph.name}.") and name.endswith(".data")}
+    return {graph.with_name(name) for name in own if name == Path(name).name}
 
 
 def _data_files(model: ir.Model) -> set[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ onnx = pytest.importorskip("onnx", reason="teachers are ONNX graphs")
 ort = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
-from shd_ref.commands.app import app  # noqa: E402  (after the skips)
+from support.killed_child import run_killed  # noqa: E402  (after the skips)
+
+from shd_ref.commands.app import app  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher.body import Body  # noqa: E402
 from shd_ref.teacher.graph.find import find_sites  # noqa: E402
@@ -185,9 +188,9 @@ def test_weights_stay_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made = linearize_graph(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0), [0])
     save_graph(made.model, tmp_path / "smaller.onnx", tmp_path / "teacher.onnx")
     assert (tmp_path / "weights").read_bytes() == before
-    assert {file.name for file in tmp_path.iterdir()} == {
-        *("teacher.onnx", "weights", "smaller.onnx", "smaller.onnx.data")
-    }
+    data = data_of(tmp_path / "smaller.onnx")
+    assert re.fullmatch(r"smaller\.onnx\.[0-9a-f]{16}\.data", data)
+    assert {file.name for file in tmp_path.iterdir()} == {"teacher.onnx", "weights", "smaller.onnx", data}
     bare = onnx.load(tmp_path / "smaller.onnx", load_external_data=False)
     assert all(one.data_location == onnx.TensorProto.EXTERNAL for one in bare.graph.initializer if len(one.dims) == 2)
     assert "data_folder" not in str(bare.metadata_props)
@@ -197,6 +200,59 @@ def test_weights_stay_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ShdError) as error:
             save_graph(made.model, tmp_path / place, tmp_path / "teacher.onnx")
         assert error.value.code == "argument-value"
+
+
+def data_of(graph: Path) -> str:
+    bare = onnx.load(graph, load_external_data=False)
+    tensors = filter(onnx.external_data_helper.uses_external_data, bare.graph.initializer)
+    (name,) = {onnx.external_data_helper.ExternalDataInfo(one).location for one in tensors}
+    return str(name)
+
+
+def test_a_killed_writer_leaves_a_whole_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier one before the graph has its name, the new one after; the next writer takes the rest away."""
+    monkeypatch.setattr(linearize, "INLINE_BYTES", 0)
+    x, out = RNG.normal(size=(2, 5, D)), tmp_path / "smaller.onnx"
+    made = []
+    for scale in (1.0, 2.0):
+        monkeypatch.setitem(WEIGHTS, "first", scale * WEIGHTS["first"])
+        onnx.save(make_graph(gelu), tmp_path / f"{scale}.onnx")
+        made.append(
+            (linearize_graph(load_teacher(tmp_path / f"{scale}.onnx"), [0]).model, tmp_path / f"{scale}.onnx")
+        )
+        wanted = run(make_graph(None), x)
+        if scale == 1.0:
+            first = wanted
+            save_graph(made[0][0], out, made[0][1])
+    earlier = data_of(out)
+    for call in (1, 2, 3, 4):  # weights on the disk, at their place; the graph on the disk, at its place
+        name = ("fsync", "replace")[(call - 1) % 2]
+        place = linearize.os if name == "fsync" else Path
+        assert run_killed(lambda: save_graph(made[1][0], out, made[1][1]), place, name, (call + 1) // 2)
+        np.testing.assert_allclose(run(onnx.load(out), x), first, atol=1e-10)
+    assert run_killed(lambda: save_graph(made[1][0], out, made[1][1]), Path, "unlink", 1)
+    np.testing.assert_allclose(run(onnx.load(out), x), wanted, atol=1e-10)
+    assert (tmp_path / earlier).exists()
+    save_graph(made[0][0], out, made[0][1])  # names the weights that were left, and removes the others
+    assert data_of(out) == earlier
+    np.testing.assert_allclose(run(onnx.load(out), x), first, atol=1e-10)
+    left = {file.name for file in tmp_path.iterdir() if not file.name.startswith(".")}
+    assert left == {"1.0.onnx", "2.0.onnx", "smaller.onnx", earlier}
+
+
+def test_data_that_only_looks_like_a_graphs_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of an earlier graph at this place that are the teacher's, or of another name."""
+    monkeypatch.setattr(external, "_SMALL", 0)
+    kept = {"location": "out.onnx.data", "save_as_external_data": True, "size_threshold": 0}
+    onnx.save(make_graph(gelu), tmp_path / "teacher.onnx", **kept)
+    (tmp_path / "out.onnx").write_bytes((tmp_path / "teacher.onnx").read_bytes())
+    made = linearize_graph(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0), [0])
+    save_graph(made.model, tmp_path / "out.onnx", tmp_path / "teacher.onnx")
+    assert (tmp_path / "out.onnx.data").exists()
+    (tmp_path / "out.onnx").write_text("no graph")
+    save_graph(made.model, tmp_path / "out.onnx", tmp_path / "teacher.onnx")
+    x = RNG.normal(size=(2, 5, D))
+    np.testing.assert_allclose(run(onnx.load(tmp_path / "out.onnx"), x), run(make_graph(None), x), atol=1e-10)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 
 from rich.console import Console  # noqa: E402  (after the skips)
 from safetensors.torch import load_file, save_file  # noqa: E402
+from support.killed_child import run_killed  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
 from shd_ref.commands import terminal  # noqa: E402
@@ -40,27 +39,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def run_killed(work: Callable[[], Any], module: Any, name: str, calls: int) -> bool:
-    """Run in a child process that is killed at a call of a function; whether it came so far."""
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)
-        plain, left = getattr(module, name), [calls]
-
-        def kill(*arguments: Any, **options: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return plain(*arguments, **options)
-
-        setattr(module, name, kill)
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path) -> None:
