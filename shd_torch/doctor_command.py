@@ -36,7 +36,7 @@ def doctor(
     ] = None,
     samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 512,
     probe: Annotated[int, Shown("Steps of a paired training with and without SHD; 0 trains nothing.", least=0)] = 0,
-    seeds: Annotated[int, Shown("Pairs of students of the probe.", least=1)] = 3,
+    seeds: Annotated[int, Shown("Pairs of students of the probe.", least=1)] = 5,
     batch_size: Annotated[int, Shown("Samples of a training step.", least=1)] = 16,
     learning_rate: Annotated[float, Shown("Of the probe's AdamW, above 0.")] = 1e-3,
     beta: Annotated[float | None, Shown("Weight of SHD in the probe. Default: the middle of what is found.")] = None,
@@ -128,6 +128,10 @@ def print_diagnosis(found: Diagnosis) -> None:
     for row in _rows(found):
         table.add_row(*row)
     console.print(table)
+    if found.differences:
+        console.print()
+    for one in found.differences:
+        console.print(f"{one.part}: {one.remedy}", highlight=False, markup=False)
     facts = narrow_table()
     facts.add_column("measured")
     facts.add_column("", overflow="fold")
@@ -141,16 +145,16 @@ def print_diagnosis(found: Diagnosis) -> None:
 
 
 def _rows(found: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
-    """Sizes of both, then differences, with what to do about each."""
+    """Sizes of both, then differences."""
     teacher, student = found.teacher_parts, found.student_parts
     different = {one.part for one in found.differences}
-    for name in ("name", "layers", "heads", "hidden", "parameters"):
+    for name in ("layers", "heads", "hidden", "parameters"):
         if name not in different:
             own = getattr(student, name)
             other = "?" if teacher is None else getattr(teacher, name)
-            yield ("class" if name == "name" else name, _number(other), _number(own), "")
+            yield name, _number(other), _number(own), ""
     for one in found.differences:
-        yield one.part, one.teacher, one.student, f"{one.effect}: {one.remedy}"
+        yield one.part, one.teacher, one.student, one.effect
 
 
 def _number(value: Any) -> str:
@@ -160,8 +164,12 @@ def _number(value: Any) -> str:
 def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     study, squeezed = found.study, found.squeezed
     start = "squeezed" if found.is_squeezed else "weights of its folder" if found.has_weights else "random weights"
-    yield "start", start
-    if study is None:
+    if found.teacher_parts is not None:
+        yield "teacher", found.teacher_parts.name
+    yield "student", f"{found.student_parts.name}, {start}"
+    if found.unmeasured is not None:
+        yield "fidelity", f"not measured, as no graph could be made of the teacher: {found.unmeasured}"
+    elif study is None:
         yield "fidelity", "not measured: give --data" if found.verdict.answer != "no" else "not measured"
     if study is not None and squeezed is not None:
         unit = study.fidelity.measure
@@ -181,12 +189,15 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield from _ways(study.forecast)
     if found.failure is not None:
         yield "together", f"not possible: {found.failure}"
+    if found.untried is not None:
+        yield "together", f"not tried: {found.untried}"
     if found.objective is not None and found.beta is not None:
         yield "recipe", f"{found.objective.recipe} with SHD ({found.objective.reason})"
         yield (
             "beta",
-            f"{found.beta.low:.2g} to {found.beta.high:.2g}, for a gradient a tenth to half as long as all else's "
-            f"after {found.beta.steps} steps",
+            f"{found.beta.low:.1g} to {found.beta.high:.1g}; {found.beta.middle:.1g} has a gradient "
+            f"{found.beta.first:.1%} as long as all else's at the first step, and {found.beta.later:.0%} after "
+            f"{found.beta.steps} steps without it",
         )
     yield "inherit weights", found.inheritance.reason
     if found.probe is not None:
@@ -217,16 +228,27 @@ def _ways(forecast: Any) -> Iterator[tuple[str, str]]:
 def _say_probe(probe: Probe) -> str:
     means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
     gain = f"gain {_margin(probe.gain, probe.margin)}"
-    told = "" if probe.is_distinguishable else ": indistinguishable from 0"
     return (
-        f"{gain}{told} ({probe.measure} on {probe.held_out} held-out samples: {means}; {probe.options.seeds} pairs "
-        f"of {probe.options.steps} steps, beta {probe.options.beta:.2g}; 95% over seeds)"
+        f"{gain} ({probe.measure} on {probe.held_out} held-out samples: {means}; {probe.options.seeds} pairs "
+        f"of {probe.options.steps} steps, beta {probe.options.beta:.1g}; 95% over seeds). {_say_power(probe)}"
     )
+
+
+def _say_power(probe: Probe) -> str:
+    """What a probe of this size can tell, and what would tell more."""
+    half = f"After half of the steps the gain was {np.mean(probe.halfway):.2g}"
+    if probe.is_distinguishable:
+        return half
+    steps = f"; if it grows with the steps, give --probe {2 * probe.options.steps}"
+    seeds = "" if probe.seeds_needed is None else f", or --seeds {probe.seeds_needed} for one of this size"
+    return f"So many seeds tell a gain beyond {probe.margin or 0.0:.2g} from 0. {half}{steps}{seeds}"
 
 
 def _margin(value: float, margin: float | None) -> str:
     """A number and half of its interval, with two digits of the latter."""
     if not margin or not math.isfinite(margin):
         return f"{value:.4g}"
-    digits = min(max(1 - math.floor(math.log10(margin)), 0), 6)
+    if margin < 1e-5:
+        return f"{value:.1e} ± {margin:.0e}"
+    digits = max(1 - math.floor(math.log10(margin)), 0)
     return f"{value:.{digits}f} ± {margin:.{digits}f}"

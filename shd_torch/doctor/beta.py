@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,27 +15,35 @@ from shd_torch.doctor.objective import Batch, Objective, cut_batches, inputs_of,
 from shd_torch.recipes import scale_report
 from shd_torch.teacher import OnlineTeacher
 
-SHARES: Final = (0.1, 0.2, 0.5)
-"""How long the gradient of SHD may be beside that of all else: the ends of the range, and what a probe takes."""
+SHARES: Final = (0.01, 0.03, 0.05)
+"""How long the gradient of SHD may be at the first step beside that of all else: the ends of the range, and what a
+probe takes. In the study 0.3% was too little, and each of 10% and more did worse than less (docs/doctor.md)."""
+LATER: Final = 0.1
+"""How long it may be after the warm-up, for the beta that a probe takes."""
 LOOKS: Final = 4
 """Batches that are looked at."""
 WARM_UP: Final = 100
-"""Steps before the look. Maps of random weights are nearly even, and SHD's gradient on them is small: on stories260K,
-8 to 4 heads, the beta for a fifth is .59 at the start, .13 after 20 steps, .05 after 80 and .03 after 160."""
+"""Steps before the second look. Maps of random weights are nearly even, and SHD's gradient on them is small: on
+stories260K, 8 to 4 heads, it grows twentyfold in 160 steps beside that of all else."""
 
 
 @dataclass(frozen=True)
 class BetaRange:
-    """Betas at which the gradient of SHD is a tenth, a fifth and half as long as that of all else.
+    """Betas at which the gradient of SHD is 1%, 3% and 5% as long as that of all else at the first step.
+
+    All three are lower where the middle one's gradient would come to more than ``LATER`` after a short training.
 
     Attributes:
         low, middle, high: the betas.
-        steps: of training without SHD before the look.
+        first, later: how long the middle one's gradient is beside that of all else, before and after ``steps``.
+        steps: of training without SHD between the looks.
     """
 
     low: float
     middle: float
     high: float
+    first: float
+    later: float
     steps: int
 
 
@@ -48,7 +57,7 @@ def find_beta(
     learning_rate: float,
     progress: Callable[[int, int], None] | None = None,
 ) -> BetaRange:
-    """Betas by ``scale_report`` on real batches: medians over a few, after a short training without SHD.
+    """Betas by ``scale_report`` on real batches: medians over a few, before and after a short training without SHD.
 
     Args:
         objective: beside which SHD is put.
@@ -63,6 +72,15 @@ def find_beta(
         ShdError: as ``layer_kls`` and ``ScaleReport.weight_for``.
     """
     rows = torch.arange(len(next(iter(data.values()))))
+    looked = list(cut_batches(data, rows[: LOOKS * batch_size], batch_size))
+
+    def look() -> float:
+        """The beta at which both gradients are equally long."""
+        student.eval()
+        terms = (student_terms(objective, student, teacher(**inputs_of(each)), each, 0.0) for each in looked)
+        return statistics.median(scale_report(one, student.parameters()).weight_for(1.0) for one in terms)
+
+    first = look()
     train_students(
         [student],
         [None],
@@ -76,10 +94,7 @@ def find_beta(
         seed=0,
         done=None if progress is None else lambda step: progress(step, WARM_UP),
     )
-    student.eval()
-    reports = []
-    for batch in cut_batches(data, rows[: LOOKS * batch_size], batch_size):
-        terms = student_terms(objective, student, teacher(**inputs_of(batch)), batch, 0.0)
-        reports.append(scale_report(terms, student.parameters()))
-    low, middle, high = (statistics.median(each.weight_for(share) for each in reports) for share in SHARES)
-    return BetaRange(low, middle, high, WARM_UP)
+    later = look()
+    lowered = min(1.0, LATER * later / (SHARES[1] * first)) if first > 0 else 1.0
+    low, middle, high = (share * first * lowered for share in SHARES)
+    return BetaRange(low, middle, high, SHARES[1] * lowered, middle / later if later > 0 else math.inf, WARM_UP)

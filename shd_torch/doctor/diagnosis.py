@@ -23,6 +23,7 @@ from shd_torch.doctor.probe import Probe, ProbeOptions, check_probe, run_probe
 from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
 from shd_torch.teacher import OnlineTeacher
+from shd_torch.teacher.online import layer_kls
 from shd_torch.training.recipe import is_causal_model
 from shd_torch.training.rows import IGNORED
 
@@ -42,7 +43,7 @@ class Wishes:
     """
 
     probe: int = 0
-    seeds: int = 3
+    seeds: int = 5
     batch_size: int = 16
     learning_rate: float = 1e-3
     beta: float | None = None
@@ -62,6 +63,8 @@ class Diagnosis:
         objective: the base loss; None without data or for a graph.
         beta: the range beside it.
         probe: the paired run, where it was asked for.
+        unmeasured: why the teacher's graph could not be made, if it was asked for.
+        untried: why the two were not run together, though they may work.
         failure: why the two could not be run together.
         verdict: the answer.
     """
@@ -78,6 +81,8 @@ class Diagnosis:
     objective: Objective | None = None
     beta: BetaRange | None = None
     probe: Probe | None = None
+    unmeasured: str | None = None
+    untried: str | None = None
     failure: str | None = None
     verdict: Verdict = field(init=False)
 
@@ -89,7 +94,12 @@ class Diagnosis:
     def conclude(self) -> None:
         """Make the verdict of what is there."""
         self.verdict = judge(
-            self.differences, self.squeezed, self.probe, is_squeezed_start=self.is_squeezed, failure=self.failure
+            self.differences,
+            self.squeezed,
+            self.probe,
+            is_squeezed_start=self.is_squeezed,
+            failure=self.failure,
+            is_measurable=self.unmeasured is None,
         )
 
     def document(self) -> dict[str, Any]:
@@ -116,6 +126,8 @@ class Diagnosis:
             "recipe": None if self.objective is None else asdict(self.objective),
             "beta": None if self.beta is None else asdict(self.beta),
             "inheritance": asdict(self.inheritance),
+            "unmeasured": self.unmeasured,
+            "untried": self.untried,
             "failure": self.failure,
             "probe": None
             if probe is None
@@ -125,6 +137,7 @@ class Diagnosis:
                 "gain": probe.gain,
                 "margin": probe.margin,
                 "indistinguishable": not probe.is_distinguishable,
+                "seeds_needed": probe.seeds_needed,
             },
         }
 
@@ -162,7 +175,10 @@ def diagnose(
     taught, learner = read_teacher(teacher), read_student(student)
     if wishes.probe and taught.model is None:
         raise ShdError(
-            "argument-value", f"teacher must be a Hugging Face model for a probe, which runs it; got {teacher!r}"
+            "argument-value",
+            f"teacher must be a Hugging Face folder for a probe, which runs it at every step; got {teacher!r}: "
+            "give the folder that it was exported from, or leave the probe out, make a cache (shd precompute) and "
+            "train your student with and without it (docs/doctor.md)",
         )
     own = parts_of(learner.make(0))
     parts = None if taught.model is None else parts_of(taught.model)
@@ -201,10 +217,14 @@ def _measure(
     on_step: Progress | None,
 ) -> None:
     own = found.student_parts
-    sizes: dict[str, Any] = {"heads": own.heads, "layers": own.layers, "parameters": own.parameters}
+    kinds = getattr(student.config, "is_encoder_decoder", False)  # whose attention calls are more than its layers
+    layers = None if kinds else own.layers
+    sizes: dict[str, Any] = {"heads": own.heads, "layers": layers, "parameters": own.parameters}
     arrays = {name: part for name, part in data.items() if name != "labels"}
-    if "input_ids" in arrays and "attention_mask" not in arrays:
-        arrays["attention_mask"] = (arrays["input_ids"] >= 0).astype("int64")
+    for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        if tokens in arrays and mask not in arrays:
+            arrays[mask] = (arrays[tokens] >= 0).astype("int64")
+    _check_tokens(arrays, None if found.teacher_parts is None else found.teacher_parts.vocabulary)
     if teacher.graph is not None:
         try:
             found.study = study_graph(teacher.graph, arrays, **sizes, progress=on_batch)
@@ -214,7 +234,12 @@ def _measure(
             found.failure = str(error)
         return
     model = teacher.model
-    found.study = study_model(model, arrays, **sizes, next_token=is_causal_model(model), progress=on_batch)
+    try:
+        found.study = study_model(model, arrays, **sizes, next_token=is_causal_model(model), progress=on_batch)
+    except ShdError as error:
+        if not error.code.startswith(("export-", "graph-")):
+            raise
+        found.unmeasured = str(error)
     batch: dict[str, Tensor] = {name: torch.as_tensor(part) for name, part in arrays.items()}
     batch = {name: part.float() if part.is_floating_point() else part.long() for name, part in batch.items()}
     if "labels" in data:
@@ -223,10 +248,13 @@ def _measure(
     found.failure = _find_unknown(batch, own)
     if found.failure is not None:
         return
-    live, start = live_teacher(found, model, student), student.make(0)
+    found.untried = _find_other_rows(found, model)
+    if found.untried is not None:
+        return
+    start = student.make(0)
     few = {name: part[:2] for name, part in batch.items()}
-    found.failure = _try_together(live, start, few)
-    if found.failure is not None:
+    live = _try_together(found, model, student, start, few)
+    if live is None:
         return
     found.objective = choose_objective(start, model, few)
     found.beta = find_beta(
@@ -272,7 +300,9 @@ def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeache
     if student.is_squeezed:
         return OnlineTeacher.for_student(model, student.folder)
     own, best = found.student_parts, found.squeezed
-    sites = len(found.study.sinks) if found.study is not None else own.layers
+    parts = found.teacher_parts
+    assert parts is not None  # a model has them
+    sites = len(found.study.sinks) if found.study is not None else parts.layers
     pairs = layer_map(sites, min(own.layers, sites))
     plan: Any = None
     options: Mapping[str, Any] = {}
@@ -282,17 +312,69 @@ def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeache
     return OnlineTeacher(model, own.heads, pairs, plan=plan, **options)
 
 
-def _try_together(teacher: OnlineTeacher, student: Any, batch: Mapping[str, Tensor]) -> str | None:
-    """Both on a batch; why not, if they cannot."""
-    from shd_torch.teacher.online import layer_kls
+def _check_tokens(arrays: Arrays, vocabulary: int | None) -> None:
+    """Refuse texts that have no next token, and tokens that the teacher lacks."""
+    tokens = arrays.get("input_ids")
+    if tokens is None:
+        return
+    longest = int(arrays["attention_mask"].sum(-1).max()) if tokens.ndim == 2 and len(tokens) else 0
+    if longest < 2:
+        raise ShdError(
+            "argument-value",
+            f"data must hold texts of at least 2 tokens, as attention of one token is always 1; got {longest}",
+        )
+    if vocabulary is not None and int(tokens.max()) >= vocabulary:
+        raise ShdError(
+            "argument-value",
+            f"data must hold tokens below the teacher's vocabulary of {vocabulary}; got {int(tokens.max())}: use the "
+            "teacher's tokenizer",
+        )
 
-    one = inputs_of(batch)
-    taught = teacher(**one)
-    try:
-        with torch.no_grad(), capture_attention(student, layers=taught.layers) as captured:
-            student(**one)
-        mask = one["attention_mask"].bool() if "attention_mask" in one else None
-        layer_kls(captured, taught, loss_mask=mask)
-    except ShdError as error:
-        return str(error)
+
+def _find_other_rows(found: Diagnosis, model: Any) -> str | None:
+    """Why maps of the two have other rows, so that they cannot be trained as they are; None where they have not."""
+    own, parts = found.student_parts, found.teacher_parts
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "an encoder-decoder is measured and not trained here; examples/encoder_decoder.py trains one"
+    if parts is not None and parts.patches is not None and parts.specials != own.specials:
+        return (
+            f"the teacher has {parts.specials} tokens beside the patches, the student {own.specials}: give it the "
+            "same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
+        )
     return None
+
+
+def _try_together(
+    found: Diagnosis, model: Any, student: Student, start: Any, batch: Mapping[str, Tensor]
+) -> OnlineTeacher | None:
+    """The live teacher, after both ran on a batch; else ``found`` says why not.
+
+    A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
+    """
+    one = inputs_of(batch)
+    live, taught, reason = None, None, None
+    try:
+        live = live_teacher(found, model, student)
+        taught = live(**one)
+    except Exception as error:  # of the model's own code too, on data that it does not take
+        reason = f"the teacher {_say_error(error)}"
+        if isinstance(error, ShdError) and found.study is not None and not student.is_squeezed:
+            found.untried = f"{reason}; teach from a cache (shd-torch export, then shd precompute)"
+            return None
+    if taught is not None:
+        mask = one["attention_mask"].bool() if "attention_mask" in one else None
+        try:
+            with torch.no_grad(), capture_attention(start, layers=taught.layers) as captured:
+                start(**one)
+            layer_kls(captured, taught, loss_mask=mask)
+        except Exception as error:
+            reason = f"the student {_say_error(error)}"
+    found.failure = reason
+    return live if reason is None else None
+
+
+def _say_error(error: Exception) -> str:
+    if isinstance(error, ShdError):
+        return f"cannot be read: {error}"
+    first = next(iter(str(error).splitlines()), "")
+    return f"does not run on this data: {type(error).__name__}: {first}"

@@ -145,13 +145,13 @@ def _seen(teacher: Parts, student: Parts) -> Iterator[Difference]:
 
 def _inside(teacher: Parts, student: Parts) -> Iterator[Difference]:
     """Parts of the models' own."""
-    for part, own, other in (
-        ("LayerScale", teacher.layer_scale, student.layer_scale),
-        ("registers", bool(teacher.registers), bool(student.registers)),
-        ("QK-norm", teacher.qk_norm, student.qk_norm),
+    for part, own, other, remedy in (
+        ("LayerScale", teacher.layer_scale, student.layer_scale, "one too, at its usual start (arXiv 2605.07191)"),
+        ("registers", bool(teacher.registers), bool(student.registers), "as many, at random (arXiv 2605.07191)"),
+        ("QK-norm", teacher.qk_norm, student.qk_norm, "one too"),
     ):
         if own and not other:
-            yield Difference(part, "yes", "no", HURTS, "give the student one too, at its usual start (2605.07191)")
+            yield Difference(part, "yes", "no", HURTS, f"give the student {remedy}")
         elif other and not own:
             yield Difference(part, "no", "yes", NOTE, "the student has what the teacher's attention did without")
     if teacher.positions != student.positions:

@@ -37,7 +37,8 @@ class GraphStudy:
         fidelity: of the teacher with the student's number of heads.
         sinks: share of attention on the first token, by site.
         even: what that share would be if every row looked alike at all that it may see.
-        forecast: ``shd_ref.teacher.study.forecast.Forecast``; None for a student with more layers than sites.
+        forecast: ``shd_ref.teacher.study.forecast.Forecast``; None for a student with more layers than sites,
+            or of several kinds of attention.
     """
 
     fidelity: FidelityReport
@@ -51,7 +52,7 @@ def study_graph(
     arrays: Arrays,
     *,
     heads: int,
-    layers: int,
+    layers: int | None,
     parameters: int,
     next_token: bool = False,
     progress: Progress | None = None,
@@ -62,7 +63,7 @@ def study_graph(
         graph: an ``.onnx`` file.
         arrays: inputs by name ``(N, ...)``; what the graph does not take is left out.
         heads: of the student.
-        layers: of the student.
+        layers: of the student; None makes no forecast.
         parameters: of the student.
         next_token: judge by the teacher's own loss on the next tokens, not by the cosine of its output.
         progress: called with batches done and in all.
@@ -88,7 +89,7 @@ def study_graph(
     fidelity = measure_fidelity(graph, fed, options, run, on_progress=progress)
     sinks, even = read_sinks(model, fed, run)
     forecast = None
-    if layers <= len(sinks):
+    if layers is not None and layers <= len(sinks):
         asked = PrecomputeOptions(heads, num_student_layers=layers)
         forecast = forecast_cache(graph, fed, asked, run, PlanOptions(num_student_parameters=parameters))
     return GraphStudy(fidelity, sinks, even, forecast)

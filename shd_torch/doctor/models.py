@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink.folders import load_student, load_weights, model_class, read_config
+from shd_torch.shrink.folders import implementation_of, load_student, load_weights, model_class, read_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Student:
             torch.manual_seed(seed)
             made = getattr(kind, "_from_config", getattr(kind, "from_config", None))
             assert made is not None  # every class of transformers has one of them
-            return made(config, attn_implementation="sdpa").float().eval()
+            return made(config, attn_implementation=implementation_of(kind)).float().eval()
 
 
 def read_teacher(source: str) -> Teacher:

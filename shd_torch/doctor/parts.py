@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from shd_torch.training.recipe import is_causal_model
+
 _LAYER_SCALE: Final = re.compile(r"layer_?scale|lambda_?[12]$|\.ls[12]\.|gamma_[12]$")
 _REGISTERS: Final = re.compile(r"register_tokens?$|reg_token$")
 _QK_NORM: Final = re.compile(r"(q|k|query|key)_?(layer)?_?norm$|(q|k)_ln$")
@@ -82,7 +84,8 @@ def parts_of(model: nn.Module) -> Parts:
         distillation_token=any(name.endswith(("distillation_token", "dist_token")) for name in shapes),
         qk_norm=_any(_QK_NORM, modules),
         positions=_positions(config, shapes, modules),
-        is_causal=any(getattr(module, "is_causal", False) is True for module in modules.values()),
+        is_causal=is_causal_model(model)  # of old models no module says so
+        or any(getattr(module, "is_causal", False) is True for module in modules.values()),
         window=_window(config),
         learned_sinks=any(name.endswith(("sinks", "attn_sink")) for name in shapes),
         vocabulary=None if is_image else _first(config, "vocab_size"),

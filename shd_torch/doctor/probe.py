@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.study.intervals import half_width
+from shd_ref.teacher.study.intervals import CONFIDENCE, half_width, t_quantile
 from shd_torch.doctor.lockstep import train_students
 from shd_torch.doctor.objective import Batch, Objective, cut_batches, inputs_of, student_terms
 from shd_torch.teacher import OnlineTeacher
@@ -20,6 +20,8 @@ HELD_OUT: Final = 0.2
 """Part of the data that students are judged on and never trained on."""
 MOST_HELD_OUT: Final = 256
 LEAST_SAMPLES: Final = 20
+MOST_SEEDS: Final = 30
+"""More are not advised."""
 
 Progress = Callable[[int, int], None]
 
@@ -52,6 +54,7 @@ class Probe:
         measure: what is compared on held-out samples; the lower the better.
         held_out: how many they are.
         without, with_shd: the measure by seed, at the end.
+        halfway: the gain by seed, after half of the steps.
     """
 
     options: ProbeOptions
@@ -59,6 +62,7 @@ class Probe:
     held_out: int
     without: tuple[float, ...]
     with_shd: tuple[float, ...]
+    halfway: tuple[float, ...]
 
     @property
     def gains(self) -> tuple[float, ...]:
@@ -79,6 +83,22 @@ class Probe:
     def is_distinguishable(self) -> bool:
         """Whether the interval leaves out 0."""
         return self.margin is not None and abs(self.gain) > self.margin
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """With how many seeds this gain would be told from 0, if they spread as these; None for above ``MOST_SEEDS``.
+
+        Of a gain that is told already it is the number there was.
+        """
+        if self.is_distinguishable:
+            return self.options.seeds
+        spread = float(np.std(self.gains, ddof=1))
+        needed = (
+            seeds
+            for seeds in range(self.options.seeds + 1, MOST_SEEDS + 1)
+            if t_quantile((1 + CONFIDENCE) / 2, seeds - 1) * spread / seeds**0.5 < abs(self.gain)
+        )
+        return next(needed, None)
 
 
 def check_probe(steps: int, seeds: int, learning_rate: float, num_samples: int | None) -> None:
@@ -127,10 +147,16 @@ def run_probe(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     judged = order[: min(max(int(HELD_OUT * count), 1), MOST_HELD_OUT)]
     found: list[tuple[float, ...]] = []
+    halfway: list[float] = []
     for seed in range(options.seeds):
         students = [make(seed), make(seed)]
 
-        def done(step: int, seed: int = seed) -> None:
+        def done(step: int, seed: int = seed, students: list[Any] = students) -> None:
+            if step == max(options.steps // 2, 1):
+                own, other = _judge(students, teacher, objective, data, judged, options.batch_size)
+                halfway.append(own - other)
+                for student in students:
+                    student.train()
             if progress is not None:
                 progress(seed * options.steps + step, options.seeds * options.steps)
 
@@ -149,7 +175,7 @@ def run_probe(
         )
         found.append(_judge(students, teacher, objective, data, judged, options.batch_size))
     without, with_shd = zip(*found, strict=True)
-    return Probe(options, objective.measure, len(judged), without, with_shd)
+    return Probe(options, objective.measure, len(judged), without, with_shd, tuple(halfway))
 
 
 @torch.no_grad()

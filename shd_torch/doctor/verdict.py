@@ -40,6 +40,7 @@ def judge(
     *,
     is_squeezed_start: bool,
     failure: str | None = None,
+    is_measurable: bool = True,
 ) -> Verdict:
     """What was measured decides before what is known of other pairs; what makes it impossible decides before all.
 
@@ -49,6 +50,7 @@ def judge(
         probe: the paired run, where there was one.
         is_squeezed_start: whether ``shrink`` made the student.
         failure: why the pair could not be run together, if it could not.
+        is_measurable: False where data was there and the teacher's graph could not be made.
     """
     blocking = [one for one in differences if one.effect == BLOCKS]
     hurting = [one for one in differences if one.effect == HURTS]
@@ -67,14 +69,17 @@ def judge(
     if is_squeezed_start:
         return Verdict(UNLIKELY, "a squeezed start has most of what SHD teaches: see --probe", rests_on)
     if squeezed is None:
-        return Verdict(YES, "nothing in the configurations speaks against it; --data measures more", rests_on)
+        more = "; --data measures more" if is_measurable else ", though fidelity could not be measured"
+        return Verdict(YES, f"nothing in the configurations speaks against it{more}", rests_on)
     return Verdict(YES, "nothing speaks against it, and merged heads keep what the teacher sees", rests_on)
 
 
 def _of_probe(probe: Probe) -> tuple[str, str]:
     steps = f"{probe.options.steps} steps and {probe.options.seeds} seeds"
     if not probe.is_distinguishable:
-        return UNLIKELY, f"what it gains in {steps} is indistinguishable from nothing"
+        needed = probe.seeds_needed
+        more = "" if needed is None else f"; --seeds {needed} would tell a gain of this size"
+        return UNLIKELY, f"what it gains in {steps} is indistinguishable from nothing{more}"
     if probe.gain > 0:
         return YES, f"it lowers the held-out {probe.measure} by more than the interval over {steps}"
     return NO, f"it raises the held-out {probe.measure} by more than the interval over {steps}"

@@ -144,7 +144,7 @@ def _load(folder: Path, kind: Any, **options: Any) -> Any:
             **_LOCAL,
             **options,
             use_safetensors=True,
-            attn_implementation="sdpa",
+            attn_implementation=implementation_of(kind),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, by name
         )
@@ -159,6 +159,11 @@ def _load(folder: Path, kind: Any, **options: Any) -> Any:
             f"other sizes, first {missing[0]}: copy the model again",
         )
     return model.eval()
+
+
+def implementation_of(kind: Any) -> str:
+    """The attention that a class of transformers is run with: ``sdpa`` where it has that."""
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def check_files(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ import shd_torch.doctor.beta
 import shd_torch.doctor_command
 from shd_ref.errors import ShdError
 from shd_torch.commands import app
-from shd_torch.doctor import Probe, diagnose
+from shd_torch.doctor import Probe, diagnose, diagnosis
+from shd_torch.doctor.beta import find_beta
 from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.parts import Parts, parts_of
 from shd_torch.doctor.probe import ProbeOptions
@@ -60,6 +62,8 @@ def test_registers_sinks_and_slopes() -> None:
     assert (parts_of(with_registers).registers, parts_of(with_registers).specials) == (3, 4)
     bloom = transformers.BloomModel(transformers.BloomConfig(vocab_size=9, hidden_size=16, n_layer=1, n_head=2))
     assert parts_of(bloom).positions == "alibi"
+    config = transformers.BloomConfig(vocab_size=9, hidden_size=16, n_layer=1, n_head=2)
+    assert parts_of(transformers.BloomForCausalLM(config)).is_causal
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 def probe_of(*gains: float) -> Probe:
     options = ProbeOptions(10, len(gains), 4, 1e-3, 0.1)
-    return Probe(options, "cross_entropy", 9, tuple(1 + gain for gain in gains), tuple(1.0 for _ in gains))
+    return Probe(options, "cross_entropy", 9, tuple(1 + gain for gain in gains), tuple(1.0 for _ in gains), gains)
 
 
 def test_intervals_of_a_probe() -> None:
@@ -127,6 +131,10 @@ def test_intervals_of_a_probe() -> None:
     assert not told.is_distinguishable
     assert probe_of(0.19, 0.2, 0.21).is_distinguishable
     assert not probe_of(0.0, 0.0).is_distinguishable
+    assert probe_of(0.19, 0.2, 0.21).seeds_needed == 3
+    assert told.seeds_needed == 4  # 3.18 * .1 / 2 = .16 < .2
+    assert probe_of(0.0, 0.0).seeds_needed is None
+    assert probe_of(1.0, -0.9, 0.02).seeds_needed is None
 
 
 @pytest.mark.parametrize(
@@ -160,6 +168,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "student" / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLM"]
     (folder / "student" / "config.json").write_text(json.dumps(config))
+    np.save(folder / "single.npy", np.full((30, 1), 3))
+    np.save(folder / "unknown.npy", np.full((30, 4), 99))
+    (folder / "there.onnx").touch()
     np.save(folder / "tokens.npy", make_data("llama", samples=40)["input_ids"].numpy())
     make_teacher("dinov2", layers=2).float().save_pretrained(folder / "dino")
     make_teacher("vit", heads=2, layers=1).float().save_pretrained(folder / "vit")
@@ -188,7 +199,10 @@ def test_a_pair_is_probed(pair: Path, short: None) -> None:
     assert len(set(found["probe"]["without"])) == 2  # a seed is another student
     assert found["verdict"]["answer"] == "probably not"
     assert found["recipe"]["recipe"] == "language_kd"
-    assert 0 < found["beta"]["low"] < found["beta"]["middle"] < found["beta"]["high"]
+    assert found["probe"]["halfway"] == [0.0, 0.0]
+    assert found["beta"]["middle"] == pytest.approx(3 * found["beta"]["low"])
+    assert found["beta"]["high"] == pytest.approx(5 * found["beta"]["low"])
+    assert found["beta"]["low"] > 0
     assert found["fidelity"]["num_student_heads"] == 2
     assert len(found["sinks"]["by_layer"]) == 2
     assert found["inheritance"]["is_possible"]
@@ -240,6 +254,78 @@ def test_configurations_alone(pair: Path) -> None:
     assert "--heads 2 --layers 1 --data DATA" in found.inheritance.command
     lost = diagnose(str(pair / "vit"), str(pair / "dino"))
     assert (lost.verdict.answer, lost.differences[0].part) == ("no", "heads")
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [(2.0, 3.0, (0.02, 0.06, 0.1, 0.03, 0.02)), (2.0, 0.3, (0.01, 0.03, 0.05, 0.015, 0.1))],
+)
+def test_betas_of_two_looks(
+    first: float, later: float, expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equally long gradients at these betas: the first look says how much, the second lowers it."""
+    found = iter([first] * 2 + [later] * 2)
+
+    class Report:
+        def weight_for(self, share: float) -> float:
+            return share * next(found)
+
+    monkeypatch.setattr(shd_torch.doctor.beta, "scale_report", lambda *_: Report())
+    monkeypatch.setattr(shd_torch.doctor.beta, "train_students", lambda *_, **__: None)
+    monkeypatch.setattr(shd_torch.doctor.beta, "student_terms", lambda *_: None)
+    teacher: Any = lambda **_: None  # noqa: E731
+    data = {"input_ids": torch.zeros(6, 2)}
+    made = find_beta(None, torch.nn.Linear(1, 1), teacher, data, batch_size=3, learning_rate=1e-3)  # type: ignore[arg-type]
+    assert (made.low, made.middle, made.high, made.first, made.later) == pytest.approx(expected)
+
+
+def test_a_teacher_that_cannot_teach_live(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention cannot be read as it runs, but its graph can."""
+    import transformers
+
+    study = SimpleNamespace(sinks=(0.1,), fidelity=SimpleNamespace(recommended=dict))
+    monkeypatch.setattr(diagnosis, "study_model", lambda *_, **__: study)
+    sizes = {"vocab_size": 31, "hidden_size": 24, "n_layer": 1, "n_head": 4}
+    transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).save_pretrained(tmp_path / "bloom")
+    found = diagnose(str(tmp_path / "bloom"), str(pair / "student"), {"input_ids": np.full((4, 5), 3)})
+    assert found.teacher_parts is not None
+    assert found.teacher_parts.positions == "alibi"
+    assert found.failure is None
+    assert "teach from a cache" in str(found.untried)
+    assert found.verdict.answer == "probably not"
+
+
+def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "study_model", lambda *_, **__: None)
+    make_teacher("deit", heads=2, layers=1).float().save_pretrained(tmp_path / "deit")
+    pictures = make_data("vit", samples=4)["pixel_values"].float().numpy()
+    found = diagnose(str(pair / "vit"), str(tmp_path / "deit"), {"pixel_values": pictures})
+    assert (found.failure, found.verdict.answer) == (None, "probably not")
+    assert "the teacher has 1 tokens beside the patches, the student 2" in str(found.untried)
+
+
+def test_a_teacher_without_a_graph_is_not_measured(pair: Path, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair is run together all the same; and what fails there is a finding too."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ShdError("export-failed", "this model has no graph")
+
+    monkeypatch.setattr(diagnosis, "study_model", fail)
+    words = (pair / "teacher", pair / "student", "--data", pair / "tokens.npy", "--batch-size", 8)
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "though fidelity could not be measured" in text
+    assert "no graph could be made of the teacher: this model has no graph" in text
+    assert "language_kd with SHD" in text
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ShdError("capture-failed", "nothing passes here")
+
+    monkeypatch.setattr(diagnosis, "live_teacher", refuse)
+    found = json.loads(run(*words, "--json").stdout)
+    assert found["verdict"]["answer"] == "no"
+    assert found["failure"] == "the teacher cannot be read: nothing passes here"
 
 
 def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
@@ -301,6 +387,9 @@ def test_tokens_and_labels_that_the_student_lacks(pair: Path, short: None, tmp_p
             "--learning-rate must be above 0",
         ),
         (("teacher", "student", "--data", "none.npz"), "none.npz"),
+        (("teacher", "student", "--data", "single.npy"), "--data must hold texts of at least 2 tokens"),
+        (("teacher", "student", "--data", "unknown.npy"), "tokens below the teacher's vocabulary of 31; got 99"),
+        (("there.onnx", "student", "--data", "tokens.npy", "--probe", 5), "make a cache (shd precompute)"),
     ],
 )
 def test_errors_name_the_option(
@@ -310,5 +399,5 @@ def test_errors_name_the_option(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = run(*words)
     assert result.exit_code == 1
-    assert message in result.output
+    assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output

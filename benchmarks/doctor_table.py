@@ -1,0 +1,217 @@
+"""What ``shd-torch doctor`` says of the study's pairs, beside what the study measured: the table of docs/doctor.md.
+
+``python -m benchmarks.doctor_table`` reads the study's runs and the answers that were kept in ``doctor_table.json``,
+and writes the table into the page. With ``--ask`` it first asks the doctor about every pair that was run and has no
+answer yet (``--again`` about all), which needs the study's data and trains its teachers if they are not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study.analysis import Row, compare
+from benchmarks.study.arms import ALONE, Arm, read_grid
+from benchmarks.study.runs import Record
+from benchmarks.study.tasks import TASKS, load_task
+
+ANSWERS = Path(__file__).with_suffix(".json")
+RUNS = Path(__file__).parent / "study" / "results" / "runs.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
+MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
+ASKED = ("images", "language", "instructions")
+"""Tasks whose models are Hugging Face's; of others the doctor says nothing."""
+UNITS = {"accuracy": (100, "points"), "rouge_l": (100, "points"), "loss": (1, "nats"), "distance": (1, "of distance")}
+PLAIN = {"method": "shd", "plan": "progressive", "alpha_per": "map", "temperature": 1.0}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pair with its start, data and base loss.
+
+    Attributes:
+        arm: its SHD with one of the betas.
+        rows: what came out, a beta each.
+    """
+
+    arm: Arm
+    rows: tuple[Row, ...]
+
+    @property
+    def pair(self) -> str:
+        """What the doctor's answer depends on."""
+        return f"{self.arm.task}, {self.arm.options.get('start', 'random')} start"
+
+    @property
+    def title(self) -> str:
+        """The pair, and what else the setting has that the grid's defaults have not."""
+        defaults = read_grid(self.arm.task).arms[0].options
+        others = {n: v for n, v in self.arm.options.items() if n not in (*PLAIN, "beta", "start")}
+        return ", ".join([self.pair, *(f"{n} {v}" for n, v in others.items() if defaults.get(n, v) != v)])
+
+    @property
+    def best(self) -> Row:
+        """With the beta that validation chose."""
+        lower = self.rows[0].metric in ("loss", "distance")
+        return min(self.rows, key=lambda row: row.valid if lower else -row.valid)
+
+    def nearest(self, beta: float) -> Row:
+        """With the beta that is nearest to another, by their ratio."""
+        return min(self.rows, key=lambda row: abs(math.log(row.beta / beta)))
+
+
+def read_settings(runs: Path) -> list[Setting]:
+    """Every setting of which SHD and its base loss alone were run with two seeds at least."""
+    record, found = Record(runs), list[Setting]()
+    for task in TASKS:
+        grid = read_grid(task)
+        groups: dict[str, tuple[Arm, dict[float, Row]]] = {}
+        rows = {(row.part, row.method, row.beta, row.options): row for row in compare(grid, record)}
+        for arm in grid.arms:
+            if any(arm.options.get(name, value) != value for name, value in PLAIN.items()) or arm.method == ALONE:
+                continue
+            same = [row for key, row in rows.items() if key[:3] == (arm.part, arm.method, arm.options["beta"])]
+            row = next((one for one in same if one.options == _varied(grid.arms, arm)), None)
+            if row is not None and not math.isnan(row.gain_interval):
+                key = str([arm.settings, {n: v for n, v in arm.options.items() if n != "beta"}])
+                groups.setdefault(key, (arm, {}))[1][row.beta] = row
+        found += [Setting(arm, tuple(by_beta.values())) for arm, by_beta in groups.values()]
+    return found
+
+
+def _varied(arms: Sequence[Arm], arm: Arm) -> str:
+    """``Row.options`` of an arm."""
+    names = (n for n in arm.options if n not in ("method", "beta"))
+    return ", ".join(
+        f"{n}={arm.options[n]}" for n in names if any(one.options.get(n) != arm.options[n] for one in arms)
+    )
+
+
+def ask(setting: Setting, work: Path) -> dict[str, Any]:
+    """The doctor's answer on the study's own samples, without a probe."""
+    from shd_torch.doctor import diagnose
+    from shd_torch.shrink import shrink
+
+    arm = setting.arm
+    task: Any = load_task(arm.task)(work / arm.task, arm.settings)
+    sizes = {"hidden": arm.settings["student"]["width"], "layers": arm.settings["student"]["layers"]} if (
+        arm.task != "language"
+    ) else {"layers": [0, 2, 4]}  # fmt: skip
+    if arm.task == "images":
+        teacher, data = task.teacher, {"pixel_values": task.train_images[:512], "labels": task.train_labels[:512]}
+    elif arm.task == "language":
+        teacher, data = task.teachers[0], {"input_ids": task.windows[:512]}
+    else:
+        teacher, data = task.teacher, {"input_ids": task.ids[:512], "labels": task.labels[:512]}
+    with tempfile.TemporaryDirectory() as place:
+        folders = Path(place, "teacher"), Path(place, "student")
+        teacher.save_pretrained(folders[0])
+        if arm.options.get("start", "random") == "squeezed":
+            inputs = {name: part[:64] for name, part in data.items() if name != "labels"}
+            shrink(teacher, inputs, heads=arm.options["heads"], **sizes, out=folders[1])
+        else:
+            if arm.task == "instructions":
+                given = arm.settings["student"]
+                student = task._make_model(given["width"], arm.options["heads"], given["layers"])
+            else:
+                student = task._make_student(arm, 0)
+            student.config.architectures = [type(student).__name__]
+            student.config.save_pretrained(folders[1])
+        found = diagnose(*map(str, folders), {name: part.numpy() for name, part in data.items()})
+    error = None if found.squeezed is None else found.squeezed.attention_error
+    beta = None if found.beta is None else [found.beta.low, found.beta.middle, found.beta.high]
+    return {"answer": found.verdict.answer, "because": found.verdict.because, "attention_error": error, "beta": beta}
+
+
+def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
+    """Markdown, a line a setting."""
+    head = [
+        "setting",
+        "answer",
+        "beta advised",
+        "the study's gain by SHD at its tried beta nearest to that",
+        "answer",
+        "beta",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for setting in settings:
+        answer = answers.get(setting.pair)
+        if answer is None:
+            row = setting.best
+            own = "no Hugging Face model" if setting.arm.task not in ASKED else "not asked"
+            lines.append([setting.title, own, "", _gain(row), "", ""])
+            continue
+        low, middle, high = answer["beta"]
+        row = setting.nearest(middle)
+        error = f" (attention output off by {answer['attention_error']:.0%})"
+        words = f"{answer['answer']}{error if answer['answer'] == 'yes' else ''}"
+        advised = f"{low:.1g} to {high:.1g}"
+        lines.append(
+            [setting.title, words, advised, _gain(row), _judge(answer["answer"], row), _judge_beta(setting, row)]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _gain(row: Row) -> str:
+    factor, unit = UNITS[row.metric]
+    half = factor * row.gain_interval
+    digits = max(1 - math.floor(math.log10(half)), 0) if half else 1
+    return f"{factor * row.gain:+.{digits}f} ± {half:.{digits}f} {unit} (beta {row.beta:g})"
+
+
+def _judge(answer: str, row: Row) -> str:
+    """A gain that is not told from 0 bears out who did not promise one, and decides nothing about who did."""
+    if row.gain > row.gain_interval:
+        return "hit" if answer == "yes" else "miss"
+    if row.gain < -row.gain_interval:
+        return "miss" if answer == "yes" else "hit"
+    return "open" if answer == "yes" else "hit"
+
+
+def _judge_beta(setting: Setting, row: Row) -> str:
+    """Whether validation chose the tried beta that is nearest to what is advised."""
+    if len(setting.rows) < 2:
+        return ""
+    return "hit" if row is setting.best else f"miss: {setting.best.beta:g}"
+
+
+def write_page(page: Path, table: str) -> str:
+    """The page with the table in the place of its own."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def pairs_of(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """One setting of each pair that can be asked about."""
+    yield from {one.pair: one for one in reversed(settings) if one.arm.task in ASKED}.values()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ask", action="store_true", help="ask the doctor about pairs that have no answer yet")
+    parser.add_argument("--again", action="store_true", help="about all pairs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/study"), help="the study's folder of data and teachers"
+    )
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    given = parser.parse_args()
+    settings = read_settings(given.runs)
+    answers = json.loads(ANSWERS.read_text(encoding="utf-8")) if ANSWERS.exists() else {}
+    for setting in pairs_of(settings) if given.ask or given.again else ():
+        if given.again or setting.pair not in answers:
+            answers[setting.pair] = ask(setting, given.work)
+            print(setting.pair, answers[setting.pair], flush=True)
+            ANSWERS.write_text(json.dumps(answers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    table = make_table(settings, answers)
+    PAGE.write_text(write_page(PAGE, table), encoding="utf-8")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
