@@ -126,7 +126,13 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
         found = diagnose(*map(str, folders), {name: part.numpy() for name, part in data.items()})
     error = None if found.squeezed is None else found.squeezed.attention_error
     beta = None if found.beta is None else [found.beta.low, found.beta.middle, found.beta.high]
-    return {"answer": found.verdict.answer, "because": found.verdict.because, "attention_error": error, "beta": beta}
+    return {
+        "answer": found.verdict.answer,
+        "because": found.verdict.because,
+        "attention_error": error,
+        "beta": beta,
+        "from": "--ask",
+    }
 
 
 def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
@@ -149,8 +155,9 @@ def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
             continue
         low, middle, high = answer["beta"]
         row = setting.nearest(middle)
-        error = f" (attention output off by {answer['attention_error']:.0%})"
-        words = f"{answer['answer']}{error if answer['answer'] == 'yes' else ''}"
+        off = answer["attention_error"]
+        error = "" if off is None or answer["answer"] != "yes" else f" (attention output off by {off:.0%})"
+        words = f"{answer['answer']}{error}"
         advised = f"{low:.1g} to {high:.1g}"
         lines.append(
             [setting.title, words, advised, _gain(row), _judge(answer["answer"], row), _judge_beta(setting, row)]

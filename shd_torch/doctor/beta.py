@@ -17,7 +17,7 @@ from shd_torch.teacher import OnlineTeacher
 
 SHARES: Final = (0.01, 0.03, 0.05)
 """How long the gradient of SHD may be at the first step beside that of all else: the ends of the range, and what a
-probe takes. In the study 0.3% was too little, and each of 10% and more did worse than less (docs/doctor.md)."""
+probe takes. On digits 0.4% was too little; 10% and more was nowhere shown to do better than less (docs/doctor.md)."""
 LATER: Final = 0.1
 """How long it may be after the warm-up, for the beta that a probe takes."""
 LOOKS: Final = 4
