@@ -9,13 +9,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 
 from support.binding.recipe_ranks import RANKS, WHITENINGS, make_rewards, run_rank  # noqa: E402
+from support.started_processes import run_ranks  # noqa: E402
 
 from shd_torch.recipes import minillm_advantages  # noqa: E402
 
 
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(run_rank, (str(tmp_path),), RANKS)
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
     for whitening in WHITENINGS:
         whole = minillm_advantages(*make_rewards(), whitening=whitening)

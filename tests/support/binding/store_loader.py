@@ -6,16 +6,19 @@ and locks that these may hold.
 
 from __future__ import annotations
 
-import sys
+import os
 
 import numpy as np
 from torch.utils.data import DataLoader
-from torch_path.data.test_dataset import NUM_SAMPLES, TokenData
 
 from shd_torch import SupervisedDataset
 
 
-def main(address: str, start: str) -> None:
+def read_store(address: str, start: str, environment: dict[str, str]) -> None:
+    """Read all records through a worker that ``start`` makes, and compare."""
+    from torch_path.data.test_dataset import NUM_SAMPLES, TokenData
+
+    os.environ |= environment  # the address and keys of the store
     joined = SupervisedDataset(TokenData(), address, layers=[2])
     reader = joined.cache
     expected = [reader.decode(reader.read(key), 2) for key in joined.keys]  # connections are open before the fork
@@ -26,7 +29,3 @@ def main(address: str, start: str) -> None:
         seen.append(index)
         np.testing.assert_allclose(supervision.decode()[0][0].numpy(), expected[index], rtol=1e-6)
     assert seen == list(range(NUM_SAMPLES)), seen
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from support.attention_graphs import language_model
 from support.makers import contents, read_everything
-from support.started_command import start_command
+from support.started_processes import start_command
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.binding.store_loader import read_store
 from support.makers import OTHER_PLAN, PLAN, job, key_of, length_of, probs_of, write_cache
+from support.started_processes import SERVER
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
@@ -20,7 +21,6 @@ from shd_torch import ShdError
 from shd_torch.data.batches import CodedSupervision
 from shd_torch.data.dataset import SupervisedDataset, check_cache
 
-TESTS = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 11
 
 
@@ -93,7 +93,7 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
         generator=generator,
         num_workers=workers,
         collate_fn=joined.collate,
-        multiprocessing_context="spawn" if workers else None,
+        multiprocessing_context=SERVER if workers else None,
     )
     seen = []
     for sample, supervision in loader:
@@ -110,9 +110,10 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
     address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))
-    command = [sys.executable, "-m", "support.binding.store_loader", str(address), start]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    process = SERVER.Process(target=read_store, args=(str(address), start, dict(os.environ)))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def test_the_codes_of_a_batch_are_copied_nowhere(tmp_path: Path) -> None:

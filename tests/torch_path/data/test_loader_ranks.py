@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.binding.loader_ranks import RANKS, SAMPLES, WAYS, make_model, run_rank, train
 from support.makers import job, write_cache
+from support.started_processes import run_ranks
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
@@ -22,7 +23,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_two_ranks(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("loader_ranks")
-    torch.multiprocessing.spawn(run_rank, (str(folder), str(cache)), nprocs=RANKS)
+    run_ranks(run_rank, (str(folder), str(cache)), RANKS)
     return folder
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.makers import is_skipped, job, length_of, write_cache
+from support.started_processes import SERVER
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import ShdError, SupervisedStream, attention_kl
@@ -305,11 +306,11 @@ class Turning(Tokens):
     [
         ("fork", False, (0, 1, 1, 2)),
         ("fork", True, (0, 1, 1, 2)),
-        ("spawn", False, (1,)),  # every epoch imports torch in another process
-        ("spawn", True, (0, 1, 1, 2)),
+        (SERVER, False, (0, 1, 1, 2)),
+        (SERVER, True, (0, 1, 1, 2)),
     ],
 )
-def test_workers_hear_of_every_epoch(cache: Path, start: str, persistent: bool, epochs: tuple[int, ...]) -> None:
+def test_workers_hear_of_every_epoch(cache: Path, start: Any, persistent: bool, epochs: tuple[int, ...]) -> None:
     stream = SupervisedStream(Turning(), cache)
     loader = DataLoader(
         stream,

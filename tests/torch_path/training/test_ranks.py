@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.binding.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
+from support.started_processes import run_ranks
 
 from shd_torch import ShdError, batch_share
 
@@ -27,7 +28,7 @@ def one_process() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, (2, str(folder)), nprocs=2)
+    run_ranks(run_rank, (2, str(folder)), 2)
     return folder
 
 

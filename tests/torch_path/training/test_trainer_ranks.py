@@ -15,6 +15,7 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from support.binding.trainer_cases import make_model, weights
 from support.binding.trainer_ranks import RANKS, WAYS, make_way, run_rank
+from support.started_processes import run_ranks
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
@@ -25,7 +26,7 @@ LOGGED = {"loss", "base_loss", "shd_loss", "shd_loss_layer_0", "shd_loss_layer_1
 @pytest.fixture(scope="module")
 def by_two_ranks(trainer_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainer_ranks")
-    torch.multiprocessing.spawn(run_rank, (str(folder), str(trainer_cache)), nprocs=RANKS)
+    run_ranks(run_rank, (str(folder), str(trainer_cache)), RANKS)
     return folder
 
 
