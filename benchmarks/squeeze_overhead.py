@@ -4,7 +4,8 @@ All variants of one teacher run interleaved, round after round, so that a busy m
 medians of the rounds. Then the whole of ``precompute`` over a data set: the start (graph opened, inputs read and
 hashed, the first batch compared with the reference), and what a batch costs from then on until the cache is sealed
 (maps packed, checksums, shards written to a local folder, codec error measured) over plain forward passes of the same
-batches, run just before and after. Prints tables and writes ``squeeze_overhead.json`` beside this file.
+batches, run just before and after; beside it the usual way, PyTorch's eager attention with ``output_attentions``,
+whose maps are saved in float16. Prints tables and writes ``squeeze_overhead.json`` beside this file.
 
     python benchmarks/squeeze_overhead.py [--rounds 15] [--whole-rounds 5] [--threads 2] [--only-whole]
 """
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -157,8 +159,25 @@ def _tick(ticks: list[float], *_: int) -> None:
     ticks.append(time.perf_counter())
 
 
+def save_eager(model: torch.nn.Module, inputs: dict[str, NDArray[Any]], batch: int, out: Path) -> None:
+    """All maps as PyTorch gives them, in float16: a file of safetensors a batch."""
+    out.mkdir()
+    model.eval()
+    with torch.inference_mode():
+        for first in range(0, len(inputs["input_ids"]), batch):
+            given = {name: torch.from_numpy(array[first : first + batch]) for name, array in inputs.items()}
+            maps = model(**given, output_attentions=True).attentions
+            tensors = {str(layer): probs.half() for layer, probs in enumerate(maps)}
+            safetensors.torch.save_file(tensors, out / f"{first:06d}.safetensors")
+
+
+def size_of(folder: Path) -> float:
+    """Megabytes of all its files."""
+    return round(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6, 1)
+
+
 def measure_whole(
-    model: onnx.ModelProto, batch: int, length: int, rounds: int, threads: int
+    teacher_model: torch.nn.Module, model: onnx.ModelProto, batch: int, length: int, rounds: int, threads: int
 ) -> dict[str, dict[str, float]]:
     """Of whole runs: seconds until two batches are there, milliseconds a further one, and over plain passes."""
     ids = np.random.default_rng(0).integers(1000, 20000, (BATCHES * batch, length))
@@ -166,6 +185,8 @@ def measure_whole(
     starts: dict[str, list[float]] = {}
     batches: dict[str, list[float]] = {"plain forward": []}
     ratios: dict[str, list[float]] = {"plain forward": [1.0]}
+    sizes = {"plain forward": 0.0}
+    torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         teacher = Path(folder, "teacher.onnx")
         onnx.save(model, teacher)
@@ -196,8 +217,17 @@ def measure_whole(
                 starts.setdefault(name, []).append(ticks[3] - ticks[0])
                 batches.setdefault(name, []).append(taken)
                 ratios.setdefault(name, []).append(2 * taken / (before + after))
-                before = after
+                before, sizes[name] = after, size_of(out)
                 shutil.rmtree(out)
+            name, out = "eager, all maps in float16", Path(folder, f"{turn}-eager")
+            started = time.perf_counter()
+            save_eager(teacher_model, inputs, batch, out)
+            taken = (time.perf_counter() - started) / BATCHES
+            after = run_plain()
+            batches.setdefault(name, []).append(taken)
+            ratios.setdefault(name, []).append(2 * taken / (before + after))
+            before, sizes[name] = after, size_of(out)
+            shutil.rmtree(out)
     return {
         name: {
             "seconds_of_the_start": round(float(np.median(starts.get(name, [0.0]))), 2),
@@ -205,6 +235,7 @@ def measure_whole(
             "ratio": round(float(np.median(ratios[name])), 3),
             "lowest_ratio": round(min(ratios[name]), 3),
             "highest_ratio": round(max(ratios[name]), 3),
+            "megabytes": sizes[name],
         }
         for name, taken in batches.items()
     }
@@ -235,12 +266,12 @@ def _lines(path: str) -> list[str]:
 def report_whole(rounds: int, threads: int) -> dict[str, Any]:
     """Measure and print whole runs of the first teacher."""
     name, (model, batch, length) = next(iter(teachers().items()))
-    figures = measure_whole(export(model), batch, length, rounds, threads)
+    figures = measure_whole(model, export(model), batch, length, rounds, threads)
     print(f"\nwhole runs, {name}, {BATCHES} batches")
-    print(f"{'':34}{'start, s':>10}{'ms a batch':>12}{'ratio':>8}  lowest, highest")
+    print(f"{'':34}{'start, s':>10}{'ms a batch':>12}{'ratio':>8}  lowest, highest{'MB':>10}")
     for variant, row in figures.items():
-        start, taken, *ratios = row.values()
-        print(f"{variant:34}{start:10.2f}{taken:12.1f}{ratios[0]:8.2f}{ratios[1]:8.2f}{ratios[2]:9.2f}")
+        start, taken, *ratios, size = row.values()
+        print(f"{variant:34}{start:10.2f}{taken:12.1f}{ratios[0]:8.2f}{ratios[1]:8.2f}{ratios[2]:9.2f}{size:10.1f}")
     for heads, target in WHOLE_TARGETS.items():
         verdict = "met" if figures[f"precompute 12 -> {heads}"]["ratio"] <= target else "missed"
         print(f"target for 12 -> {heads}, from the first batch to the seal: {target:.2f}, {verdict}")
