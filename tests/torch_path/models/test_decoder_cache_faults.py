@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from support.exported_models import trace
 from support.makers import contents, read_everything
-from support.started_command import start_command
+from support.started_processes import start_command
 from torch_path.models.test_encoder_decoders import MAKERS, make_arrays
 from typer.testing import CliRunner
 
