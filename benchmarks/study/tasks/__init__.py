@@ -37,7 +37,11 @@ def load_task(name: str) -> Callable[[Path, dict[str, Any], str], Task]:
         from benchmarks.study.tasks.generation import Generation
 
         return Generation
+    if name == "vit_s":
+        from benchmarks.study.tasks.vit_s import VitS
+
+        return VitS
     raise KeyError(name)
 
 
-TASKS = ("images", "language", "instructions", "generation")
+TASKS = ("images", "language", "instructions", "generation", "vit_s")
