@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     end = None if given.budget is None else time.monotonic() + given.budget
     for name in given.tasks or TASKS:
         grid = read_grid(name, given.preset)
-        runs = [(arm, seed) for arm, seed in grid.runs() if given.parts is None or arm.part in given.parts]
+        runs = grid.runs(given.parts)
         made: dict[str, Task] = {}
 
         def train(arm: Arm, seed: int, made: dict[str, Task] = made) -> dict[str, object]:

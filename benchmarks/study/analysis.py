@@ -73,7 +73,7 @@ def compare(grid: Grid, record: Record) -> list[Row]:
     """One row an arm that was run with any seed, part after part."""
     rows = []
     for arm in grid.arms:
-        runs = {seed: run for seed in range(grid.seeds) if (run := record.found.get(arm.key(seed))) is not None}
+        runs = {seed: run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed))) is not None}
         if runs:
             rows.append(_summarise(grid, record, arm, runs))
     best: dict[Any, Row] = {}

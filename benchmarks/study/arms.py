@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ class Arm:
         part: of the grid, the question that the arm answers.
         options: every other choice by name; ``method`` and ``beta`` are always there.
         settings: sizes of the task, which its part may change.
+        seeds: 0 to this, less one.
     """
 
     task: str
     part: str
     options: dict[str, Any]
     settings: dict[str, Any]
+    seeds: int = 3
 
     @property
     def method(self) -> str:
@@ -47,7 +50,7 @@ class Grid:
 
     Attributes:
         task: its name.
-        seeds: of every arm, from 0.
+        seeds: of every arm whose part asks for no more, from 0.
         arms: part after part.
         questions: of each part.
         base_options: names of options that make a difference to an arm without anything beside its base loss.
@@ -59,9 +62,10 @@ class Grid:
     questions: dict[str, str]
     base_options: tuple[str, ...]
 
-    def runs(self) -> list[tuple[Arm, int]]:
-        """Part after part; within a part arm after arm, as arms of one teacher are cheaper together."""
-        return list({arm.key(seed): (arm, seed) for arm in self.arms for seed in range(self.seeds)}.values())
+    def runs(self, parts: Collection[str] | None = None) -> list[tuple[Arm, int]]:
+        """Of these parts, default all, each run once; arm after arm, as arms of one teacher are cheaper together."""
+        arms = [arm for arm in self.arms if parts is None or arm.part in parts]
+        return list({arm.key(seed): (arm, seed) for arm in arms for seed in range(arm.seeds)}.values())
 
 
 def read_grid(task: str, preset: str | None = None) -> Grid:
@@ -80,6 +84,7 @@ def read_grid(task: str, preset: str | None = None) -> Grid:
         page["settings"] | changed.get("settings", {}),
         page["defaults"] | changed.get("defaults", {}),
     )
+    seeds = changed.get("seeds", page["seeds"])
     arms = []
     parts = changed.get("part", page["part"])
     for part in parts:
@@ -93,8 +98,8 @@ def read_grid(task: str, preset: str | None = None) -> Grid:
                     | {name: value for name, value in options.items() if name in page["base_options"]}
                 )
                 options |= {"method": ALONE}
-            arm = Arm(task, part["name"], options, settings | part.get("settings", {}))
+            arm = Arm(task, part["name"], options, settings | part.get("settings", {}), part.get("seeds", seeds))
             if arm not in arms:
                 arms.append(arm)
     questions = {part["name"]: part["question"] for part in parts}
-    return Grid(task, changed.get("seeds", page["seeds"]), tuple(arms), questions, tuple(page["base_options"]))
+    return Grid(task, seeds, tuple(arms), questions, tuple(page["base_options"]))

@@ -76,9 +76,10 @@ def draw_betas(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_costs(rows: Sequence[Row], path: Path) -> None:
-    """Gain against what a sample's teaching weighs, and against the time of a step."""
-    own = [row for row in _once(rows) if row.part not in ("start", "labels", "table4")]
-    if not own:
+    """Gain against what a sample's teaching weighs, and against the time of a step: methods in one setting."""
+    own = [row for row in _once(rows) if row.options == rows[0].options]
+    own = list({row.method: row for row in reversed(own)}.values())[::-1]  # of other sizes or data: the later ones
+    if len(own) < 2:
         return
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
@@ -102,10 +103,10 @@ def draw_costs(rows: Sequence[Row], path: Path) -> None:
 
 def _once(rows: Sequence[Row]) -> list[Row]:
     """Gains of the chosen betas; an arm that several parts ask for has its first label."""
-    found: dict[tuple[str, float, str], Row] = {}
+    found: dict[tuple[str, float, str, float], Row] = {}
     for row in rows:
         if row.is_chosen and not math.isnan(row.gain):
-            found.setdefault((row.method, row.beta, row.options), row)
+            found.setdefault((row.method, row.beta, row.options, row.test), row)
     return list(found.values())
 
 
@@ -114,7 +115,7 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     drawn = 0
     for arm in grid.arms:
-        runs = [run for seed in range(grid.seeds) if (run := record.found.get(arm.key(seed)))]
+        runs = [run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed)))]
         if arm.part not in ("beta", "start") or not runs or len(runs[0]["curve"]) < 3:
             continue
         steps = sorted(map(int, runs[0]["curve"]))

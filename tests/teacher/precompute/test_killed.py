@@ -20,7 +20,7 @@ from shd_ref.cache import CacheReader, verify_cache
 KILLS = 20
 NUM_SAMPLES = 150
 LENGTH = 9
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 def committed(folder: Path) -> int:
