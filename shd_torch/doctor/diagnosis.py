@@ -352,25 +352,28 @@ def _try_together(
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
     one = inputs_of(batch)
-    live, taught, reason = None, None, None
+    live, taught, cannot = None, None, None
     try:
         live = live_teacher(found, model, student)
         taught = live(**one)
     except Exception as error:  # of the model's own code too, on data that it does not take
-        reason = f"the teacher {_say_error(error)}"
-        if isinstance(error, ShdError) and found.study is not None and not student.is_squeezed:
-            found.untried = f"{reason}; teach from a cache (shd-torch export, then shd precompute)"
+        cannot = f"the teacher {_say_error(error)}"
+        if not isinstance(error, ShdError) or found.study is None or student.is_squeezed:
+            found.failure = cannot
             return None
-    if taught is not None:
-        mask = one["attention_mask"].bool() if "attention_mask" in one else None
-        try:
-            with torch.no_grad(), capture_attention(start, layers=taught.layers) as captured:
-                start(**one)
+    mask = one["attention_mask"].bool() if "attention_mask" in one else None
+    try:
+        with torch.no_grad(), capture_attention(start, layers=None if taught is None else taught.layers) as captured:
+            start(**one)
+        if taught is not None:
             layer_kls(captured, taught, loss_mask=mask)
-        except Exception as error:
-            reason = f"the student {_say_error(error)}"
-    found.failure = reason
-    return live if reason is None else None
+    except Exception as error:
+        found.failure = f"the student {_say_error(error)}"
+        return None
+    if cannot is not None:
+        found.untried = f"{cannot}; teach from a cache (shd-torch export, then shd precompute)"
+        return None
+    return live
 
 
 def _say_error(error: Exception) -> str:

@@ -293,6 +293,11 @@ def test_a_teacher_that_cannot_teach_live(pair: Path, tmp_path: Path, monkeypatc
     assert found.failure is None
     assert "teach from a cache" in str(found.untried)
     assert found.verdict.answer == "probably not"
+    # A cache does not help a student that cannot be read.
+    found = diagnose(str(tmp_path / "bloom"), str(tmp_path / "bloom"), {"input_ids": np.full((4, 5), 3)})
+    assert found.untried is None
+    assert "the student cannot be read" in str(found.failure)
+    assert found.verdict.answer == "no"
 
 
 def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
