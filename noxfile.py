@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 nox.options.allow_parallel = True  # `nox -j 3`
@@ -39,9 +40,12 @@ TEST_ENV = {
 
 def install(session: nox.Session, *packages: str) -> None:
     """Install with the versions that CI tests, torch first so that no other package picks its build."""
-    if any("[all" in p or "torch" in p for p in packages):
-        session.install("-c", CONSTRAINTS, "torch")
-    session.install("-c", CONSTRAINTS, *packages)
+    first = [("torch",)] if any("[all" in p or "torch" in p for p in packages) else []
+    for wanted in (*first, packages):
+        try:
+            session.install("-c", CONSTRAINTS, *wanted)
+        except CommandFailed:  # pip takes an index that did not answer for one without the package
+            session.install("-c", CONSTRAINTS, *wanted)
 
 
 @nox.session

@@ -28,6 +28,8 @@ MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")
 """Tasks whose models are Hugging Face's; of others the doctor says nothing."""
 UNITS = {"accuracy": (100, "points"), "rouge_l": (100, "points"), "loss": (1, "nats"), "distance": (1, "of distance")}
+DATA = ("labels", "base", "steps")
+"""Options that the doctor's answer does not depend on."""
 PLAIN = {"method": "shd", "plan": "progressive", "alpha_per": "map", "temperature": 1.0}
 
 
@@ -46,14 +48,28 @@ class Setting:
     @property
     def pair(self) -> str:
         """What the doctor's answer depends on."""
-        return f"{self.arm.task}, {self.arm.options.get('start', 'random')} start"
+        return self._name(without=DATA)
 
     @property
     def title(self) -> str:
         """The pair, and what else the setting has that the grid's defaults have not."""
-        defaults = read_grid(self.arm.task).arms[0].options
-        others = {n: v for n, v in self.arm.options.items() if n not in (*PLAIN, "beta", "start")}
-        return ", ".join([self.pair, *(f"{n} {v}" for n, v in others.items() if defaults.get(n, v) != v)])
+        return self._name(without=())
+
+    def _name(self, without: Sequence[str]) -> str:
+        first = read_grid(self.arm.task).arms[0]
+        others = {n: v for n, v in self.arm.options.items() if n not in (*PLAIN, *without, "beta", "start")}
+        words = [f"{n} {v}" for n, v in others.items() if first.options.get(n, v) != v]
+        for name, value in self.arm.settings.items():
+            if value != first.settings.get(name):
+                words.append(f"width {value['width']}" if name == "student" else f"{name} {value}")
+        return ", ".join([f"{self.arm.task}, {self.arm.options.get('start', 'random')} start", *words])
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether a folder can hold the pair, and the doctor look at it: one teacher, a stock student."""
+        options = self.arm.options
+        usual = options.get("layer_scale", True) and options.get("teachers", 1) == 1
+        return self.arm.task in ASKED and usual and options.get("start") != "kept"
 
     @property
     def best(self) -> Row:
@@ -196,7 +212,7 @@ def write_page(page: Path, table: str) -> str:
 
 def pairs_of(settings: Sequence[Setting]) -> Iterator[Setting]:
     """One setting of each pair that can be asked about."""
-    yield from {one.pair: one for one in reversed(settings) if one.arm.task in ASKED}.values()
+    yield from {one.pair: one for one in reversed(settings) if one.can_ask}.values()
 
 
 def main() -> None:
