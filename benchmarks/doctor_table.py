@@ -26,7 +26,7 @@ RUNS = Path(__file__).parent / "study" / "results" / "runs.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
 MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")
-"""Tasks whose models are Hugging Face's; of others the doctor says nothing."""
+"""Tasks whose pairs the doctor is asked about."""
 UNITS = {"accuracy": (100, "points"), "rouge_l": (100, "points"), "loss": (1, "nats"), "distance": (1, "of distance")}
 DATA = ("labels", "base", "steps")
 """Options that the doctor's answer does not depend on."""
@@ -166,7 +166,7 @@ def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
         answer = answers.get(setting.pair)
         if answer is None:
             row = setting.best
-            own = "no Hugging Face model" if setting.arm.task not in ASKED else "not asked"
+            own = "no Hugging Face model" if setting.arm.task == "generation" else "not asked"
             lines.append([setting.title, own, "", _gain(row), "", ""])
             continue
         low, middle, high = answer["beta"]

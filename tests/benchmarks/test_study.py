@@ -195,7 +195,7 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     assert not large.is_chosen
 
 
-@pytest.mark.parametrize("task", ["images", "language", "generation"])
+@pytest.mark.parametrize("task", ["images", "language", "generation", "instructions", "vit_s"])
 def test_the_page_has_the_figures_of_the_runs(task: str) -> None:
     from benchmarks.study.analysis import compare, markdown
     from benchmarks.study.arms import read_grid
