@@ -13,7 +13,7 @@ for package in ("torch", "transformers", "matplotlib", "scipy", "sklearn"):
     pytest.importorskip(package, reason="the study needs it")
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks import doctor_table  # noqa: E402  (after the skips)
+from benchmarks.study import doctor_table  # noqa: E402  (after the skips)
 
 sys.path.pop()
 
@@ -27,7 +27,7 @@ def test_the_page_holds_the_table(settings: list[doctor_table.Setting]) -> None:
     answers = json.loads(doctor_table.ANSWERS.read_text())
     page = doctor_table.PAGE.read_text()
     assert doctor_table.write_page(doctor_table.PAGE, doctor_table.make_table(settings, answers)) == page, (
-        "the study has other runs by now: python -m benchmarks.doctor_table --ask"
+        "the study has other runs by now: python -m benchmarks.study.doctor_table --ask"
     )
 
 

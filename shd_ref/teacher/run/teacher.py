@@ -289,7 +289,7 @@ class TeacherRun:
             raise ShdError(
                 "graph-unsupported",
                 "hidden states of a graph with cross attention are those of its decoder, which must have "
-                "self-attention and inputs of its own sequence; this one has not: store its attention and logits, "
+                "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
                 "and run the teacher beside the student (OnlineTeacher) for hidden states",
                 "CACHE-175",
             )

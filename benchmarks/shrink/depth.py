@@ -13,8 +13,8 @@ stories260K: half cross entropy, half KD from stories260K itself, whose own FFNs
 
 Losses are cross entropies in nats a token on 128 sequences that nothing else saw. Latencies are CPU time of a
 forward pass in PyTorch, one thread, models by turns: the medians, as shares of the teacher's. Prints a table and
-writes ``shrink_depth.json`` beside this file, run by run: started again with the same settings it goes on where it
-stopped. python benchmarks/shrink_depth.py [--steps 200] [--seeds 3]
+writes ``depth.json`` beside this file, run by run: started again with the same settings it goes on where it
+stopped. python -m benchmarks.shrink.depth [--steps 200] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from shrink_start import SOURCE
 from torch import Tensor
 
+from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import rank_layers, shrink
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too
 
 RESULT = Path(__file__).with_suffix(".json")

@@ -1,8 +1,9 @@
 """What ``shd-torch doctor`` says of the study's pairs, beside what the study measured: the table of docs/doctor.md.
 
-``python -m benchmarks.doctor_table`` reads the study's runs and the answers that were kept in ``doctor_table.json``,
-and writes the table into the page. With ``--ask`` it first asks the doctor about every pair that was run and has no
-answer yet (``--again`` about all), which needs the study's data and trains its teachers if they are not there.
+``python -m benchmarks.study.doctor_table`` reads the study's runs and the answers that were kept in
+``results/doctor.json``, and writes the table into the page. With ``--ask`` it first asks the doctor about every pair
+that was run and has no answer yet (``--again`` about all), which needs the study's data and trains its teachers if
+they are not there.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from benchmarks.study.arms import ALONE, Arm, read_grid
 from benchmarks.study.runs import Record
 from benchmarks.study.tasks import TASKS, load_task
 
-ANSWERS = Path(__file__).with_suffix(".json")
-RUNS = Path(__file__).parent / "study" / "results" / "runs.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
+RESULTS = Path(__file__).parent / "results"
+ANSWERS, RUNS = RESULTS / "doctor.json", RESULTS / "runs.jsonl"
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")
 """Tasks whose pairs the doctor is asked about."""
@@ -205,7 +206,7 @@ def _judge_beta(setting: Setting, row: Row) -> str:
 
 
 def write_page(page: Path, table: str) -> str:
-    """The page with the table in the place of its own."""
+    """The page with its table replaced by this one."""
     before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 

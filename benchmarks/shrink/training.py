@@ -6,8 +6,8 @@ map and plan of shrink.json), on the same batches in the same order for a seed. 
 token on 128 sequences that neither training nor calibration saw, after each number of steps of one run with a cosine
 schedule. What SHD gains is paired by seed, with the 95% interval of Student's t.
 
-Prints tables and writes ``shrink_training.json`` beside this file, run by run: started again with the same settings
-it goes on where it stopped. python benchmarks/shrink_training.py [--steps 1000] [--seeds 3]
+Prints tables and writes ``training.json`` beside this file, run by run: started again with the same settings
+it goes on where it stopped. python -m benchmarks.shrink.training [--steps 1000] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.stats import t
-from shrink_start import SOURCE
 from torch import Tensor
 
+from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare.rivals import RIVALS
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
 
 RESULT = Path(__file__).with_suffix(".json")
