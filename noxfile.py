@@ -201,7 +201,7 @@ TRIED = {
     "remote": "import fsspec, s3fs, shd_ref.cache",
     "teacher": "from shd_ref.cli import load_app; load_app()",
     "inputs": "from shd_ref.cli import load_app; import pyarrow, safetensors, tokenizers; load_app()",
-    "oracles": "import shd_ref.oracles, shd_ref.matching",
+    "oracles": "import shd_ref.merging.oracles, shd_ref.merging.matching",
     "report": "from shd_ref.cli import load_app; import jinja2, matplotlib; load_app()",
     "plot": "import matplotlib, scipy, sklearn",
     "ray": "import ray.data; from shd_ref.cli import load_app; load_app()",

@@ -1,21 +1,21 @@
 """Squeezing-Heads Distillation: the reference, in float64 NumPy.
 
-Each module is one chapter of ``specs/shd.md``. The reference defines what every other implementation must
-compute; ``shd_ref.teacher`` and ``shd_ref.cache`` are tools built on it. Calling ``diagnose`` (scipy) or
-``matched_plan`` (networkx) needs the extra ``oracles``; everything else, and the import, needs numpy alone.
+Each module, here and in ``merging``, is one chapter of ``specs/shd.md``. The reference defines what every other
+implementation must compute; ``shd_ref.teacher`` and ``shd_ref.cache`` are tools built on it. Calling ``diagnose``
+(scipy) or ``matched_plan`` (networkx) needs the extra ``oracles``; all else, and the import, needs numpy alone.
 """
 
-from shd_ref.alpha import solve_alpha
 from shd_ref.attention import soften, softmax, value_outputs
 from shd_ref.errors import ERROR_CODES, ShdError
 from shd_ref.gradients import shd_loss_gradient, shd_loss_gradient_qk
-from shd_ref.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_ref.layers import layer_map
 from shd_ref.loss import shd_loss
-from shd_ref.matching import matched_plan
-from shd_ref.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
-from shd_ref.oracles import Diagnosis, StrategyReport, diagnose
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.merging.alpha import solve_alpha
+from shd_ref.merging.gram import gram_tensor, merge_gram, solve_alpha_from_gram
+from shd_ref.merging.matching import matched_plan
+from shd_ref.merging.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
+from shd_ref.merging.oracles import Diagnosis, StrategyReport, diagnose
+from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_ref.support import IntersectedMaps, intersect_support
 from shd_ref.tokens import AlignedMaps, align_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.integers import as_index
 
 
 def layer_map(

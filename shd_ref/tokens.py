@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_mask, check_probs, in_dtype_of
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.integers import as_index
 from shd_ref.support import rescale_rows
 
 

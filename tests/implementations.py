@@ -41,10 +41,10 @@ class Judged:
 
 
 class ReferenceWithOracles:
-    """``shd_ref``, and the operation that lives in ``shd_ref.oracles`` because it needs a library's solvers."""
+    """``shd_ref``, and the operation of ``shd_ref.merging.oracles``, which needs a library's solvers."""
 
     def __getattr__(self, operation: str) -> Any:
-        module = "shd_ref.oracles" if operation == "diagnose" else "shd_ref"
+        module = "shd_ref.merging.oracles" if operation == "diagnose" else "shd_ref"
         return getattr(importlib.import_module(module), operation)
 
 

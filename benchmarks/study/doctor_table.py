@@ -142,12 +142,16 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
             student.config.save_pretrained(folders[1])
         found = diagnose(*map(str, folders), {name: part.numpy() for name, part in data.items()})
     error = None if found.squeezed is None else found.squeezed.attention_error
-    beta = None if found.beta is None else [found.beta.low, found.beta.middle, found.beta.high]
+    beta, looks = found.beta, None
+    if beta is not None:
+        # How long SHD's gradient is beside all others with the middle beta, at the start and after some training.
+        looks = [beta.first, beta.later]
     return {
         "answer": found.verdict.answer,
         "because": found.verdict.because,
         "attention_error": error,
-        "beta": beta,
+        "beta": beta and [beta.low, beta.middle, beta.high],
+        "looks": looks,
         "from": "--ask",
     }
 

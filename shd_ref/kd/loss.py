@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, as_float, as_mask, check_option, check_temperature, dtype_name
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer
 from shd_ref.kd.records import Ids, SampledTargets, TopkTargets
 from shd_ref.kd.targets import (
     as_logits,
@@ -23,7 +24,6 @@ from shd_ref.kd.targets import (
     log_softmax,
     logsumexp,
 )
-from shd_ref.plans import check_integer
 from shd_ref.tolerances import row_sum_tolerance
 
 Targets: TypeAlias = ArrayLike | TopkTargets | SampledTargets | Mapping[str, Any]

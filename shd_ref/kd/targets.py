@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, as_float, check_option, check_temperature
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer
 from shd_ref.kd.records import Ids, SampledTargets, TopkTargets
-from shd_ref.plans import check_integer
 from shd_ref.tolerances import load_tolerances
 
 MEANS: tuple[str, ...] = ("logits", "probs")

@@ -15,7 +15,7 @@ from shd_ref.cache import NO_ATTENTION, CacheReader, Errors, Manifest, Receipt
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, merge_plan, merge_pool, plan_groups
+from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
 
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _ROWS_PER_RECORD: Final = 64

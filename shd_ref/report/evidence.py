@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import NO_ATTENTION, CacheReader
 from shd_ref.errors import ShdError
-from shd_ref.mixing import squeeze_heads
+from shd_ref.merging.mixing import squeeze_heads
 from shd_ref.report.content import choose_example
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.sources import Arrays, Source

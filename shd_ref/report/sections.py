@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shd_ref.cache import CacheReader, StoredRecord
-from shd_ref.plans import plan_groups
+from shd_ref.merging.plans import plan_groups
 from shd_ref.report.content import CacheContent, choose_example
 from shd_ref.report.figures import alpha_figure, entropy_figure, map_picture, residual_figure
 from shd_ref.report.packages import Markup

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, as_mask, check_probs
 from shd_ref.errors import ShdError
+from shd_ref.merging.simplex import simplex_weights
 from shd_ref.shrink.merges import HeadMerge, as_merge
-from shd_ref.simplex import simplex_weights
 
 MAX_STEPS = 200
 SMALL_STEP = 1e-9

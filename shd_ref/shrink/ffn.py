@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 
 
 class Linear(NamedTuple):

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, mask_logits, softmax
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_ref.shrink.factors import RIDGE, factor_forms
 from shd_ref.shrink.merges import HeadMerge, as_merge
 from shd_ref.shrink.weights import HeadWeights, Rotary, as_rotary, as_weights

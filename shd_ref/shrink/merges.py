@@ -11,10 +11,11 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
-from shd_ref.gram import merge_gram, solve_alpha_from_gram
-from shd_ref.matching import match_pairs
-from shd_ref.mixing import compose_mixing
-from shd_ref.plans import MergePlan, Pair, as_index, check_integer, check_plan, plan_groups
+from shd_ref.integers import as_index, check_integer
+from shd_ref.merging.gram import merge_gram, solve_alpha_from_gram
+from shd_ref.merging.matching import match_pairs
+from shd_ref.merging.mixing import compose_mixing
+from shd_ref.merging.plans import MergePlan, Pair, check_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
 

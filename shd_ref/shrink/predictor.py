@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 
 MEANINGS: tuple[str, ...] = ("retained", "pruned")
 DEGREES: tuple[int, ...] = (1, 2, 3, 4)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from shd_ref.cache.storage.documents import MAX_DOCUMENT_BYTES
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
-from shd_ref.plans import MergePlan, check_plan
+from shd_ref.merging.plans import MergePlan, check_plan
 
 FORMAT: Final = 1
 

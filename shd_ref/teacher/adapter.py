@@ -15,11 +15,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.alpha import ALPHA_PER, ALPHA_RULES
 from shd_ref.attention import ROW_SUMS, check_option, check_temperature
 from shd_ref.errors import ShdError
-from shd_ref.mixing import ALPHA_FROM, STRATEGIES, check_teacher
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES
+from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
+from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.bare import GRAPH_DTYPES, build_bare_model
 from shd_ref.teacher.rewrite.rule import SqueezeOptions

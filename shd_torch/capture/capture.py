@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.integers import as_index
 from shd_torch.capture.call import AttentionCall, LogitsCall
 from shd_torch.capture.compiling import never_compiled
 from shd_torch.capture.coverage import find_unseen

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 from shd_ref.cache import CacheReader, Factors, Manifest, StoredRecord, sample_key, trim_inputs
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan
+from shd_ref.merging.plans import MergePlan
 from shd_torch.data.batches import CachedSupervision, ReadBatch, allocate_codes, pack_records
 from shd_torch.supervision.taught_layers import taught_layers
 

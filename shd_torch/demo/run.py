@@ -21,7 +21,7 @@ from rich.console import Console
 from shd_ref.cache import CacheReader, Maps
 from shd_ref.commands.terminal import PlainConsole, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, merge_pool
+from shd_ref.merging.plans import MergePlan, merge_pool
 from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.demo.arrays import ArrayDataset
 from shd_torch.demo.digits import Digits, load_split

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_mask, check_option, check_real, check_temperature
 from shd_torch.kd.chunks import check_chunk_rows

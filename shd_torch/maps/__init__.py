@@ -12,7 +12,7 @@ from typing import Any
 
 from shd_ref.errors import ERROR_CODES, ShdError
 from shd_ref.layers import layer_map
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.maps.alpha import solve_alpha
 from shd_torch.maps.attention import soften, softmax, value_outputs
 from shd_torch.maps.gradients import shd_loss_gradient, shd_loss_gradient_qk

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
+from shd_ref.merging.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import (
     check_mask,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_torch.checks import check_real, compute_dtype
 from shd_torch.precision import without_autocast
 from shd_torch.recipes.terms import SHD, Term, Terms, check_above_zero, check_weight, join

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import plan_groups
+from shd_ref.merging.plans import plan_groups
 from shd_torch.maps import shd_loss
 from shd_torch.rivals.rival import LayerPair, Lesson, Rival
 from shd_torch.rivals.watch import Seen

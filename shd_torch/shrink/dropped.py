@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.integers import as_index
 from shd_torch.shrink.families import FAMILIES, Family, find_part
 
 _PREFIX = "Dropped"

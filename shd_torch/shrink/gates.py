@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_torch.shrink.dropped import Dropped
 from shd_torch.shrink.families import Family, family_of, find_part
 

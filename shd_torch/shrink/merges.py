@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, Pair, merge_plan, plan_groups
+from shd_ref.merging.plans import MergePlan, Pair, merge_plan, plan_groups
 from shd_torch.maps.gram import merge_gram, solve_gram_pair
 
 PLANS: tuple[str, ...] = ("auto", "matched", "balanced", "progressive")

@@ -14,7 +14,7 @@ from torch import nn
 from shd_ref.cache.storage.outputs import output_file
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_torch.checks import check_finite
 from shd_torch.shrink.dropped import Dropped
 from shd_torch.shrink.families import family_of

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index, check_integer
+from shd_ref.integers import as_index, check_integer
 from shd_torch.shrink.dropped import NOTHING, Dropped, dropped_class, dropped_config
 from shd_torch.shrink.families import Family, layer_types_of
 

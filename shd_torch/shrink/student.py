@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
 from shd_ref.errors import ShdError
-from shd_ref.plans import plan_groups
+from shd_ref.merging.plans import plan_groups
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, held_positions, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers

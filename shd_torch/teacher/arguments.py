@@ -8,7 +8,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import PLAN_KINDS, MergePlan, as_index, check_plan
+from shd_ref.integers import as_index
+from shd_ref.merging.plans import PLAN_KINDS, MergePlan, check_plan
 from shd_torch.checks import check_option, check_real
 
 Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]

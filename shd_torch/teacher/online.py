@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map as pair_layers
-from shd_ref.plans import check_count
+from shd_ref.merging.plans import check_count
 from shd_torch.capture.call import AttentionCall
 from shd_torch.capture.capture import Captured, check_calls, check_same_count
 from shd_torch.capture.compiling import never_compiled, run_eagerly

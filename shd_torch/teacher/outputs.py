@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import check_integer
+from shd_ref.integers import check_integer
 from shd_torch.checks import check_temperature
 from shd_torch.kd.rows import Record
 from shd_torch.kd.targets import cut_teacher, kd_targets_sampled, kd_targets_topk

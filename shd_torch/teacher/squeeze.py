@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.checks import check_option
 from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_gram_group
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair

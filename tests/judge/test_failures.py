@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shd_ref
-from shd_ref import mixing
 from shd_ref.conformance import ConformanceError, Report, cases, check, judge
+from shd_ref.merging import mixing
 
 
 def failed(report: Report) -> set[str]:

@@ -164,8 +164,9 @@ ALLOWED_IN_TORCH = {
     "shd_ref.commands.terminal",
     "shd_ref.conformance.adapter",
     "shd_ref.errors",
+    "shd_ref.integers",
     "shd_ref.layers",
-    "shd_ref.plans",
+    "shd_ref.merging.plans",
     "shd_ref.shrink.student",
     "shd_ref.teacher.run.options",
     "shd_ref.teacher.sources",
@@ -202,6 +203,7 @@ FLOORS = {
     "shd_ref": (
         *(
             "errors",
+            "integers",
             "tolerances",
             "printable",
             "kd/codes",
@@ -212,6 +214,8 @@ FLOORS = {
             "cache/documents",
             "cache",
             "chapters",
+            "merging",
+            "top",
             "shrink",
             "kd",
             "recipes",
@@ -271,7 +275,7 @@ def _floor(file: Path, package: str) -> str:
     """The longest name of a floor that holds the file; ``chapters`` and ``top`` hold what lies beside the rooms."""
     parts = file.with_suffix("").parts
     if parts[0] == "__init__":
-        return "chapters" if package == "shd_ref" else "top"
+        return "top"
     names = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
     found = next((name for name in names if name in FLOORS[package]), None)
     if found is None and parts[-1] == "__init__":

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 
 from shd_ref import ShdError, merge_plan, plan_groups, softmax, squeeze_heads
-from shd_ref.mixing import STRATEGIES
+from shd_ref.merging.mixing import STRATEGIES
 
 pytest.importorskip("scipy", reason="the oracles need scipy")
 
-from shd_ref.oracles import diagnose, head_residual, nearest_weights, stochastic_optimum, unconstrained_optimum
-from shd_ref.simplex import simplex_weights
+from shd_ref.merging.oracles import (
+    diagnose,
+    head_residual,
+    nearest_weights,
+    stochastic_optimum,
+    unconstrained_optimum,
+)
+from shd_ref.merging.simplex import simplex_weights
 
 
 def teacher(*, heads: int = 4, rows: int = 5, keys: int = 6, width: int = 4, seed: int = 0) -> tuple[Any, Any]:
@@ -49,7 +55,7 @@ def test_nearest_weights_of_points_at_zero_and_of_a_solver_that_gives_up(monkeyp
     def gives_up(*_: Any, **__: Any) -> Any:
         raise RuntimeError("too many iterations")
 
-    monkeypatch.setattr("shd_ref.oracles._import_nnls", lambda: gives_up)
+    monkeypatch.setattr("shd_ref.merging.oracles._import_nnls", lambda: gives_up)
     np.testing.assert_allclose(nearest_weights(np.array([[2.0], [-1.0]])), [1 / 3, 2 / 3])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shd_ref import ShdError, align_tokens, intersect_support, shd_loss, soften, softmax, solve_alpha, squeeze_heads
-from shd_ref.mixing import STRATEGIES
+from shd_ref.merging.mixing import STRATEGIES
 
 
 def teacher_with_sinks(*, batch: int = 2, heads: int = 4, rows: int = 5, keys: int = 6, seed: int = 0) -> Any:

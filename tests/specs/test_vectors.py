@@ -165,7 +165,7 @@ def test_no_argument_can_be_rounded(
 ) -> None:
     if (operation, name) in UNREAD:
         return
-    for chapter in ("attention", "mixing"):  # rounded inside, rows are not looked at again
+    for chapter in ("attention", "merging.mixing"):  # rounded inside, rows are not looked at again
         monkeypatch.setattr(f"shd_ref.{chapter}.row_sum_tolerance", lambda _: 1.0)
 
     class Rounding:

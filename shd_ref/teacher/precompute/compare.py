@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shd_ref.attention import value_outputs
 from shd_ref.cache.codecs.codecs import encode
 from shd_ref.errors import ShdError
-from shd_ref.mixing import SqueezeResult, squeeze_heads
+from shd_ref.merging.mixing import SqueezeResult, squeeze_heads
 from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.rule import SqueezeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph

@@ -14,7 +14,7 @@ from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
-from shd_ref.plans import merge_plan
+from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.precompute.manifest import matching_of
 from shd_ref.teacher.run.options import NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import PROVIDERS

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import NO_ATTENTION, Errors, Extent, Factors, Maps, NewRecord
-from shd_ref.mixing import compose_mixing
+from shd_ref.merging.mixing import compose_mixing
 from shd_ref.teacher.precompute.forms.factors import FactorsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.maps import MapsMaker

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, merge_plan, merge_pool, plan_groups
+from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
 from shd_ref.teacher.body import Array32
 
 

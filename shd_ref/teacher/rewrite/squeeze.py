@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.attention import check_temperature
 from shd_ref.cache.codecs.codecs import CODECS
 from shd_ref.errors import ShdError
-from shd_ref.mixing import STRATEGIES
-from shd_ref.plans import MergePlan, merge_plan
+from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
+from shd_ref.merging.mixing import STRATEGIES
+from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from shd_ref.cache.documents.members import sample_order
-from shd_ref.matching import matched_plan
-from shd_ref.plans import MergePlan
+from shd_ref.merging.matching import matched_plan
+from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import CALIBRATION_SAMPLES

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Final
 
-from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.attention import check_temperature
 from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS
 from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
@@ -19,9 +18,10 @@ from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
 from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.errors import ShdError
-from shd_ref.matching import MATCHED_BY
-from shd_ref.mixing import STRATEGIES
-from shd_ref.plans import PLAN_KINDS, MergePlan
+from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
+from shd_ref.merging.matching import MATCHED_BY
+from shd_ref.merging.mixing import STRATEGIES
+from shd_ref.merging.plans import PLAN_KINDS, MergePlan
 
 CALIBRATION_SAMPLES: Final = 16
 """Enough for matched plans to settle: pairs are chosen by sums over all rows of all samples."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Extent
-from shd_ref.plans import MergePlan
+from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.teacher.run.inputs import Batch

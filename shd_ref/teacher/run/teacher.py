@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import ShdError
-from shd_ref.plans import MergePlan, check_counts, merge_plan
+from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import SHARED_SCALES

@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.alpha import ALPHA_PER, check_option
 from shd_ref.cache.documents.members import sample_order
 from shd_ref.errors import ShdError
-from shd_ref.matching import MATCHED_BY
-from shd_ref.mixing import STRATEGIES
-from shd_ref.plans import MergePlan, merge_plan
+from shd_ref.merging.alpha import ALPHA_PER, check_option
+from shd_ref.merging.matching import MATCHED_BY
+from shd_ref.merging.mixing import STRATEGIES
+from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.selection import select_sites

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from shd_ref.alpha import ALPHA_PER
 from shd_ref.errors import ShdError
-from shd_ref.matching import MATCHED_BY
-from shd_ref.mixing import STRATEGIES
+from shd_ref.merging.alpha import ALPHA_PER
+from shd_ref.merging.matching import MATCHED_BY
+from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.teacher.run.options import (
     CALIBRATION_HELP,
     CALIBRATION_SAMPLES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from shd_ref.plans import MergePlan
+from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.run.options import PrecomputeOptions
 
 WEIGHED: Final = ("shd", "hard")

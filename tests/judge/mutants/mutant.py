@@ -31,18 +31,18 @@ _LOSS = ("shd_loss", *_GRADIENTS)
 
 # The chapters of the reference, with the operations that show what is wrong in one.
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
-    "alpha": (*_ALPHAS, "matched_plan"),
+    "merging.alpha": (*_ALPHAS, "matched_plan"),
     "attention": tuple(OUTPUTS),
     "gradients": _GRADIENTS,
-    "gram": ("gram_tensor", "solve_alpha_from_gram", "merge_gram"),
+    "merging.gram": ("gram_tensor", "solve_alpha_from_gram", "merge_gram"),
     "layers": ("layer_map",),
     "loss": _LOSS,
-    "matching": ("matched_plan",),
-    "mixing": ("squeeze_heads", "mix_heads", "compose_mixing"),
-    "oracles": ("diagnose",),
-    "pairwise": ("squeeze_heads",),
-    "plans": ("merge_plan", "plan_groups", "squeeze_heads"),
-    "simplex": ("squeeze_heads",),
+    "merging.matching": ("matched_plan",),
+    "merging.mixing": ("squeeze_heads", "mix_heads", "compose_mixing"),
+    "merging.oracles": ("diagnose",),
+    "merging.pairwise": ("squeeze_heads",),
+    "merging.plans": ("merge_plan", "plan_groups", "squeeze_heads"),
+    "merging.simplex": ("squeeze_heads",),
     "support": ("intersect_support", "align_tokens", *_LOSS),
     "tokens": ("align_tokens",),
     "kd.gradients": ("kd_loss_gradient",),
@@ -120,7 +120,8 @@ def built(edits: Iterable[Edit] = (), part: str = "shd") -> Iterator[SimpleNames
     finder = _Finder(tuple(edits))
     sys.meta_path.insert(0, finder)
     try:
-        names = [name for name in SHOWN_BY if (name.partition(".")[0] if "." in name else "shd") == part]
+        rooms = {name: name.partition(".")[0] for name in SHOWN_BY}
+        names = [name for name, room in rooms.items() if (room if room in _OUTPUTS else "shd") == part]
         chapters = [importlib.import_module(f"{_COPY}.{name}") for name in names]
         homes = {name: chapter for chapter in chapters for name in _OUTPUTS[part] if hasattr(chapter, name)}
         yield SimpleNamespace(**{name: getattr(chapter, name) for name, chapter in homes.items()})

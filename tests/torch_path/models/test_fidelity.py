@@ -17,7 +17,7 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from shd_ref import plan_groups, softmax, squeeze_heads
-from shd_ref.plans import MergePlan
+from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.alpha import ALPHA_PER, merge_error, solve_pair
 from shd_ref.attention import Array, Mask, check_option
 from shd_ref.errors import ShdError
-from shd_ref.mixing import check_teacher
-from shd_ref.pairwise import Head, make_pool, merge_round
-from shd_ref.plans import MergePlan, Pair, check_counts
+from shd_ref.merging.alpha import ALPHA_PER, merge_error, solve_pair
+from shd_ref.merging.mixing import check_teacher
+from shd_ref.merging.pairwise import Head, make_pool, merge_round
+from shd_ref.merging.plans import MergePlan, Pair, check_counts
 
 MATCHED_BY: tuple[str, ...] = ("residual", "similarity")
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from shd_ref.errors import ShdError
+from shd_ref.integers import as_index, check_integer
 
 Pair: TypeAlias = tuple[int, int]
 MergePlan: TypeAlias = tuple[tuple[Pair, ...], ...]
@@ -159,31 +158,3 @@ def _balanced(num_teacher_heads: int, num_student_heads: int) -> MergePlan:
 def check_count(name: str, value: object) -> None:
     """A number of heads is an integer of at least 1 (PLAN-1)."""
     check_integer(name, value, 1, None, "PLAN-1")
-
-
-def check_integer(name: str, value: object, low: int, high: int | None, spec_id: str) -> int:
-    """An integer from ``low`` to ``high``, or without an end; booleans and floats are refused (ERR-6).
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
-    try:
-        number = as_index(value)
-        valid = number >= low and (high is None or number <= high)
-    except TypeError:
-        valid = False
-    if not valid:
-        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ShdError("argument-value", f"{name} must be an integer {wanted}; got {value!r}", spec_id)
-    return number
-
-
-def as_index(value: object) -> int:
-    """An integer as an ``int``; booleans and floats are refused (ERR-6).
-
-    Raises:
-        TypeError: not an integer.
-    """
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"not an integer: {value!r}")
-    return int(value.__index__())

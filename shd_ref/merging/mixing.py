@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, check_alphas
 from shd_ref.attention import (
     Array,
     Mask,
@@ -26,9 +25,10 @@ from shd_ref.attention import (
     soften_rows,
 )
 from shd_ref.errors import ShdError
-from shd_ref.pairwise import make_pool, merge_round
-from shd_ref.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
-from shd_ref.simplex import simplex_mixing
+from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, check_alphas
+from shd_ref.merging.pairwise import make_pool, merge_round
+from shd_ref.merging.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
+from shd_ref.merging.simplex import simplex_mixing
 from shd_ref.tolerances import row_sum_tolerance
 
 STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean", "simplex")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.alpha import ALPHA_PER, check_alphas
 from shd_ref.attention import Array, as_float, as_mask, check_option, check_probs
 from shd_ref.errors import ShdError
-from shd_ref.plans import as_index
+from shd_ref.integers import as_index
+from shd_ref.merging.alpha import ALPHA_PER, check_alphas
 from shd_ref.tolerances import degenerate_threshold
 
 

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shd_ref.alpha import AlphaSolution, solve_pair
 from shd_ref.attention import Array, Mask
-from shd_ref.plans import Pair
+from shd_ref.merging.alpha import AlphaSolution, solve_pair
+from shd_ref.merging.plans import Pair
 
 Head: TypeAlias = tuple[Array, Array]  # a map (B, L, S) and its value output (B, S, D)
 

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.alpha import ALPHA_PER
 from shd_ref.attention import Array, Mask, check_option
 from shd_ref.errors import ShdError
-from shd_ref.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
-from shd_ref.plans import MergePlan, merge_plan, plan_groups
-from shd_ref.simplex import simplex_weights
+from shd_ref.merging.alpha import ALPHA_PER
+from shd_ref.merging.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
+from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.merging.simplex import simplex_weights
 from shd_ref.tolerances import degenerate_threshold
 
 Groups: TypeAlias = Sequence[Sequence[int]]
