@@ -15,6 +15,7 @@ from support.shrink.models import make_data, make_teacher
 from shd_ref.errors import ShdError
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import compare_starts
+from shd_torch.shrink.compare.measure import count_flops
 from shd_torch.shrink.compare.rivals import RIVALS
 
 FAMILIES = ["llama", "qwen3", "gpt2", "bert", "vit", "dinov2"]
@@ -144,6 +145,17 @@ def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
     wanted = -logits[:-1].gather(1, kept["input_ids"][:, 1 : len(logits)].T).mean()
     (alone,) = compare_starts(teacher, data, kept, made, **options)[:1]
     assert alone.loss == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_fused_attention_costs_what_its_products_cost(name: str) -> None:
+    counts = []
+    for attention in ("sdpa", "eager"):
+        teacher = make_teacher(name).float().eval()
+        teacher.set_attn_implementation(attention)
+        data = {key: part.float() if part.is_floating_point() else part for key, part in make_data(name).items()}
+        counts.append(count_flops(teacher, data))
+    assert counts[0] == counts[1] > 0
 
 
 def test_models_without_logits_are_compared_by_hidden_states(tmp_path: Any) -> None:
