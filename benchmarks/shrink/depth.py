@@ -39,6 +39,7 @@ from torch import Tensor
 from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import rank_layers, shrink
+from shd_torch.shrink.compare.measure import count_flops
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too
@@ -171,8 +172,9 @@ def choose_students(teacher: Any, tokens: Tensor) -> dict[str, Any]:
         wholes[fewer] = min(choices, key=lambda one: one["loss"])
         everything += choices
     first, *rest = time_models(models, tokens[:BATCH, :LENGTH], ROUNDS)
-    for one, seconds in zip(everything, rest, strict=True):
-        one["latency"] = seconds / first
+    operations, *others = (count_flops(model, {"input_ids": tokens[:1, :LENGTH]}) for model in models)
+    for one, seconds, own in zip(everything, rest, others, strict=True):
+        one |= {"latency": seconds / first, "flops": own / operations}
     chosen = {}
     for fewer, whole in wholes.items():
         fast = [split for split in splits if split["latency"] <= whole["latency"]]
@@ -229,6 +231,10 @@ def print_tables(report: dict[str, Any]) -> None:
             f"{LAYERS - int(fewer)} layers:",
             {kind: (one["options"], round(one["latency"], 3)) for kind, one in pair.items()},
         )
+    print(f"\n{'attention blocks and activations that stay':56}{'flops':>8}{'latency':>8}{'nats':>8}")
+    for split in report["students"]["splits"]:
+        stay = " and ".join(str(LAYERS - len(gone)) for gone in split["options"].values())
+        print(f"{stay:56}{split['flops']:8.2f}{split['latency']:8.2f}{split['loss']:8.3f}")
 
 
 def main() -> None:
