@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import sys
@@ -40,6 +41,21 @@ def pytest_collection_finish() -> None:
             self.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
     onnxruntime.SessionOptions = Options
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_what_lives() -> None:
+    """What lives when a file begins is not searched for garbage again.
+
+    Each ``Trainer.train`` asks for a search: among the modules and cases of the whole suite it took a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """The last search, as the interpreter ends, is of everything: nanobind complains of what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
