@@ -51,7 +51,7 @@ def matched_plan(
     """
     check_option("by", by, MATCHED_BY, "PLAN-12")
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
-    pools, masks = _read_calibration(calibration, row_sums)
+    pools, masks = read_calibration(calibration, row_sums)
     heads = len(pools[0])
     check_counts(heads, num_student_heads)
     rounds: list[tuple[Pair, ...]] = []
@@ -60,7 +60,7 @@ def matched_plan(
         for p in range(heads):
             for q in range(p + 1, heads):
                 for pool, mask in zip(pools, masks, strict=True):
-                    scores[p, q] += _score(pool[p], pool[q], mask, by, alpha_per)
+                    scores[p, q] += score_pair(pool[p], pool[q], mask, by, alpha_per)
         pairs = match_pairs(scores, min(heads // 2, heads - num_student_heads))
         pools = [
             merge_round(pool, pairs, query_mask=mask, alpha_per=alpha_per)[0]
@@ -90,7 +90,7 @@ def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
     return tuple(sorted((int(p), int(q)) for p, q in pairs if q < heads))
 
 
-def _score(head_p: Head, head_q: Head, mask: Mask | None, by: str, alpha_per: str) -> float:
+def score_pair(head_p: Head, head_q: Head, mask: Mask | None, by: str, alpha_per: str) -> float:
     """How well two heads merge, summed over samples; never above 0 (PLAN-12)."""
     (a_p, x_p), (a_q, x_q) = head_p, head_q
     if by == "similarity":
@@ -100,7 +100,7 @@ def _score(head_p: Head, head_q: Head, mask: Mask | None, by: str, alpha_per: st
     return -float(merge_error(a_p, a_q, x_p, x_q, alpha, query_mask=mask).sum())
 
 
-def _read_calibration(
+def read_calibration(
     calibration: Sequence[Sequence[ArrayLike | None]], row_sums: str
 ) -> tuple[list[list[Head]], list[Mask | None]]:
     """Every item as a pool of heads with its mask (PLAN-11)."""

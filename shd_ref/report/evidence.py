@@ -102,7 +102,7 @@ def read_evidence(
         for key in keys:
             (batch,) = work.inputs.batches([index_of[key]], 1)
             mask = work.query_mask(batch, work.layers[number][1])
-            maps, outputs, _ = attention.read(number, batch)
+            maps, outputs = attention.read(number, batch)
             kinds = {"cached": (manifest.attention.strategy, manifest.attention.alpha_per)} | STRATEGIES
             for name, (strategy, alpha_per) in kinds.items():
                 result = squeeze_heads(

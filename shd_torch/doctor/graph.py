@@ -118,7 +118,7 @@ def read_sinks(model: Any, arrays: Arrays, run: RunOptions) -> tuple[tuple[float
     sums, even, rows = np.zeros(len(sites)), 0.0, 0
     for batch in inputs.batches(list(range(len(inputs))), run.batch_size, None):
         for number in range(len(sites)):
-            maps = np.asarray(reader.read(number, batch)[0], dtype=np.float64).mean(1)
+            maps = np.asarray(reader.read_values(number, batch)[0], dtype=np.float64).mean(1)
             counted = _rows(batch, inputs.mask, maps.shape)
             each = np.arange(len(maps))
             first = counted.argmax(1)

@@ -157,7 +157,7 @@ def test_residuals_are_the_references(made: Path) -> None:
     found: dict[str, list[float]] = {"constant": [], "simplex per row": [], "cached": []}
     for index in range(NUM_SAMPLES):
         (batch,) = samples.batches([index], 1)
-        maps, outputs, _ = attention.read(0, batch)
+        maps, outputs = attention.read(0, batch)
         found["constant"].append(float(squeeze_heads(maps, outputs, 2, strategy="constant").residual[0]))
         found["cached"].append(float(squeeze_heads(maps, outputs, 2).residual[0]))
         best = squeeze_heads(maps, outputs, 2, strategy="simplex", alpha_per="row")

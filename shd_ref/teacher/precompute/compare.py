@@ -17,6 +17,7 @@ from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.rule import SqueezeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
 from shd_ref.teacher.run.outputs import LayerOutputs
+from shd_ref.teacher.run.threads import threads_for
 from shd_ref.tolerances import load_tolerances
 
 QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
@@ -72,7 +73,12 @@ def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> 
         ShdError: as ``compare_with_reference``.
     """
     # Layer by layer: value outputs in float64 are many times larger than the maps.
-    layers = [_compare_layer(each, options) for each in outputs]
+    products = [
+        each.checked.probs.shape[-2] * each.checked.probs.shape[-1] * projection_of(each.layer.site).shape[-1]
+        for each in outputs
+    ]
+    with threads_for(max(products)):
+        layers = [_compare_layer(each, options) for each in outputs]
     return Comparison(
         map_difference=max(layer.map_difference for layer in layers),
         code_mismatch=max(layer.code_mismatch for layer in layers),

@@ -47,9 +47,7 @@ class AttentionReader:
         graph = assemble_graph(model, body, ())
         self._session = open_session(graph, provider=provider, num_threads=num_threads)
 
-    def read(
-        self, number: int, batch: Batch, *, on_error: str = "stop"
-    ) -> tuple[NDArray[Any], NDArray[np.float64], NDArray[np.intp]]:
+    def read(self, number: int, batch: Batch) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """Maps ``(B, H, L, S)`` in the teacher's own dtype and X ``(B, H, S, D)`` of one site, by its number.
 
         One site a call: value outputs are many times larger than what they are made of.
@@ -57,10 +55,25 @@ class AttentionReader:
         Args:
             number: of the site.
             batch: the samples.
+
+        Raises:
+            ShdError: ``not-finite``; ``inputs-invalid``.
+        """
+        maps, values, _ = self.read_values(number, batch)
+        return maps, value_outputs(values, projection_of(self.sites[number]))
+
+    def read_values(
+        self, number: int, batch: Batch, *, on_error: str = "stop"
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.intp]]:
+        """The same with V ``(B, H_kv, S, d_v)`` in the place of X.
+
+        Args:
+            number: of the site.
+            batch: the samples.
             on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
 
         Returns:
-            Maps, value outputs, and the places in the batch of the samples that they hold.
+            Maps, values, and the places in the batch of the samples that they hold.
 
         Raises:
             ShdError: ``not-finite`` with ``"stop"``; ``inputs-invalid``.
@@ -72,7 +85,7 @@ class AttentionReader:
             sound = np.isfinite(probs).all(axis=(1, 2, 3)) & np.isfinite(values).all(axis=(1, 2, 3))
             probs, values, places = probs[sound], values[sound], places[sound]
         # The own dtype decides how exactly rows must sum to one.
-        return probs.astype(site.dtype or "float32"), value_outputs(values, projection_of(site)), places
+        return probs.astype(site.dtype or "float32"), values, places
 
     @property
     def maps(self) -> dict[str, AttentionSite]:

@@ -89,7 +89,7 @@ def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, 
     inputs = ModelInputs(arrays, input_specs(model), "mask")
     (site,) = find_sites(model)
     (batch,) = inputs.batches(range(3), 3)
-    maps, outputs, _ = AttentionReader(model, (site,)).read(0, batch)
+    maps, outputs = AttentionReader(model, (site,)).read(0, batch)
     strategy, alpha_per = weights
     mask = arrays["mask"].astype(bool)
     squeezed = squeeze_heads(maps, outputs, 2, strategy=strategy, alpha_per=alpha_per, query_mask=mask)
@@ -120,7 +120,7 @@ def test_simplex_reaches_the_optimum_of_the_reference(heads: int, seed: int) -> 
     graph = replace_attention(model, [site], [rule], output=model.graph.output[0].name, row_mask_input="mask")
     (output,) = open_session(graph.model.SerializeToString()).run([graph.output], arrays)
     (batch,) = ModelInputs(arrays, input_specs(model), None).batches(range(2), 2)
-    maps, outputs, _ = AttentionReader(model, [site]).read(0, batch)
+    maps, outputs = AttentionReader(model, [site]).read(0, batch)
     mask = arrays["mask"].astype(bool)
     best = squeeze_heads(maps, outputs, heads, plan=plan, strategy="simplex", query_mask=mask)
     own = (maps @ outputs).sum(axis=1)
@@ -149,7 +149,7 @@ def test_nothing_else_of_the_teacher_changes() -> None:
     (batch,) = ModelInputs(arrays, input_specs(model), "mask").batches(range(2), 2)
     residuals = []
     for number in range(2):
-        maps, outputs, _ = reader.read(number, batch)
+        maps, outputs = reader.read(number, batch)
         squeezed = squeeze_heads(maps, outputs, 2)
         own = (maps @ outputs).sum(axis=1)
         summed = np.stack([outputs[:, list(group)].sum(axis=1) for group in plan_groups(squeezed.plan, 4)], axis=1)
