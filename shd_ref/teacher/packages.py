@@ -10,11 +10,11 @@ try:
     import onnx.shape_inference
     import onnx.version_converter
     import onnx_ir as ir
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 except ImportError as error:
     raise ShdError(
         "dependency-missing",
         f"shd_ref.teacher needs the package {error.name}: pip install 'squeezing-heads[teacher]'",
     ) from error
 
-__all__ = ["DecodeError", "ir", "onnx"]
+__all__ = ["DecodeError", "Message", "ir", "onnx"]

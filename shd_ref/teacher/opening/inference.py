@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Final
-
+from shd_ref.teacher.opening.skeleton import copy_skeleton, restore_weights
 from shd_ref.teacher.packages import onnx
-
-_SMALL: Final = 2**10  # entries of a constant that may be a shape, whose numbers count
-_DATA: Final = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 
 
 def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto:
@@ -24,14 +19,6 @@ def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.Mode
     Raises:
         Exception: what onnx raises for a graph that contradicts itself.
     """
-    skeleton = onnx.ModelProto()
-    skeleton.CopyFrom(model)
-    for tensor in skeleton.graph.initializer:
-        if math.prod(tensor.dims) > _SMALL:
-            for field in _DATA:
-                tensor.ClearField(field)
-    inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=data_prop)
-    for tensor, whole in zip(inferred.graph.initializer, model.graph.initializer, strict=True):
-        if math.prod(tensor.dims) > _SMALL:
-            tensor.CopyFrom(whole)
+    inferred = onnx.shape_inference.infer_shapes(copy_skeleton(model), data_prop=data_prop)
+    restore_weights(inferred, model)
     return inferred

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +20,7 @@ from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.rule import SqueezeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
 from shd_ref.teacher.run.outputs import LayerOutputs
-from shd_ref.teacher.run.threads import threads_for
+from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
 from shd_ref.tolerances import load_tolerances
 
 QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
@@ -72,13 +75,17 @@ def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> 
     Raises:
         ShdError: as ``compare_with_reference``.
     """
-    # Layer by layer: value outputs in float64 are many times larger than the maps.
     products = [
         each.checked.probs.shape[-2] * each.checked.probs.shape[-1] * projection_of(each.layer.site).shape[-1]
         for each in outputs
     ]
-    with threads_for(max(products)):
-        layers = [_compare_layer(each, options) for each in outputs]
+    compare = functools.partial(_compare_layer, options=options)
+    if max(products) > SMALL_PRODUCT:
+        # One by one: value outputs in float64 are many times larger than the maps.
+        layers = list(map(compare, outputs))
+    else:
+        with threads_for(max(products)), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            layers = list(pool.map(compare, outputs))
     return Comparison(
         map_difference=max(layer.map_difference for layer in layers),
         code_mismatch=max(layer.code_mismatch for layer in layers),

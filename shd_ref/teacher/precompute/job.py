@@ -74,6 +74,7 @@ class PrecomputeJob:
             check_destination(folder, teacher, options, run)
         options_of = [adopt_plans(folder, options, run) for folder, options in students]
         self._work = TeacherRun(teacher, inputs, options_of, run, on_read)
+        self._work.begin()
         self._work.check_samples()
         first = self._first_outputs()
         # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.

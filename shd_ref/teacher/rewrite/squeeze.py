@@ -17,6 +17,7 @@ from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
+from shd_ref.teacher.opening.skeleton import copy_skeleton, restore_weights
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.factors import add_factors, add_spans
 from shd_ref.teacher.rewrite.function import constant_alphas, every_row, squeeze_function
@@ -279,8 +280,7 @@ def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | N
 
 def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.FunctionProto]) -> onnx.ModelProto:
     """The model with new outputs and functions, without nodes and inputs that no output needs."""
-    grown = onnx.ModelProto()
-    grown.CopyFrom(model)
+    grown = copy_skeleton(model)
     grown.ir_version = max(grown.ir_version, _MIN_IR_VERSION)
     grown.graph.node.extend(body.nodes)
     grown.graph.initializer.extend(body.initializers)
@@ -296,11 +296,13 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
             pruned.graph.inputs.remove(value)
             pruned.graph.initializers.pop(value.name or "", None)
     try:
-        return ir.to_proto(pruned)
+        assembled = ir.to_proto(pruned)
     except ir.serde.SerdeError as error:
         raise ShdError(
             "graph-invalid", f"the teacher graph cannot be written again: {error}: export it again"
         ) from error
+    restore_weights(assembled, model)
+    return assembled
 
 
 def remove_unused(graph: ir.Graph) -> None:

@@ -18,6 +18,8 @@ def unite_graphs(graphs: Sequence[SqueezedGraph]) -> tuple[onnx.ModelProto, tupl
     Args:
         graphs: from ``squeeze_graph`` on the same model, each to another number of heads.
     """
+    if len(graphs) == 1:
+        return graphs[0].model, tuple(graphs)
     united = onnx.ModelProto()
     united.CopyFrom(graphs[0].model)
     renamed = [graphs[0]]

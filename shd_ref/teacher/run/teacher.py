@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -35,6 +36,7 @@ from shd_ref.teacher.run.layers import choose_layers
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.threads import run_beside
 from shd_ref.teacher.session import PROVIDERS, open_session
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -119,6 +121,8 @@ class TeacherRun:
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
+        self._sha256: Future[str] | None = None
+        self._opening: Future[_Session] | None = None
         self.logit_columns: int | None = None
         self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
 
@@ -139,7 +143,7 @@ class TeacherRun:
         other.options = other.students[0].options
         check_options(other.options)
         other.factors = other._choose_stored()
-        other._sessions = {}
+        other._sessions, other._opening = {}, None
         return other
 
     def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
@@ -361,7 +365,15 @@ class TeacherRun:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
         dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
         provider = PROVIDERS.get(self.run.provider, self.run.provider)
-        return Teacher(sha256=hash_teacher(self.path), name=self.path.name, provider=provider, dtype=dtype)
+        sha256 = hash_teacher(self.path) if self._sha256 is None else self._sha256.result()
+        return Teacher(sha256=sha256, name=self.path.name, provider=provider, dtype=dtype)
+
+    def begin(self) -> None:
+        """Start what a whole run will need, beside what comes next: the hash of the files and the plain session."""
+        # Errors meanwhile need not wait for the hash, which takes seconds for each gigabyte. A session that is being
+        # opened must not meet the end of the interpreter.
+        self._sha256 = run_beside(functools.partial(hash_teacher, self.path), daemon=True)
+        self._opening = run_beside(functools.partial(self._make_session, False))
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data, and without layers."""
@@ -436,15 +448,19 @@ class TeacherRun:
     def _open(self, checked: bool) -> _Session:
         """The session of all students with or without check outputs, made when it is first needed."""
         if checked not in self._sessions:
-            graphs = [
-                # Logits and hidden states are the same for all students.
-                self._make_graph(student, check_outputs=checked, targets=None if number else self.targets)
-                for number, student in enumerate(self.students)
-            ]
-            model, renamed = unite_graphs(graphs)
-            session = open_session(model, provider=self.run.provider, num_threads=self.run.num_threads)
-            self._sessions[checked] = _Session(session, [output.name for output in model.graph.output], renamed)
+            begun = None if checked else self._opening
+            self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
         return self._sessions[checked]
+
+    def _make_session(self, checked: bool) -> _Session:
+        graphs = [
+            # Logits and hidden states are the same for all students.
+            self._make_graph(student, check_outputs=checked, targets=None if number else self.targets)
+            for number, student in enumerate(self.students)
+        ]
+        model, renamed = unite_graphs(graphs)
+        session = open_session(model, provider=self.run.provider, num_threads=self.run.num_threads)
+        return _Session(session, [output.name for output in model.graph.output], renamed)
 
     def _make_graph(self, student: Student, *, check_outputs: bool, targets: TargetTensors | None) -> SqueezedGraph:
         options = student.options

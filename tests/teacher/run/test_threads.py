@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import threadpoolctl
 from support.attention_graphs import bare_attention
 
+from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.run import calibration
+from shd_ref.teacher.precompute import compare
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.rewrite.squeeze import squeeze_graph
+from shd_ref.teacher.run import calibration, teacher
 from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
+from shd_ref.teacher.session import open_session, run_session
 
 
 def blas_threads() -> list[int]:
@@ -55,3 +63,41 @@ def test_plans_are_matched_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Non
         plans = calibration.calibrate_plans(AttentionReader(model, find_sites(model)), inputs, 2, num_samples=2)
     assert len(plans) == 1
     assert set(seen) == {1}
+
+
+def test_layers_are_compared_at_once_or_one_by_one_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bare_attention(4, num_layers=3)
+    graph = squeeze_graph(model, tuple(enumerate(find_sites(model))), num_student_heads=2, check_outputs=True)
+    rng = np.random.default_rng(0)
+    feeds: dict[str, Any] = {"mask": np.ones((2, 5), dtype=np.int64)}
+    for layer in range(3):
+        feeds[f"logits_{layer}"] = rng.normal(size=(2, 4, 5, 5)).astype(np.float32)
+        feeds[f"values_{layer}"] = rng.normal(size=(2, 4, 5, 4)).astype(np.float32)
+    session = open_session(graph.model, num_threads=1)
+    outputs = run_session(session, {value.name: feeds[value.name] for value in session.get_inputs()})
+    found = []
+    for largest in (compare.SMALL_PRODUCT, 0):
+        monkeypatch.setattr(compare, "SMALL_PRODUCT", largest)
+        found.append(compare.compare_with_reference(graph, outputs))
+    assert found[0] == found[1]
+    assert found[0].residual > 0
+    last = graph.layers[2].merged
+    with pytest.raises(ShdError, match="student layer 2") as error:
+        compare.compare_with_reference(graph, outputs | {last: outputs[last] + 1e-3})
+    assert error.value.code == "graph-mismatch"
+
+
+def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> str:
+        raise ShdError("graph-invalid", "the file is gone")
+
+    monkeypatch.setattr(teacher, "hash_teacher", fails)
+    onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
+    for name, width in (("logits_0", 5), ("values_0", 4)):
+        arrays[name] = rng.normal(size=(3, 4, 5, width)).astype(np.float32)
+    students = [(tmp_path / "cache", PrecomputeOptions(num_student_heads=2))]
+    with pytest.raises(ShdError, match="the file is gone"):
+        precompute(tmp_path / "teacher.onnx", arrays, students)
+    assert not (tmp_path / "cache").exists()
