@@ -117,10 +117,11 @@ def choose_sizes(
     fixed = None if family.free_head_dim else hidden // heads
     chosen = head_dim or fixed or teacher.head_dim
     if fixed is not None and (chosen != fixed or hidden % heads):
+        fitting = [count for count in range(1, teacher.heads + 1) if hidden % count == 0]
         raise ShdError(
             "shrink-unsupported",
             f"head_dim is hidden / heads in this family, a whole number; got hidden={hidden}, heads={heads} and "
-            f"head_dim={head_dim}",
+            f"head_dim={head_dim}: with this hidden, heads may be {', '.join(map(str, fitting))}",
             "STUDENT-2",
         )
     if family.rotary and chosen != teacher.head_dim:

@@ -242,6 +242,7 @@ def test_teacher_is_left_as_it_was() -> None:
         ("dinov2", {"neurons": 30}, "shrink-unsupported", "mlp_ratio"),
         ("qwen3", {"heads": 1}, "shrink-unsupported", "normed"),
         ("gpt2", {"heads": 2, "head_dim": 6}, "shrink-unsupported", "hidden / heads"),
+        ("gpt2", {"heads": 3, "hidden": 16}, "shrink-unsupported", "heads may be 1, 2, 4"),
         ("gpt2", {"heads": 2, "kv_heads": 1}, "argument-value", "kv_heads"),
         ("bert", {"hidden": 12}, "shrink-unsupported", "post-norm"),
     ],
