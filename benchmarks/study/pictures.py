@@ -70,7 +70,7 @@ def draw_betas(rows: Sequence[Row], path: Path) -> None:
     axis.set_xscale("log")
     axis.set_xlabel("beta")
     unit = "points" if rows[0].metric in ("accuracy", "rouge_l") else rows[0].metric
-    axis.set_ylabel(f"gain over the base loss alone, {unit}: mean, 95% interval", fontsize=8)
+    axis.set_ylabel(f"gain over the base loss alone, {unit}\nmean, 95% interval", fontsize=8)
     axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, path)
 
