@@ -25,10 +25,10 @@ from shd_ref.conformance import Status, cases, judge
 from shd_ref.conformance.__main__ import main
 from shd_ref.conformance.adapter import KD_OUTPUTS, RECIPES_OUTPUTS, SHRINK_OUTPUTS
 from shd_ref.conformance.program import encode
-from shd_ref.conformance.specification import DTYPES, load_sentences, specs_folder, vectors_folder
+from shd_ref.conformance.specification import DTYPES, load_sentences, vectors_folder
 from shd_ref.conformance.vectors import Case
 
-SPECS = specs_folder()
+SPECS = Path(__file__).resolve().parents[2] / "specs"  # a wheel has neither schemas nor tools
 _MUTANTS = Path(__file__).resolve().parent / "mutants"
 
 

@@ -138,7 +138,7 @@ def odd_columns() -> dict[str, Callable[[Any], Any]]:
             pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])]
         ),
         "interval": lambda pa: pa.array([pa.MonthDayNano([1, 2, 3])] * 2),
-        "runs": lambda pa: pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array([1])),
+        "runs": lambda pa: pa.RunEndEncodedArray.from_arrays([2], [1]),
     }
 
 
