@@ -72,6 +72,7 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/data/stories260K")
 def test_a_quick_study_of_language(tmp_path: Path) -> None:
     runs = run_study(tmp_path, "language")

@@ -188,6 +188,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
 
 
+@pytest.mark.slow
 def test_a_pair_is_probed(pair: Path, short: None) -> None:
     """Students of a pair differ by SHD alone: at beta 0 not at all."""
     words = (pair / "teacher", pair / "student", "--data", pair / "tokens.npy", "--probe", 4, "--seeds", 2)
@@ -210,6 +211,7 @@ def test_a_pair_is_probed(pair: Path, short: None) -> None:
     assert {form for form, _ in ways} == {"maps", "factored"}
 
 
+@pytest.mark.slow
 def test_texts_take_the_tokenizer_of_a_folder(pair: Path, tmp_path: Path, short: None) -> None:
     """The teacher's first, else the student's; rows of padding are masked."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -333,6 +335,7 @@ def test_a_teacher_without_a_graph_is_not_measured(pair: Path, short: None, monk
     assert found["failure"] == "the teacher cannot be read: nothing passes here"
 
 
+@pytest.mark.slow
 def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
     from support.exported_models import trace
 
@@ -360,6 +363,7 @@ def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
     assert "num_teacher_heads=4; got 8" in verdict["because"]
 
 
+@pytest.mark.slow
 def test_tokens_and_labels_that_the_student_lacks(pair: Path, short: None, tmp_path: Path) -> None:
     config = make_teacher("llama", heads=2, layers=1, vocab_size=12).config
     config.architectures = ["LlamaForCausalLM"]

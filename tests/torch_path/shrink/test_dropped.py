@@ -141,6 +141,7 @@ def test_training_reaches_every_weight() -> None:
     assert not idle
 
 
+@pytest.mark.slow
 def test_plain_transformers_refuse_the_folder(tmp_path: Path) -> None:
     """The Auto classes by its kind, the stock class by the weights; neither gives random ones."""
     made = shrink(make_teacher("bert"), make_data("bert"), drop_attention=[1], drop_activations=[2], out=tmp_path)

@@ -23,6 +23,7 @@ from shd_torch.shrink import shrink  # noqa: E402
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
 
+@pytest.mark.slow
 def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     """Heads merged, one attention and two activations dropped; the command finds its loader by itself."""
     teacher, data = make_teacher("bert").float(), make_data("bert")
@@ -43,6 +44,7 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, [*words[:3], "--out", words[-1], "--beside", words[-1]]).exit_code == 1
 
 
+@pytest.mark.slow
 def test_attention_is_spelled_out_where_it_cannot_be_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime without the operator refuses the first graph."""
     compare, calls = export._compare, []

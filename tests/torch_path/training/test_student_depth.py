@@ -51,6 +51,7 @@ def teach_once(cache: Path, depth: int, **given: Any) -> dict[int, torch.Tensor]
     return layer_kls(captured, supervision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["maps", "factored", "pairs of 3"])
 @pytest.mark.parametrize("layers", [2, 4, 5])
 def test_plain_loop(caches: dict[str, Path], cache: str, layers: int) -> None:

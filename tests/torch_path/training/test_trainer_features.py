@@ -61,6 +61,7 @@ def test_bf16_is_autocast_of_the_formula(trainer_cache: Path, tmp_path: Path) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # the newest name is newer
 @pytest.mark.parametrize(
