@@ -78,8 +78,8 @@ def make_start(size: str, start: str, seed: int) -> tuple[Any, dict[str, Any]]:
     return type(made.student)(made.student.config), made.report
 
 
-def train(size: str, start: str, shd: bool, steps: int, seed: int) -> dict[str, float]:
-    """Losses of validation by number of steps."""
+def train(size: str, start: str, shd: bool, steps: int, seed: int) -> tuple[Any, dict[str, float]]:
+    """The student, and its losses of validation by number of steps."""
     teacher, tokens = load_source()
     student, report = make_start(size, start, seed)
     online = OnlineTeacher.for_student(teacher, report)
@@ -114,7 +114,7 @@ def train(size: str, start: str, shd: bool, steps: int, seed: int) -> dict[str, 
         schedule.step()
         if step + 1 in MARKS or step + 1 == steps:
             found[str(step + 1)] = measure_loss(student.eval(), tokens[-128:, :LENGTH])
-    return found
+    return student, found
 
 
 def print_tables(runs: dict[str, dict[str, float]], seeds: int) -> None:
@@ -170,7 +170,7 @@ def main() -> None:
             name = name_run(size, start, shd, seed)
             if name in report["runs"]:
                 continue
-            report["runs"][name] = train(size, start, shd, arguments.steps, seed)
+            report["runs"][name] = train(size, start, shd, arguments.steps, seed)[1]
             print(name, report["runs"][name], flush=True)
             draft = arguments.out.with_suffix(".part")
             draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
