@@ -26,11 +26,11 @@ def copy_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def restore_weights(skeleton: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Give the initialisers that a skeleton still has of its model their data, in place.
+    """Copy the model's large weights back into a skeleton, in place.
 
     Args:
-        skeleton: of ``copy_skeleton``, with whatever was changed or added since.
-        model: that it was made of.
+        skeleton: from ``copy_skeleton``; nodes and initialisers may have been added or removed since.
+        model: the one it was copied from.
     """
     whole = {tensor.name: tensor for tensor in model.graph.initializer if not _is_small(tensor)}
     for tensor in skeleton.graph.initializer:

@@ -373,7 +373,9 @@ class TeacherRun:
         # Errors meanwhile need not wait for the hash, which takes seconds for each gigabyte. A session that is being
         # opened must not meet the end of the interpreter.
         self._sha256 = run_beside(functools.partial(hash_teacher, self.path), daemon=True)
-        self._opening = run_beside(functools.partial(self._make_session, False))
+        if PROVIDERS.get(self.run.provider, self.run.provider) == PROVIDERS["cpu"]:
+            # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
+            self._opening = run_beside(functools.partial(self._make_session, False))
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data, and without layers."""

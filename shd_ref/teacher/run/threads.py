@@ -29,18 +29,18 @@ def threads_for(multiplications: int) -> AbstractContextManager[object]:
 
 
 def run_beside(work: Callable[[], T], *, daemon: bool = False) -> Future[T]:
-    """Begin some work on a thread of its own; what it gives, or what went wrong, is told by ``result()``.
+    """Run a function on a new thread; ``result()`` waits for it, and returns its value or raises its error.
 
     Args:
-        work: what to do.
-        daemon: the process may end before it is done.
+        work: the function.
+        daemon: do not wait for it when the process ends.
     """
     found = Future[T]()
 
     def run() -> None:
         try:
             found.set_result(work())
-        except BaseException as error:  # told where the result is asked for
+        except BaseException as error:  # raised by result()
             found.set_exception(error)
 
     threading.Thread(target=run, daemon=daemon).start()

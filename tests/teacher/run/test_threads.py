@@ -19,7 +19,7 @@ from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run import calibration, teacher
 from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
 from shd_ref.teacher.session import open_session, run_session
@@ -101,3 +101,17 @@ def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch
     with pytest.raises(ShdError, match="the file is gone"):
         precompute(tmp_path / "teacher.onnx", arrays, students)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("provider", "beside"), [("cpu", True), ("CPUExecutionProvider", True), ("cuda", False)])
+def test_only_sessions_on_the_processor_are_opened_beside(tmp_path: Path, provider: str, beside: bool) -> None:
+    """Loading CUDA redirects stdout, which two threads at once would not give back."""
+    onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
+    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
+    for name, width in (("logits_0", 5), ("values_0", 4)):
+        arrays[name] = np.ones((3, 4, 5, width), dtype=np.float32)
+    options = [PrecomputeOptions(num_student_heads=2)]
+    run = teacher.TeacherRun(tmp_path / "teacher.onnx", arrays, options, RunOptions(provider=provider))
+    run.begin()
+    assert (run._opening is not None) == beside
+    assert len(run.fingerprint().sha256) == 64
