@@ -25,6 +25,15 @@ from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
 from shd_ref.teacher.session import open_session, run_session
 
 
+def make_arrays(layers: int = 1) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
+    for layer in range(layers):
+        arrays[f"logits_{layer}"] = rng.normal(size=(3, 4, 5, 5)).astype(np.float32)
+        arrays[f"values_{layer}"] = rng.normal(size=(3, 4, 5, 4)).astype(np.float32)
+    return arrays
+
+
 def blas_threads() -> list[int]:
     return [each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"]
 
@@ -54,10 +63,7 @@ def test_plans_are_matched_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(calibration, "match_factored", watched)
     model = bare_attention(4)
-    rng = np.random.default_rng(0)
-    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
-    for name, width in (("logits_0", 5), ("values_0", 4)):
-        arrays[name] = rng.normal(size=(3, 4, 5, width)).astype(np.float32)
+    arrays = make_arrays()
     inputs = ModelInputs(arrays, input_specs(model), None)
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         plans = calibration.calibrate_plans(AttentionReader(model, find_sites(model)), inputs, 2, num_samples=2)
@@ -68,11 +74,7 @@ def test_plans_are_matched_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_layers_are_compared_at_once_or_one_by_one_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bare_attention(4, num_layers=3)
     graph = squeeze_graph(model, tuple(enumerate(find_sites(model))), num_student_heads=2, check_outputs=True)
-    rng = np.random.default_rng(0)
-    feeds: dict[str, Any] = {"mask": np.ones((2, 5), dtype=np.int64)}
-    for layer in range(3):
-        feeds[f"logits_{layer}"] = rng.normal(size=(2, 4, 5, 5)).astype(np.float32)
-        feeds[f"values_{layer}"] = rng.normal(size=(2, 4, 5, 4)).astype(np.float32)
+    feeds = make_arrays(3)
     session = open_session(graph.model, num_threads=1)
     outputs = run_session(session, {value.name: feeds[value.name] for value in session.get_inputs()})
     found = []
@@ -93,10 +95,7 @@ def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(teacher, "hash_teacher", fails)
     onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
-    rng = np.random.default_rng(0)
-    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
-    for name, width in (("logits_0", 5), ("values_0", 4)):
-        arrays[name] = rng.normal(size=(3, 4, 5, width)).astype(np.float32)
+    arrays = make_arrays()
     students = [(tmp_path / "cache", PrecomputeOptions(num_student_heads=2))]
     with pytest.raises(ShdError, match="the file is gone"):
         precompute(tmp_path / "teacher.onnx", arrays, students)
@@ -107,9 +106,7 @@ def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch
 def test_only_sessions_on_the_processor_are_opened_beside(tmp_path: Path, provider: str, beside: bool) -> None:
     """Loading CUDA redirects stdout, which two threads at once would not give back."""
     onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
-    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
-    for name, width in (("logits_0", 5), ("values_0", 4)):
-        arrays[name] = np.ones((3, 4, 5, width), dtype=np.float32)
+    arrays = make_arrays()
     options = [PrecomputeOptions(num_student_heads=2)]
     run = teacher.TeacherRun(tmp_path / "teacher.onnx", arrays, options, RunOptions(provider=provider))
     run.begin()
