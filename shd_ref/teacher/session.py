@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import data_folder
 from shd_ref.teacher.packages import onnx
-
-if TYPE_CHECKING:
-    pass
 
 PROVIDERS: Final[dict[str, str]] = {
     "cpu": "CPUExecutionProvider",

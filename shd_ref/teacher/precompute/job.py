@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import permutations
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Skipped
 from shd_ref.cache.storage.places import open_storage
@@ -24,9 +24,11 @@ from shd_ref.teacher.precompute.records import extent_of, make_records, maker_of
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.buckets import group_shards, share_shards
 from shd_ref.teacher.run.faults import find_faults
+from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.teacher.run.threads import run_ahead
 from shd_ref.teacher.sources import Arrays, Source
 
 WINDOW_BYTES: Final = 2**30
@@ -73,7 +75,7 @@ class PrecomputeJob:
         for folder, options in students:
             check_destination(folder, teacher, options, run)
         options_of = [adopt_plans(folder, options, run) for folder, options in students]
-        self._work = TeacherRun(teacher, inputs, options_of, run, on_read)
+        self._work = TeacherRun(teacher, inputs, options_of, run, on_read, ahead=True)
         self._work.begin()
         self._work.check_samples()
         first = self._first_outputs()
@@ -175,29 +177,36 @@ class PrecomputeJob:
         return sum(len(self._caches[0].manifest.shard_samples(shard)) for shard in shards)
 
     def _write_window(self, window: Sequence[int], missing: Sequence[Collection[int]], progress: _Progress) -> None:
-        """Run the batches of these shards that reach a missing one, and write each shard when it is full.
-
-        Which batches there are, and which of them also yield the uncoded maps, does not depend on what is missing:
-        a resumed run gives the bytes that an undisturbed one gives.
-        """
+        """Run the batches of these shards that reach a missing one, and write each shard when it is full."""
         work, manifest = self._work, self._caches[0].manifest
         shard_of = {index: shard for shard in window for index in manifest.shard_samples(shard)}
         for cache, lost in zip(self._caches, missing, strict=True):
             cache.begin(shard for shard in window if shard in lost)
+        squeezed = run_ahead(
+            lambda step: work.squeeze(step.batch, checked=step.checked), self._steps(shard_of), work.callers
+        )
+        for step, outputs in squeezed:
+            again = functools.cache(self._check_again) if step.first else None
+            for cache in step.takers:
+                progress.samples += cache.take(outputs[cache.number], step.shards, again)
+            progress.report()
+
+    def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
+        """The batches of a window of shards, in the order in which they run.
+
+        Which there are, and which of them also yield the uncoded maps, does not depend on what is missing: a resumed
+        run gives the bytes that an undisturbed one gives.
+        """
+        work = self._work
         begun: set[int] = set()
         for indices in work.groups(shard_of):
-            touched = {shard_of[index] for index in indices}
-            first = not touched <= begun
-            begun |= touched
-            takers = [cache for cache in self._caches if not touched.isdisjoint(cache.pending)]
-            if not takers:
-                continue
-            checked = first and work.count_checked(indices) == len(indices)
-            outputs = work.squeeze(work.inputs.batch(indices), checked=checked)
-            again = functools.cache(self._check_again)
-            for cache in takers:
-                progress.samples += cache.take(outputs[cache.number], touched, again if first else None)
-            progress.report()
+            shards = {shard_of[index] for index in indices}
+            first = not shards <= begun
+            begun |= shards
+            takers = [cache for cache in self._caches if not shards.isdisjoint(cache.pending)]
+            if takers:
+                checked = first and work.count_checked(indices) == len(indices)
+                yield _Step(work.inputs.batch(indices), shards, first, checked, takers)
 
     def _check_again(self, indices: tuple[int, ...]) -> tuple[StudentOutputs, ...]:
         """The check outputs of as many of these samples as may yield them at once."""
@@ -214,6 +223,20 @@ class PrecomputeJob:
             if sound:
                 return [each.select(sound) for each in outputs]
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: look at its inputs", "MAP-5")
+
+
+class _Step(NamedTuple):
+    """A batch that runs: the shards that it has samples of, and who takes them.
+
+    ``first``: it is the first of one of these shards, whose errors are then measured. ``checked``: it yields check
+    outputs.
+    """
+
+    batch: Batch
+    shards: Collection[int]
+    first: bool
+    checked: bool
+    takers: Sequence[_StudentCache]
 
 
 class _StudentCache:

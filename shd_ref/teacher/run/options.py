@@ -290,7 +290,7 @@ class RunOptions:
 
     Attributes:
         samples_per_shard: None for shards of about 256 MiB, and at least 16 of them.
-        num_threads: None for onnxruntime's own choice.
+        num_threads: None for one a core. ``precompute`` runs two batches at once where it has two threads or more.
         shards: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
     """
 
@@ -319,7 +319,7 @@ class RunOptions:
         str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING)
     ] = "cpu"
     num_threads: Annotated[
-        int | None, Shown("Threads of onnxruntime. Default: its own choice.", RUNNING, least=1)
+        int | None, Shown("Threads that run the teacher. Default: one a core.", RUNNING, least=1)
     ] = None
     shards: Annotated[
         tuple[int, int],

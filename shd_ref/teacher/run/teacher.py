@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -36,7 +37,7 @@ from shd_ref.teacher.run.layers import choose_layers
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.threads import run_beside
+from shd_ref.teacher.run.threads import Sharing, run_beside, share_threads
 from shd_ref.teacher.session import PROVIDERS, open_session
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -56,6 +57,8 @@ class TeacherRun:
         run: how to run it.
         on_read: called with samples read and in all, while the inputs are read once.
         input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
+        ahead: whether batches will run while records are made of others (``run_ahead``), so that sessions leave a
+            thread to them.
 
     Attributes:
         inputs: the samples, checked against the graph.
@@ -68,6 +71,7 @@ class TeacherRun:
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
         others: further teachers, whose logits are averaged with this one's.
+        callers: threads that may call ``squeeze`` at once, as ``run_ahead`` wants to know.
         logit_columns: classes that this teacher gives, padding included, once a run told.
 
     Raises:
@@ -83,6 +87,8 @@ class TeacherRun:
         run: RunOptions,
         on_read: Callable[[int, int], None] | None = None,
         input_names: Collection[str] | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self.path = teacher
         self.options = options = students[0]
@@ -91,12 +97,20 @@ class TeacherRun:
             check_options(each)
         check_run(run)
         check_teachers(teacher, options)
+        self._provider = PROVIDERS.get(run.provider, run.provider)
+        on_cpu = self._provider == PROVIDERS["cpu"]
+        sharing = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else Sharing(0, run.num_threads)
+        self.callers, self._session_threads = sharing
+        self._lock = threading.Lock()
         self.model = load_teacher(teacher)
         sites, specs = find_sites(self.model), input_specs(self.model)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
         self.targets = self._find_targets(sites)
-        self.others = tuple(LogitsTeacher(path, options, run) for path in options.with_teachers)
+        self.others = tuple(
+            LogitsTeacher(path, options, replace(run, num_threads=self._session_threads))
+            for path in options.with_teachers
+        )
         self._check_classes()
         self.factors = self._choose_stored()
         self.num_teacher_heads = _common_heads(self.layers)
@@ -364,16 +378,15 @@ class TeacherRun:
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
         dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
-        provider = PROVIDERS.get(self.run.provider, self.run.provider)
         sha256 = hash_teacher(self.path) if self._sha256 is None else self._sha256.result()
-        return Teacher(sha256=sha256, name=self.path.name, provider=provider, dtype=dtype)
+        return Teacher(sha256=sha256, name=self.path.name, provider=self._provider, dtype=dtype)
 
     def begin(self) -> None:
         """Start what a whole run will need, beside what comes next: the hash of the files and the plain session."""
         # Errors meanwhile need not wait for the hash, which takes seconds for each gigabyte. A session that is being
         # opened must not meet the end of the interpreter.
         self._sha256 = run_beside(functools.partial(hash_teacher, self.path), daemon=True)
-        if PROVIDERS.get(self.run.provider, self.run.provider) == PROVIDERS["cpu"]:
+        if self._provider == PROVIDERS["cpu"]:
             # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
             self._opening = run_beside(functools.partial(self._make_session, False))
 
@@ -449,10 +462,11 @@ class TeacherRun:
 
     def _open(self, checked: bool) -> _Session:
         """The session of all students with or without check outputs, made when it is first needed."""
-        if checked not in self._sessions:
-            begun = None if checked else self._opening
-            self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
-        return self._sessions[checked]
+        with self._lock:  # batches may run on several threads
+            if checked not in self._sessions:
+                begun = None if checked else self._opening
+                self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
+            return self._sessions[checked]
 
     def _make_session(self, checked: bool) -> _Session:
         graphs = [
@@ -461,7 +475,7 @@ class TeacherRun:
             for number, student in enumerate(self.students)
         ]
         model, renamed = unite_graphs(graphs)
-        session = open_session(model, provider=self.run.provider, num_threads=self.run.num_threads)
+        session = open_session(model, provider=self.run.provider, num_threads=self._session_threads)
         return _Session(session, [output.name for output in model.graph.output], renamed)
 
     def _make_graph(self, student: Student, *, check_outputs: bool, targets: TargetTensors | None) -> SqueezedGraph:

@@ -1,14 +1,17 @@
-"""Threads: how many NumPy's matrix products take, and one for what is needed later."""
+"""Threads: how many a session and NumPy's matrix products take, and those on which work runs beside other work."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SMALL_PRODUCT: Final = 2**27
 """Multiplications of a product that is not worth threads: hundredths of a second on one core."""
@@ -45,3 +48,67 @@ def run_beside(work: Callable[[], T], *, daemon: bool = False) -> Future[T]:
 
     threading.Thread(target=run, daemon=daemon).start()
     return found
+
+
+class Sharing(NamedTuple):
+    """How a run that makes records while batches run shares its threads.
+
+    Attributes:
+        callers: batches that run at once; 0: each is waited for, and its records are made while nothing runs.
+        session_threads: of a session, its caller's among them; None for onnxruntime's own choice.
+    """
+
+    callers: int
+    session_threads: int | None
+
+
+def share_threads(num_threads: int | None, *, on_cpu: bool) -> Sharing:
+    """Two batches at once on a CPU, so that no core waits for a barrier or while records are made.
+
+    Elsewhere one, and the next is handed over before its records are made: two would not fit where one just does.
+
+    Args:
+        num_threads: of the whole run; None for one a core.
+        on_cpu: whether the session runs on the CPU.
+    """
+    if not on_cpu:
+        return Sharing(1, num_threads)
+    threads = count_cores() if num_threads is None else num_threads
+    # The second caller is a thread of its own.
+    return Sharing(2, threads - 1) if threads > 1 else Sharing(0, 1)
+
+
+def count_cores() -> int:
+    """Physical cores that this process may use, as far as the system tells; hyperthreads gain a session nothing."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or usable, usable)
+
+
+def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Iterator[tuple[T, R]]:
+    """Results in the order of the items, while the next item is under way: at most two results are there at once.
+
+    Args:
+        run: called on threads of its own, on ``callers`` items at once.
+        items: taken on the thread that asks for results.
+        callers: 0 to call ``run`` where its result is asked for.
+    """
+    if not callers:
+        for item in items:
+            yield item, run(item)
+        return
+    under_way: deque[tuple[T, Future[R]]] = deque()
+    with ThreadPoolExecutor(callers, thread_name_prefix="shd-batch") as pool:
+        try:
+            for item in items:
+                under_way.append((item, pool.submit(run, item)))
+                if len(under_way) == 2:
+                    first, found = under_way.popleft()
+                    yield first, found.result()
+            while under_way:
+                first, found = under_way.popleft()
+                yield first, found.result()
+        finally:  # after an error, and where nobody asks for the rest
+            for _, found in under_way:
+                found.cancel()

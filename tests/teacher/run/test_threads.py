@@ -1,7 +1,11 @@
-"""Threads of NumPy's matrix products: one while they are small, and afterwards as before."""
+"""Threads: one for small matrix products, two batches at once, and what goes wrong on any of them."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,8 @@ import numpy as np
 import onnx
 import pytest
 import threadpoolctl
-from support.attention_graphs import bare_attention
+from support.attention_graphs import bare_attention, language_model
+from support.makers import contents
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
@@ -17,11 +22,11 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.precompute import compare
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run import calibration, teacher
+from shd_ref.teacher.run import calibration, teacher, threads
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
+from shd_ref.teacher.run.threads import SMALL_PRODUCT, Sharing, count_cores, run_ahead, share_threads, threads_for
 from shd_ref.teacher.session import open_session, run_session
 
 
@@ -112,3 +117,149 @@ def test_only_sessions_on_the_processor_are_opened_beside(tmp_path: Path, provid
     run.begin()
     assert (run._opening is not None) == beside
     assert len(run.fingerprint().sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "on_cpu", "cores", "sharing"),
+    [
+        (1, True, 4, Sharing(0, 1)),
+        (2, True, 4, Sharing(2, 1)),
+        (8, True, 4, Sharing(2, 7)),
+        (None, True, 4, Sharing(2, 3)),
+        (None, True, 1, Sharing(0, 1)),
+        (None, False, 4, Sharing(1, None)),
+        (1, False, 4, Sharing(1, 1)),
+    ],
+)
+def test_a_run_takes_the_threads_it_is_given(
+    num_threads: int | None, on_cpu: bool, cores: int, sharing: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "count_cores", lambda: cores)
+    assert share_threads(num_threads, on_cpu=on_cpu) == sharing
+
+
+def test_cores_are_those_that_the_process_may_use() -> None:
+    assert 1 <= count_cores() <= (os.cpu_count() or 1)
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system binds no process to cores")
+    usable = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(usable)})
+        assert count_cores() == 1
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+@pytest.mark.parametrize("callers", [0, 1, 2])
+def test_results_come_in_order_and_few_wait(callers: int) -> None:
+    begun, looked_at = itertools.count(1), 0
+    most_ahead, own = 0, threading.get_ident()
+    takers: set[int] = set()
+
+    def items() -> Iterator[int]:
+        for item in range(20):
+            takers.add(threading.get_ident())
+            yield item
+
+    def run(item: int) -> tuple[int, int]:
+        nonlocal most_ahead
+        most_ahead = max(most_ahead, next(begun) - looked_at)
+        return item * item, threading.get_ident()
+
+    for expected, (item, (square, thread)) in enumerate(run_ahead(run, items(), callers)):
+        assert (item, square) == (expected, expected**2)
+        assert (thread == own) == (callers == 0)
+        looked_at = expected + 1
+    assert looked_at == 20
+    assert takers == {own}
+    assert most_ahead <= (2 if callers else 1)
+
+
+def test_two_callers_run_at_once() -> None:
+    both = threading.Barrier(2, timeout=30)
+    assert [index for index, _ in run_ahead(lambda _: both.wait(), range(4), 2)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("callers", [0, 1, 2])
+def test_an_error_comes_in_its_turn_and_ends_all(callers: int) -> None:
+    run: list[int] = []
+
+    def fail(item: int) -> int:
+        run.append(item)
+        if item == 3:
+            raise ValueError("the fourth")
+        return item
+
+    before, seen = threading.active_count(), []
+    with pytest.raises(ValueError, match="the fourth"):
+        seen.extend(item for item, _ in run_ahead(fail, range(50), callers))
+    assert set(run) <= {0, 1, 2, 3, 4}
+    assert threading.active_count() == before
+    ahead = run_ahead(fail, range(3), callers)  # whoever asks for no more waits for nothing else
+    assert next(ahead) == (0, 0)
+    ahead.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+class TestWholeRuns:
+    """Batches that run ahead change no byte, and lose nothing when one goes wrong."""
+
+    NUM_SAMPLES = 30
+
+    def write(self, folder: Path, num_threads: int, ids: Any, **options: Any) -> dict[str, bytes]:
+        students = [(folder, PrecomputeOptions(num_student_heads=2, hidden=(0, 1), logits="topk", **options))]
+        run = RunOptions(batch_size=4, samples_per_shard=3, num_threads=num_threads)
+        precompute(
+            folder.parent / "teacher.onnx", {"input_ids": ids, "attention_mask": np.ones_like(ids)}, students, run
+        )
+        return contents(folder)
+
+    @pytest.fixture
+    def ids(self, tmp_path: Path) -> Any:
+        onnx.save(language_model(), tmp_path / "teacher.onnx")
+        return np.random.default_rng(0).integers(0, 50, (self.NUM_SAMPLES, 9))
+
+    @pytest.mark.parametrize("form", ["maps", "factored"])
+    def test_the_bytes_are_those_of_one_thread(self, tmp_path: Path, ids: Any, form: str) -> None:
+        alone = self.write(tmp_path / "alone", 1, ids, form=form)
+        assert self.write(tmp_path / "ahead", 3, ids, form=form) == alone
+
+    def test_batches_run_at_once(self, tmp_path: Path, ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain, under_way, most = teacher.run_batch, itertools.count(), [0]
+        at_once, lock, met = [0], threading.Lock(), threading.Event()
+
+        def watched(*arguments: Any) -> Any:
+            with lock:
+                at_once[0] += 1
+                most[0] = max(most[0], at_once[0])
+                if at_once[0] == 2:
+                    met.set()
+            if next(under_way) > 6 and threading.current_thread().name.startswith("shd-batch"):
+                met.wait(5)
+            values = plain(*arguments)
+            with lock:
+                at_once[0] -= 1
+            return values
+
+        monkeypatch.setattr(teacher, "run_batch", watched)
+        self.write(tmp_path / "cache", 2, ids)
+        assert most[0] == 2
+
+    def test_an_interrupt_keeps_what_was_committed(
+        self, tmp_path: Path, ids: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = self.write(tmp_path / "whole", 2, ids)
+        plain, count = teacher.run_batch, itertools.count()
+
+        def stopped(*arguments: Any) -> Any:
+            if next(count) == 9:
+                raise KeyboardInterrupt
+            return plain(*arguments)
+
+        monkeypatch.setattr(teacher, "run_batch", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            self.write(tmp_path / "cache", 2, ids)
+        monkeypatch.undo()
+        assert list((tmp_path / "cache" / "receipts").iterdir())
+        assert not (tmp_path / "cache" / "SEALED.json").exists()
+        assert self.write(tmp_path / "cache", 2, ids) == whole
