@@ -182,14 +182,16 @@ class PrecomputeJob:
         shard_of = {index: shard for shard in window for index in manifest.shard_samples(shard)}
         for cache, lost in zip(self._caches, missing, strict=True):
             cache.begin(shard for shard in window if shard in lost)
-        squeezed = run_ahead(
-            lambda step: work.squeeze(step.batch, checked=step.checked), self._steps(shard_of), work.callers
-        )
-        for step, outputs in squeezed:
+        for step, (outputs, made) in run_ahead(self._run_step, self._steps(shard_of), work.callers):
             again = functools.cache(self._check_again) if step.first else None
-            for cache in step.takers:
-                progress.samples += cache.take(outputs[cache.number], step.shards, again)
+            for (cache, _), each in zip(step.takers, made, strict=True):
+                progress.samples += cache.take(outputs[cache.number], each, again)
             progress.report()
+
+    def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...], list[_Made]]:
+        """Run a batch, and make its records for each taker; several threads do so at once."""
+        outputs = self._work.squeeze(step.batch, checked=step.checked)
+        return outputs, [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
 
     def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
         """The batches of a window of shards, in the order in which they run.
@@ -203,10 +205,10 @@ class PrecomputeJob:
             shards = {shard_of[index] for index in indices}
             first = not shards <= begun
             begun |= shards
-            takers = [cache for cache in self._caches if not shards.isdisjoint(cache.pending)]
+            takers = [(cache, wanted) for cache in self._caches if (wanted := sorted(cache.pending.keys() & shards))]
             if takers:
                 checked = first and work.count_checked(indices) == len(indices)
-                yield _Step(work.inputs.batch(indices), shards, first, checked, takers)
+                yield _Step(work.inputs.batch(indices), first, checked, takers)
 
     def _check_again(self, indices: tuple[int, ...]) -> tuple[StudentOutputs, ...]:
         """The check outputs of as many of these samples as may yield them at once."""
@@ -226,17 +228,31 @@ class PrecomputeJob:
 
 
 class _Step(NamedTuple):
-    """A batch that runs: the shards that it has samples of, and who takes them.
+    """A batch that runs.
 
-    ``first``: it is the first of one of these shards, whose errors are then measured. ``checked``: it yields check
-    outputs.
+    Attributes:
+        batch: its samples.
+        first: whether it is the first of a shard, whose errors are then measured.
+        checked: whether it yields check outputs.
+        takers: the caches that lack samples of it, and which shards these are in.
     """
 
     batch: Batch
-    shards: Collection[int]
     first: bool
     checked: bool
-    takers: Sequence[_StudentCache]
+    takers: Sequence[tuple[_StudentCache, Sequence[int]]]
+
+
+class _Made(NamedTuple):
+    """What a batch gave a cache.
+
+    Attributes:
+        faults: what is wrong with samples, by index.
+        records: of all others, by shard.
+    """
+
+    faults: Mapping[int, str]
+    records: Mapping[int, list[NewRecord]]
 
 
 class _StudentCache:
@@ -263,17 +279,29 @@ class _StudentCache:
         """Collect the samples of these shards from now on."""
         self.pending = {shard: _Pending(self.manifest.shard_samples(shard)) for shard in shards}
 
-    def take(
-        self,
-        outputs: StudentOutputs,
-        shards: Iterable[int],
-        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]] | None,
-    ) -> int:
-        """Take the samples of a batch that pending shards lack, and commit the shards that are full.
+    def make(self, outputs: StudentOutputs, shards: Iterable[int]) -> _Made:
+        """The records of a batch that pending shards lack; nothing is changed.
 
         Args:
             outputs: what the batch gave this student.
-            shards: those that the batch has samples of.
+            shards: pending ones that the batch has samples of.
+        """
+        faults = _judge(self._work, outputs)
+        wanted = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
+        made = {shard: make_records(self._work, outputs, samples, self.manifest) for shard, samples in wanted.items()}
+        return _Made(faults, made)
+
+    def take(
+        self,
+        outputs: StudentOutputs,
+        made: _Made,
+        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]] | None,
+    ) -> int:
+        """Take what was made of a batch, and commit the shards that are full.
+
+        Args:
+            outputs: what the batch gave this student.
+            made: by ``make``.
             check_again: where the batch is the first of a shard, whose errors are then measured: runs some samples
                 for check outputs that the batch did not give.
 
@@ -281,14 +309,12 @@ class _StudentCache:
             How many samples were taken.
         """
         inputs, taken = self._work.inputs, 0
-        faults = _judge(self._work, outputs)
-        for shard in sorted(self.pending.keys() & shards):
+        for shard, records in made.records.items():
             part = self.pending[shard]
-            records = make_records(self._work, outputs, part.samples - faults.keys(), self.manifest)
-            skipped = [index for index in outputs.batch.indices if index in part.samples & faults.keys()]
+            skipped = [index for index in outputs.batch.indices if index in part.samples & made.faults.keys()]
             part.records += records
             part.skipped += [
-                Skipped(index, inputs.key(index), faults[index], inputs.seed(index)) for index in skipped
+                Skipped(index, inputs.key(index), made.faults[index], inputs.seed(index)) for index in skipped
             ]
             taken += len(records) + len(skipped)
             if part.errors is None and check_again is not None and records:

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -57,8 +58,8 @@ class TeacherRun:
         run: how to run it.
         on_read: called with samples read and in all, while the inputs are read once.
         input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
-        ahead: whether batches will run while records are made of others (``run_ahead``), so that sessions leave a
-            thread to them.
+        ahead: whether two threads will call ``squeeze`` at once, by ``run_ahead``: sessions then leave one to the
+            second.
 
     Attributes:
         inputs: the samples, checked against the graph.
@@ -71,7 +72,7 @@ class TeacherRun:
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
         others: further teachers, whose logits are averaged with this one's.
-        callers: threads that may call ``squeeze`` at once, as ``run_ahead`` wants to know.
+        callers: threads that call ``squeeze`` at once, see ``run_ahead``.
         logit_columns: classes that this teacher gives, padding included, once a run told.
 
     Raises:
@@ -102,6 +103,8 @@ class TeacherRun:
         sharing = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else Sharing(0, run.num_threads)
         self.callers, self._session_threads = sharing
         self._lock = threading.Lock()
+        # Two batches may not fit a device on which one just does.
+        self._turn: AbstractContextManager[object] = nullcontext() if on_cpu else threading.Lock()
         self.model = load_teacher(teacher)
         sites, specs = find_sites(self.model), input_specs(self.model)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
@@ -193,7 +196,8 @@ class TeacherRun:
         self.logit_columns = targets.logits.shape[-1]
         if not self.others:
             return targets
-        mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
+        with self._turn:
+            mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
         return replace(targets, logits=mean)
 
     def sample(self, outputs: StudentOutputs, number: int) -> SampleOutputs:
@@ -293,7 +297,8 @@ class TeacherRun:
 
     def _run_noting(self, opened: _Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
         """Run a batch, and note how wide logits and hidden states of positions are."""
-        values = run_batch(opened.session, names, batch)
+        with self._turn:
+            values = run_batch(opened.session, names, batch)
         titles = opened.graphs[0].targets.titles
         columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
         if columns:

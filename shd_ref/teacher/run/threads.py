@@ -51,10 +51,10 @@ def run_beside(work: Callable[[], T], *, daemon: bool = False) -> Future[T]:
 
 
 class Sharing(NamedTuple):
-    """How a run that makes records while batches run shares its threads.
+    """How a run that makes records of one batch while another one runs shares its threads.
 
     Attributes:
-        callers: batches that run at once; 0: each is waited for, and its records are made while nothing runs.
+        callers: batches that are under way at once; 0: each is waited for.
         session_threads: of a session, its caller's among them; None for onnxruntime's own choice.
     """
 
@@ -63,16 +63,14 @@ class Sharing(NamedTuple):
 
 
 def share_threads(num_threads: int | None, *, on_cpu: bool) -> Sharing:
-    """Two batches at once on a CPU, so that no core waits for a barrier or while records are made.
-
-    Elsewhere one, and the next is handed over before its records are made: two would not fit where one just does.
+    """Two batches at once, so that no core waits for a barrier, nor a device for records that are made.
 
     Args:
         num_threads: of the whole run; None for one a core.
         on_cpu: whether the session runs on the CPU.
     """
     if not on_cpu:
-        return Sharing(1, num_threads)
+        return Sharing(2, num_threads)
     threads = count_cores() if num_threads is None else num_threads
     # The second caller is a thread of its own.
     return Sharing(2, threads - 1) if threads > 1 else Sharing(0, 1)
@@ -87,10 +85,10 @@ def count_cores() -> int:
 
 
 def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Iterator[tuple[T, R]]:
-    """Results in the order of the items, while the next item is under way: at most two results are there at once.
+    """Results in the order of the items, which are under way beside what their user does with them.
 
     Args:
-        run: called on threads of its own, on ``callers`` items at once.
+        run: called on threads of its own; as many as there are callers are under way, or wait to be taken.
         items: taken on the thread that asks for results.
         callers: 0 to call ``run`` where its result is asked for.
     """
@@ -103,7 +101,7 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Iterat
         try:
             for item in items:
                 under_way.append((item, pool.submit(run, item)))
-                if len(under_way) == 2:
+                if len(under_way) == callers:
                     first, found = under_way.popleft()
                     yield first, found.result()
             while under_way:
