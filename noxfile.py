@@ -166,7 +166,7 @@ def lowest(session: nox.Session) -> None:
     bounds = Path(session.create_tmp()).resolve() / "lowest.txt"
     bounds.write_text("\n".join(lower_bounds()) + "\n", encoding="utf-8")
     # onnxruntime's quantisation, with which tests make teachers, needed sympy then.
-    session.install("-c", str(bounds), f".[{','.join(TORCHLESS)}]", "pytest", "jsonschema", "sympy")
+    session.install("-c", str(bounds), f".[{','.join(TORCHLESS)}]", "pytest", "pytest-xdist", "jsonschema", "sympy")
     # Old packages warn of what new ones took out.
     session.run("pytest", "-W", "default", *TORCHLESS_TESTS, *session.posargs, env=TEST_ENV)
 
@@ -174,7 +174,7 @@ def lowest(session: nox.Session) -> None:
 @nox.session(python=["3.13"])
 def newest(session: nox.Session) -> None:
     """The newest Python, with the newest versions of everything but PyTorch."""
-    session.install(f".[{','.join(TORCHLESS)}]", "pytest", "jsonschema")
+    session.install(f".[{','.join(TORCHLESS)}]", "pytest", "pytest-xdist", "jsonschema")
     session.run("pytest", "-W", "default", *TORCHLESS_TESTS, *session.posargs, env=TEST_ENV)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import reduce
+from operator import add
 from random import Random
 from typing import Any
 
@@ -39,7 +41,7 @@ class Draws:
             if zeros:
                 weights[self._random.randrange(shape[-1])] = 0.0
             share = 0.25 + 0.75 * self._random.random() if sinks else 1.0
-            total = sum(weights)
+            total = reduce(add, weights)  # from left to right; sum() compensates from Python 3.12 on
             return [share * weight / total for weight in weights]
 
         return self._filled(shape[:-1], row)

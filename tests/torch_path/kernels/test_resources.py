@@ -32,7 +32,6 @@ HALF, FLOAT32 = torch.float16, torch.float32
         (Variant("keys", 32, HALF), 90),
         (Variant("rows", 64), 80),
         (Variant("rows", 64, atomic=True), 90),
-        (Variant("rows", 64, members=None, atomic=True), 80),
         (Variant("rows", 64, members=None, atomic=True), 90),
         (Variant("keys", 64), 80),
         (Variant("keys", 64), 90),
