@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import fields
 from itertools import permutations
 from pathlib import Path
@@ -182,11 +182,14 @@ class PrecomputeJob:
         shard_of = {index: shard for shard in window for index in manifest.shard_samples(shard)}
         for cache, lost in zip(self._caches, missing, strict=True):
             cache.begin(shard for shard in window if shard in lost)
-        for step, (outputs, made) in run_ahead(self._run_step, self._steps(shard_of), work.callers):
-            again = functools.cache(self._check_again) if step.first else None
-            for (cache, _), each in zip(step.takers, made, strict=True):
-                progress.samples += cache.take(outputs[cache.number], each, again)
-            progress.report()
+        work.open(checked=True)  # samples that look faulty run again, with check outputs, on any thread
+        with closing(run_ahead(self._run_step, self._steps(shard_of), work.callers)) as squeezed:
+            for step, (outputs, made) in squeezed:
+                again = functools.cache(self._check_again) if step.first else None
+                for (cache, _), each in zip(step.takers, made, strict=True):
+                    progress.samples += cache.take(outputs[cache.number], each, again)
+                progress.report()
+                del outputs, made, each  # before the next are waited for
 
     def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...], list[_Made]]:
         """Run a batch, and make its records for each taker; several threads do so at once."""
@@ -208,6 +211,7 @@ class PrecomputeJob:
             takers = [(cache, wanted) for cache in self._caches if (wanted := sorted(cache.pending.keys() & shards))]
             if takers:
                 checked = first and work.count_checked(indices) == len(indices)
+                work.open(checked=checked)
                 yield _Step(work.inputs.batch(indices), first, checked, takers)
 
     def _check_again(self, indices: tuple[int, ...]) -> tuple[StudentOutputs, ...]:

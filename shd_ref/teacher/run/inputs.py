@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,6 +84,7 @@ class ModelInputs:
         decoder_mask: str | None = None,
     ) -> None:
         self._source = source if isinstance(source, Source) else ArraySource(source)
+        self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
         given = self._source.columns if names is None else names
         self._supply = Supply([spec for spec in specs if spec.part in SUPPLIED and spec.name not in given])
         self.supplied = self._supply.names
@@ -150,10 +152,11 @@ class ModelInputs:
 
     def sample(self, index: int) -> Sample:
         """One sample as its key sees it, in the graph's types and without padding."""
-        if self._spool is not None:
-            return self._spool.read(index)
-        assert isinstance(self._source, IndexedSource)
-        return self._trim(self._source.row(index, self._columns), index)
+        with self._reading:
+            if self._spool is not None:
+                return self._spool.read(index)
+            assert isinstance(self._source, IndexedSource)
+            return self._trim(self._source.row(index, self._columns), index)
 
     def batches(self, indices: Iterable[int], batch_size: int, batch_tokens: int | None = None) -> Iterator[Batch]:
         """The samples in batches of similar length, longest first; deterministic for the same indices."""

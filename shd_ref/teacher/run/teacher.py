@@ -102,7 +102,6 @@ class TeacherRun:
         on_cpu = self._provider == PROVIDERS["cpu"]
         sharing = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else Sharing(0, run.num_threads)
         self.callers, self._session_threads = sharing
-        self._lock = threading.Lock()
         # Two batches may not fit a device on which one just does.
         self._turn: AbstractContextManager[object] = nullcontext() if on_cpu else threading.Lock()
         self.model = load_teacher(teacher)
@@ -163,8 +162,12 @@ class TeacherRun:
         other._sessions, other._opening = {}, None
         return other
 
+    def open(self, *, checked: bool = False) -> None:
+        """Open what ``squeeze`` needs, on this thread: two that are opened at once would not know of each other."""
+        self._open(checked and bool(self.layers))
+
     def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
-        """Run a batch once, for all students.
+        """Run a batch once, for all students; several threads may, after ``open``.
 
         Args:
             batch: of the inputs.
@@ -467,11 +470,10 @@ class TeacherRun:
 
     def _open(self, checked: bool) -> _Session:
         """The session of all students with or without check outputs, made when it is first needed."""
-        with self._lock:  # batches may run on several threads
-            if checked not in self._sessions:
-                begun = None if checked else self._opening
-                self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
-            return self._sessions[checked]
+        if checked not in self._sessions:
+            begun = None if checked else self._opening
+            self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
+        return self._sessions[checked]
 
     def _make_session(self, checked: bool) -> _Session:
         graphs = [

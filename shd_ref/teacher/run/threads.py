@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple, TypeVar
@@ -84,11 +84,13 @@ def count_cores() -> int:
     return min(psutil.cpu_count(logical=False) or usable, usable)
 
 
-def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Iterator[tuple[T, R]]:
+def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Generator[tuple[T, R], None, None]:
     """Results in the order of the items, which are under way beside what their user does with them.
 
+    What goes wrong comes in its turn, as it would with one item after the other.
+
     Args:
-        run: called on threads of its own; as many as there are callers are under way, or wait to be taken.
+        run: called on threads of its own; as many results as there are callers are under way, or wait to be taken.
         items: taken on the thread that asks for results.
         callers: 0 to call ``run`` where its result is asked for.
     """
@@ -97,16 +99,29 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Iterat
             yield item, run(item)
         return
     under_way: deque[tuple[T, Future[R]]] = deque()
+
+    def take() -> tuple[T, R]:  # nothing here keeps what it returns
+        item, found = under_way.popleft()
+        return item, found.result()
+
+    left, failure = iter(items), None
     with ThreadPoolExecutor(callers, thread_name_prefix="shd-batch") as pool:
         try:
-            for item in items:
+            while True:
+                try:
+                    item = next(left)
+                except StopIteration:
+                    break
+                except Exception as error:  # raised below, after what is under way
+                    failure = error
+                    break
                 under_way.append((item, pool.submit(run, item)))
                 if len(under_way) == callers:
-                    first, found = under_way.popleft()
-                    yield first, found.result()
+                    yield take()
             while under_way:
-                first, found = under_way.popleft()
-                yield first, found.result()
+                yield take()
+            if failure is not None:
+                raise failure
         finally:  # after an error, and where nobody asks for the rest
             for _, found in under_way:
                 found.cancel()

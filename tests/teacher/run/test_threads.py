@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from support.attention_graphs import bare_attention, language_model
 from support.makers import contents
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher import session
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.precompute import compare
@@ -26,8 +30,10 @@ from shd_ref.teacher.run import calibration, teacher, threads
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.spool import Spool
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, Sharing, count_cores, run_ahead, share_threads, threads_for
 from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.sources import Source
 
 
 def make_arrays(layers: int = 1) -> dict[str, Any]:
@@ -175,6 +181,96 @@ def test_results_come_in_order_and_few_wait(callers: int) -> None:
     assert most_ahead <= max(callers, 1)
 
 
+@pytest.mark.parametrize("callers", [1, 2])
+def test_no_more_results_are_held_than_there_are_callers(callers: int) -> None:
+    class Result:
+        """Something that can be counted while it lives."""
+
+    alive: weakref.WeakSet[Result] = weakref.WeakSet()
+    most = 0
+
+    def run(_: int) -> Result:
+        nonlocal most
+        made = Result()
+        alive.add(made)
+        most = max(most, len(alive))
+        return made
+
+    for _, made in run_ahead(run, range(30), callers):
+        assert made in alive
+        del made
+    assert most <= callers
+    assert not alive
+
+
+@pytest.mark.parametrize("callers", [0, 1, 2])
+@pytest.mark.parametrize("broken", [[], [0], [1]])
+def test_an_error_of_the_items_waits_for_what_is_under_way(callers: int, broken: list[int]) -> None:
+    def items() -> Iterator[int]:
+        yield from (0, 1)
+        raise OSError("no more")
+
+    seen: list[int] = []
+    expected: type[Exception] = KeyError if broken else OSError
+    with pytest.raises(expected):
+        seen.extend(
+            item for item, _ in run_ahead(lambda item: {0: 0, 1: 1}[item + 5 * (item in broken)], items(), callers)
+        )
+    assert seen == list(range(broken[0] if broken else 2))
+
+
+class Streamed(Source):
+    """Arrays that can only be read from their beginning."""
+
+    name, columns = "arrays", ("input_ids", "attention_mask")
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays["input_ids"])
+
+    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        return ({name: self._arrays[name][index] for name in columns} for index in range(len(self)))
+
+
+def test_two_threads_read_their_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spool has one position in one file; samples that look faulty are read again while others are."""
+    spool_read = Spool.read
+
+    def slow(self: Spool, index: int) -> Any:
+        class Slow:
+            """Gives others the time to move the position."""
+
+            def __init__(self, file: Any) -> None:
+                self.file = file
+
+            def seek(self, *arguments: int) -> None:
+                self.file.seek(*arguments)
+                time.sleep(0.002)
+
+            def read(self, size: int) -> bytes:
+                return bytes(self.file.read(size))
+
+        if not isinstance(self._file, Slow):
+            self._file = Slow(self._file)  # type: ignore[assignment]
+        return spool_read(self, index)
+
+    monkeypatch.setattr(Spool, "read", slow)
+    model = language_model()
+    ids = np.random.default_rng(0).integers(0, 50, (40, 9))
+    inputs = ModelInputs(Streamed({"input_ids": ids, "attention_mask": np.ones_like(ids)}), input_specs(model), None)
+    assert inputs._spool is not None
+
+    def read(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            np.testing.assert_array_equal(inputs.sample(number)["input_ids"], ids[number])
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(read, range(40)), pool.submit(read, reversed(range(40)))]:
+            done.result()
+
+
 def test_two_callers_run_at_once() -> None:
     both = threading.Barrier(2, timeout=30)
     assert [index for index, _ in run_ahead(lambda _: both.wait(), range(4), 2)] == [0, 1, 2, 3]
@@ -197,8 +293,45 @@ def test_an_error_comes_in_its_turn_and_ends_all(callers: int) -> None:
     assert threading.active_count() == before
     ahead = run_ahead(fail, range(3), callers)  # whoever asks for no more waits for nothing else
     assert next(ahead) == (0, 0)
-    ahead.close()  # type: ignore[attr-defined]
+    ahead.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_sessions_are_opened_on_the_thread_that_calls(
+    tmp_path: Path, provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on a device one batch runs at a time; here the processor stands in for it."""
+    onnx.save(language_model(), tmp_path / "teacher.onnx")
+    opened: list[str] = []
+    plain_open, plain_run = teacher.open_session, teacher.run_batch
+    running, most = [0], [0]
+    lock = threading.Lock()
+
+    def open_here(model: Any, **options: Any) -> Any:
+        opened.append(threading.current_thread().name)
+        return plain_open(model, **(options | {"provider": "cpu"}))
+
+    def watched(*arguments: Any) -> Any:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.005)
+        values = plain_run(*arguments)
+        with lock:
+            running[0] -= 1
+        return values
+
+    monkeypatch.setattr(teacher, "open_session", open_here)
+    monkeypatch.setattr(teacher, "run_batch", watched)
+    monkeypatch.setattr(session, "check_session", lambda *_: "CPUExecutionProvider")
+    ids = np.random.default_rng(0).integers(0, 50, (24, 9))
+    run = RunOptions(batch_size=4, samples_per_shard=8, num_threads=2, provider=provider)
+    students = [(tmp_path / "cache", PrecomputeOptions(num_student_heads=2))]
+    precompute(tmp_path / "teacher.onnx", {"input_ids": ids, "attention_mask": np.ones_like(ids)}, students, run)
+    assert len(opened) == 2
+    assert not any(name.startswith("shd-batch") for name in opened)
+    assert most[0] == (2 if provider == "cpu" else 1)
 
 
 class TestWholeRuns:
