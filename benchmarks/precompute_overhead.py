@@ -2,8 +2,8 @@
 
 The start: graph opened, inputs read and hashed, the first batch compared with the reference, until two batches are
 there. Then what a batch costs until the cache is sealed (maps packed, checksums, shards of 226 MB written to a
-local folder, codec error measured), over plain forward passes of the same batches just before and after. Beside it the
-usual way: PyTorch's eager attention with ``output_attentions``, whose maps are saved in float16.
+local folder, codec error measured), over plain forward passes of the same batches just before and after. Beside it
+the usual way: PyTorch's eager attention with ``output_attentions``, whose maps are saved in float16.
 
 PyTorch works in a process of its own, so that this one is like the command's: beside PyTorch and an exporter, the
 kernel took five times as long to write the same bytes. Prints a table and writes ``precompute_overhead.json`` beside
