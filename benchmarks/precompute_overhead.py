@@ -5,8 +5,8 @@ there. Then what a batch costs until the cache is sealed (maps packed, checksums
 local folder, codec error measured), over plain forward passes of the same batches just before and after. Beside it
 the usual way: PyTorch's eager attention with ``output_attentions``, whose maps are saved in float16.
 
-PyTorch works in a process of its own, so that this one is like the command's: beside PyTorch and an exporter, the
-kernel took five times as long to write the same bytes. Prints a table and writes ``precompute_overhead.json`` beside
+PyTorch runs in a child process, so that this one resembles ``shd precompute``: with PyTorch and the exporter loaded,
+writing the same bytes took up to five times as long. Prints a table and writes ``precompute_overhead.json`` beside
 this file.
 
     python benchmarks/precompute_overhead.py [--rounds 5] [--threads 2]

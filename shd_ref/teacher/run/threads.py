@@ -72,7 +72,7 @@ def share_threads(num_threads: int | None, *, on_cpu: bool) -> Sharing:
     if not on_cpu:
         return Sharing(2, num_threads)
     threads = count_cores() if num_threads is None else num_threads
-    # The second caller is a thread of its own.
+    # The second caller runs beside the session's threads, which include the first.
     return Sharing(2, threads - 1) if threads > 1 else Sharing(0, 1)
 
 
@@ -85,12 +85,12 @@ def count_cores() -> int:
 
 
 def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Generator[tuple[T, R], None, None]:
-    """Results in the order of the items, which are under way beside what their user does with them.
+    """Results in the order of the items, computed while the consumer handles earlier ones.
 
     What goes wrong comes in its turn, as it would with one item after the other.
 
     Args:
-        run: called on threads of its own; as many results as there are callers are under way, or wait to be taken.
+        run: called on ``callers`` worker threads; at most that many results are in flight or waiting at a time.
         items: taken on the thread that asks for results.
         callers: 0 to call ``run`` where its result is asked for.
     """
@@ -122,6 +122,6 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
                 yield take()
             if failure is not None:
                 raise failure
-        finally:  # after an error, and where nobody asks for the rest
+        finally:  # an error, or the consumer stopped early
             for _, found in under_way:
                 found.cancel()
