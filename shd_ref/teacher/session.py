@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import data_folder
+from shd_ref.teacher.opening.weights import Weights, find_taken, put_back
 from shd_ref.teacher.packages import onnx
 
 PROVIDERS: Final[dict[str, str]] = {
@@ -66,6 +67,7 @@ def open_session(
     *,
     provider: str = "CPUExecutionProvider",
     num_threads: int | None = None,
+    weights: Weights | None = None,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` on exactly this provider.
 
@@ -75,6 +77,7 @@ def open_session(
         model: from ``load_teacher`` or made of such a one, serialised, or the path of one.
         provider: ``"cpu"``, ``"cuda"``, or onnxruntime's name of an execution provider.
         num_threads: threads inside one operator, 1 to ``MAX_THREADS``; default: onnxruntime's choice.
+        weights: those that the model lacks, from ``take_weights``; sessions of one teacher share them.
 
     Raises:
         ShdError: ``provider-unavailable``, ``argument-value``; ``graph-invalid`` where onnxruntime rejects the model;
@@ -96,11 +99,19 @@ def open_session(
     if name != PROVIDERS["cpu"]:
         # Of a provider that cannot be loaded, onnxruntime's own log says in ten lines what the error says.
         onnxruntime.set_default_logger_severity(4)
+    lent: dict[str, Any] = {}
     if isinstance(model, str | Path):
         source: bytes | str = str(model)
     elif isinstance(model, bytes):
         source = model
     else:
+        if weights and name != PROVIDERS["cpu"]:  # whose memory it is
+            model, weights = put_back(model, weights), None
+        lent = {
+            tensor: onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            for tensor, array in find_taken(model, weights or {}).items()
+        }
+        options.add_external_initializers(list(lent), list(lent.values()))
         source = model.SerializeToString()
         folder = data_folder(model)
         if folder is not None:
@@ -118,6 +129,7 @@ def open_session(
             onnxruntime.set_default_logger_severity(2)  # its default
     if session.get_providers()[0] != name:
         raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
+    session.shd_lent = lent  # it reads them where they are, and does not keep them alive
     return session
 
 

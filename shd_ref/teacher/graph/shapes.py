@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
 from shd_ref.teacher.opening.inference import infer_shapes
+from shd_ref.teacher.opening.weights import take_weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.session import open_session
 
@@ -143,12 +144,11 @@ class Probe:
     """
 
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
-        probe = onnx.ModelProto()
-        probe.CopyFrom(model)
+        probe, weights = take_weights(model)
         del probe.graph.output[:]
         probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         self._names = tuple(names)
-        self._session = open_session(probe, num_threads=1)
+        self._session = open_session(probe, num_threads=1, weights=weights)
         self.specs = input_specs(model)
         self.sizes = _PROBE_SIZES.fitted(self.specs)
         other = InputSizes(_PROBE_SIZES.batch + 1, _PROBE_SIZES.length + 1).fitted(self.specs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Final
 
 from shd_ref.teacher.packages import Message, onnx
@@ -18,27 +19,29 @@ def copy_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     _copy_fields(model.graph, skeleton.graph, "initializer")
     for tensor in model.graph.initializer:
         copied = skeleton.graph.initializer.add()
-        if _is_small(tensor):
+        if is_small(tensor):
             copied.CopyFrom(tensor)
         else:
             _copy_fields(tensor, copied, *_DATA)
     return skeleton
 
 
-def restore_weights(skeleton: onnx.ModelProto, model: onnx.ModelProto) -> None:
+def restore_weights(skeleton: onnx.ModelProto, model: onnx.ModelProto, *, but: Collection[str] = frozenset()) -> None:
     """Copy the model's large weights back into a skeleton, in place.
 
     Args:
         skeleton: from ``copy_skeleton``; nodes and initialisers may have been added or removed since.
         model: the one it was copied from.
+        but: names of those that are left out.
     """
-    whole = {tensor.name: tensor for tensor in model.graph.initializer if not _is_small(tensor)}
+    whole = {tensor.name: tensor for tensor in model.graph.initializer if not is_small(tensor)}
     for tensor in skeleton.graph.initializer:
-        if tensor.name in whole:
+        if tensor.name in whole and tensor.name not in but:
             tensor.CopyFrom(whole[tensor.name])
 
 
-def _is_small(tensor: onnx.TensorProto) -> bool:
+def is_small(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor may be a shape, whose numbers count, or is not worth the trouble."""
     return bool(math.prod(tensor.dims) <= _SMALL)
 
 

@@ -17,6 +17,7 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.weights import take_weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.independence import check_samples
@@ -176,8 +177,9 @@ class LogitsTeacher:
 
     @functools.cached_property
     def _graph(self) -> tuple[Any, str]:
-        graph, run = squeeze_graph(self.model, (), targets=self._targets), self._run_options
-        session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads)
+        model, weights = take_weights(self.model)
+        graph, run = squeeze_graph(model, (), targets=self._targets), self._run_options
+        session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=weights)
         return session, str(graph.targets.logits)
 
 

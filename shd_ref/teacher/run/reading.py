@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from shd_ref.attention import value_outputs
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.opening.weights import Weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset, site_tensors
 from shd_ref.teacher.run.inputs import Batch, run_batch
@@ -25,6 +26,7 @@ class AttentionReader:
         sites: supported sites of this model, from ``find_sites``.
         provider: as in ``open_session``.
         num_threads: as in ``open_session``.
+        weights: as in ``open_session``.
 
     Raises:
         ShdError: ``graph-unsupported`` (an operator set that is too old), ``provider-unavailable``.
@@ -37,6 +39,7 @@ class AttentionReader:
         *,
         provider: str = "cpu",
         num_threads: int | None = None,
+        weights: Weights | None = None,
     ) -> None:
         body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
         self.sites = tuple(sites)
@@ -45,7 +48,7 @@ class AttentionReader:
             for name, tensor in zip(self._names(number), site_tensors(body, site), strict=True):
                 body.output(body.op("Cast", tensor, to=FLOAT), name, FLOAT, rank=4)
         graph = assemble_graph(model, body, ())
-        self._session = open_session(graph, provider=provider, num_threads=num_threads)
+        self._session = open_session(graph, provider=provider, num_threads=num_threads, weights=weights)
 
     def read(self, number: int, batch: Batch) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """Maps ``(B, H, L, S)`` in the teacher's own dtype and X ``(B, H, S, D)`` of one site, by its number.

@@ -28,6 +28,7 @@ from shd_ref.teacher.graph.shapes import frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.weights import take_weights
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph
 from shd_ref.teacher.rewrite.union import unite_graphs
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
@@ -71,6 +72,8 @@ class TeacherRun:
         options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
+        bare, weights: the teacher without its large weights, of which graphs are made, and these, which all sessions
+            share.
         others: further teachers, whose logits are averaged with this one's.
         callers: threads that call ``squeeze`` at once, see ``run_ahead``.
         logit_columns: classes that this teacher gives, padding included, once a run told.
@@ -105,6 +108,8 @@ class TeacherRun:
         # Two batches may not fit a device on which one just does.
         self._turn: AbstractContextManager[object] = nullcontext() if on_cpu else threading.Lock()
         self.model = load_teacher(teacher)
+        # Beside the walk over the graph. Errors need not wait for it: it takes seconds for each gigabyte.
+        self._sha256 = run_beside(functools.partial(hash_teacher, teacher), daemon=True) if ahead else None
         sites, specs = find_sites(self.model), input_specs(self.model)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
@@ -132,12 +137,12 @@ class TeacherRun:
         self._check_lengths()
         for other in self.others:
             other.fit(self.inputs)
+        self.bare, self.weights = take_weights(self.model)
         self.students = tuple(
             Student(number, each, plans or (self._match_plans(each) if self.layers else ()))
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
-        self._sha256: Future[str] | None = None
         self._opening: Future[_Session] | None = None
         self.logit_columns: int | None = None
         self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
@@ -390,10 +395,8 @@ class TeacherRun:
         return Teacher(sha256=sha256, name=self.path.name, provider=self._provider, dtype=dtype)
 
     def begin(self) -> None:
-        """Start what a whole run will need, beside what comes next: the hash of the files and the plain session."""
-        # Errors meanwhile need not wait for the hash, which takes seconds for each gigabyte. A session that is being
-        # opened must not meet the end of the interpreter.
-        self._sha256 = run_beside(functools.partial(hash_teacher, self.path), daemon=True)
+        """Start what a whole run will need, beside what comes next: the plain session."""
+        # A session that is being opened must not meet the end of the interpreter.
         if self._provider == PROVIDERS["cpu"]:
             # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
             self._opening = run_beside(functools.partial(self._make_session, False))
@@ -414,10 +417,11 @@ class TeacherRun:
     def read_attention(self) -> AttentionReader:
         """The teacher's own maps and value outputs at the chosen sites, read in a separate session."""
         return AttentionReader(
-            self.model,
+            self.bare,
             [site for _, site in self.layers],
             provider=self.run.provider,
             num_threads=self.run.num_threads,
+            weights=self.weights,
         )
 
     def _match_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
@@ -482,14 +486,16 @@ class TeacherRun:
             for number, student in enumerate(self.students)
         ]
         model, renamed = unite_graphs(graphs)
-        session = open_session(model, provider=self.run.provider, num_threads=self._session_threads)
+        session = open_session(
+            model, provider=self.run.provider, num_threads=self._session_threads, weights=self.weights
+        )
         return _Session(session, [output.name for output in model.graph.output], renamed)
 
     def _make_graph(self, student: Student, *, check_outputs: bool, targets: TargetTensors | None) -> SqueezedGraph:
         options = student.options
         layers = [layer for layer, _ in self.layers]
         return squeeze_graph(
-            self.model,
+            self.bare,
             self.layers,
             num_student_heads=options.num_student_heads,
             plans=dict(zip(layers, student.plans, strict=True)),

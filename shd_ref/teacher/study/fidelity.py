@@ -25,6 +25,7 @@ from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.selection import select_sites
 from shd_ref.teacher.graph.shapes import frozen_specs
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.weights import take_weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, make_rule
@@ -200,6 +201,7 @@ class _FidelityTest:
         self.batches = list(self.inputs.batches(chosen, run.batch_size, run.batch_tokens))
         self.projections = [projection_of(site).astype(np.float32) for site in self.sites]
         self._plans: dict[tuple[int, str, str], tuple[MergePlan, ...]] = {}
+        self._bare, self._weights = take_weights(self.model)
         self._teacher = self._open(None)
         graph, session = self._teacher
         check_samples(
@@ -261,11 +263,19 @@ class _FidelityTest:
         return self._plans[key]
 
     def _reader(self) -> AttentionReader:
-        return AttentionReader(self.model, self.sites, provider=self.run.provider, num_threads=self.run.num_threads)
+        return AttentionReader(
+            self._bare,
+            self.sites,
+            provider=self.run.provider,
+            num_threads=self.run.num_threads,
+            weights=self._weights,
+        )
 
     def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
-        graph = replace_attention(self.model, self.sites, rules, output=self.output, row_mask_input=self._masks)
-        session = open_session(graph.model, provider=self.run.provider, num_threads=self.run.num_threads)
+        graph = replace_attention(self._bare, self.sites, rules, output=self.output, row_mask_input=self._masks)
+        session = open_session(
+            graph.model, provider=self.run.provider, num_threads=self.run.num_threads, weights=self._weights
+        )
         return graph, session
 
     def _wanted(self, number: int) -> Results:

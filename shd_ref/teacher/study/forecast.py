@@ -337,7 +337,9 @@ def _zstd_ratio(blobs: Sequence[Any]) -> float | None:
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
-    session = open_session(work.model, provider=work.run.provider, num_threads=work.run.num_threads)
+    session = open_session(
+        work.bare, provider=work.run.provider, num_threads=work.run.num_threads, weights=work.weights
+    )
     fed = {value.name for value in session.get_inputs()}
 
     def run(batch: Batch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import threadpoolctl
 from support.attention_graphs import bare_attention, language_model
@@ -114,8 +115,12 @@ def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("provider", "beside"), [("cpu", True), ("CPUExecutionProvider", True), ("cuda", False)])
-def test_only_sessions_on_the_processor_are_opened_beside(tmp_path: Path, provider: str, beside: bool) -> None:
+def test_only_sessions_on_the_processor_are_opened_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, beside: bool
+) -> None:
     """Loading CUDA redirects stdout, which two threads at once would not give back."""
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: both)
     onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
     arrays = make_arrays()
     options = [PrecomputeOptions(num_student_heads=2)]

@@ -1,0 +1,129 @@
+"""Large weights are apart from the graphs of a teacher, shared by its sessions, and found again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.weights import put_back, take_weights
+from shd_ref.teacher.session import open_session
+
+WIDTH = 64
+FEEDS = {"x": np.random.default_rng(0).normal(size=(2, WIDTH)).astype(np.float32)}
+
+
+def make_model(weights: dict[str, TensorProto], *, inputs: tuple[str, ...] = ()) -> onnx.ModelProto:
+    """The input times each weight, one after another; those in ``inputs`` may be given in place of the weight."""
+    nodes, last = [], "x"
+    for number, (name, tensor) in enumerate(weights.items()):
+        tensor.name = name
+        nodes.append(helper.make_node("Cast", [name], [f"cast-{number}"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("MatMul", [last, f"cast-{number}"], [f"y-{number}"]))
+        last = f"y-{number}"
+    # A body that reads a weight from around it.
+    shape = ["batch", WIDTH]
+    branch = helper.make_graph(
+        [helper.make_node("MatMul", [last, "cast-0"], ["inner"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("inner", TensorProto.FLOAT, shape)],
+    )
+    nodes.append(helper.make_node("If", ["true"], ["out"], then_branch=branch, else_branch=branch))
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)]
+    given += [helper.make_tensor_value_info(name, weights[name].data_type, weights[name].dims) for name in inputs]
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        given,
+        [helper.make_tensor_value_info("out", TensorProto.FLOAT, shape)],
+        [*weights.values(), numpy_helper.from_array(np.array(True), "true")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def weight(dtype: str = "float32", seed: int = 1) -> TensorProto:
+    values = np.random.default_rng(seed).integers(-2, 3, (WIDTH, WIDTH))
+    return numpy_helper.from_array(values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+
+def listed() -> TensorProto:
+    """Numbers as a list, not as bytes."""
+    return helper.make_tensor("", TensorProto.FLOAT, [WIDTH, WIDTH], np.full(WIDTH * WIDTH, 0.5).tolist())
+
+
+def run(model: onnx.ModelProto, **options: object) -> np.ndarray:
+    return np.asarray(open_session(model, num_threads=1, **options).run(None, FEEDS)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "uint8", "int64", "bfloat16"])
+def test_sessions_run_on_weights_that_no_graph_holds(dtype: str) -> None:
+    tensor = weight("int8") if dtype == "uint8" else weight(dtype)
+    if dtype == "uint8":
+        tensor.data_type = TensorProto.UINT8  # -1 becomes 255
+    model = make_model({"first": tensor, "second": weight(seed=2), "listed": listed()})
+    before = model.SerializeToString(deterministic=True)
+    bare, weights = take_weights(model)
+    held = {"first", "second"} if dtype not in ("int64", "bfloat16") else {"second"}
+    assert weights.keys() == held
+    assert bare.ByteSize() < model.ByteSize() - sum(array.nbytes for array in weights.values()) + 1000
+    assert model.SerializeToString(deterministic=True) == before
+    expected = run(model)
+    assert np.abs(expected).max() > 0
+    assert np.array_equal(run(bare, weights=weights), expected)
+    assert np.array_equal(run(bare, weights=weights), expected)  # another session on the same memory
+    # For execution providers with a memory of their own.
+    assert put_back(bare, weights).SerializeToString(deterministic=True) == before
+    assert np.array_equal(run(put_back(bare, weights)), expected)
+
+
+def test_a_session_keeps_the_weights_that_it_reads() -> None:
+    model = make_model({"first": weight(), "second": weight(seed=2)})
+    expected = run(model)
+    bare, weights = take_weights(model)
+    session = open_session(bare, num_threads=1, weights=weights)
+    held = [weakref.ref(array) for array in weights.values()]
+    del weights, bare
+    gc.collect()
+    filled = [np.full(2**14, 7, np.uint8) for _ in range(100)]  # what is freed would be written over
+    assert np.array_equal(session.run(None, FEEDS)[0], expected)
+    assert all(each() is not None for each in held)
+    del session, filled
+    gc.collect()
+    assert all(each() is None for each in held)
+
+
+def test_a_weight_that_can_be_given_stays_where_it_is() -> None:
+    model = make_model({"first": weight(), "second": weight(seed=2)}, inputs=("first",))
+    bare, weights = take_weights(model)
+    assert weights.keys() == {"second"}
+    session = open_session(bare, num_threads=1, weights=weights)
+    assert np.array_equal(session.run(None, FEEDS)[0], run(model))
+    zeros = {"first": np.zeros((WIDTH, WIDTH), np.float32)}
+    assert not session.run(None, FEEDS | zeros)[0].any()
+
+
+def test_weights_in_files_stay_there_beside_those_in_memory(tmp_path: Path) -> None:
+    model = make_model({"first": weight(), "second": weight(seed=2)})
+    expected = run(model)
+    outside = model.graph.initializer[0]
+    (tmp_path / "data").write_bytes(outside.raw_data)
+    length = len(outside.raw_data)
+    outside.ClearField("raw_data")
+    outside.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "data"), ("offset", "0"), ("length", str(length))):
+        outside.external_data.add(key=key, value=value)
+    onnx.save(model, tmp_path / "model.onnx")
+    loaded = load_teacher(tmp_path / "model.onnx", inline_bytes=0)
+    # Small files are read as a whole: this one is as large as those that are not.
+    loaded.graph.initializer[0].CopyFrom(outside)
+    bare, weights = take_weights(loaded)
+    assert weights.keys() == {"second"}
+    assert np.array_equal(run(bare, weights=weights), expected)
