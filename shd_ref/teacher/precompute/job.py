@@ -185,16 +185,22 @@ class PrecomputeJob:
         work.open(checked=True)  # samples that look faulty run again, with check outputs, on any thread
         with closing(run_ahead(self._run_step, self._steps(shard_of), work.callers)) as squeezed:
             for step, (outputs, made) in squeezed:
-                again = functools.cache(self._check_again) if step.first else None
+                again = functools.cache(self._check_again)
                 for (cache, _), each in zip(step.takers, made, strict=True):
-                    progress.samples += cache.take(outputs[cache.number], each, again)
+                    own = outputs[cache.number] if outputs else None
+                    progress.samples += cache.take(step.batch.indices, each, own, again)
                 progress.report()
-                del outputs, made, each  # before the next are waited for
+                del outputs, own, made, each  # before the next are waited for
 
-    def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...], list[_Made]]:
-        """Run a batch, and make its records for each taker; several threads do so at once."""
+    def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...] | None, list[_Made]]:
+        """Run a batch, and make its records for each taker; several threads do so at once.
+
+        Returns:
+            What the batch gave, where coding errors are measured on it, and the records.
+        """
         outputs = self._work.squeeze(step.batch, checked=step.checked)
-        return outputs, [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
+        made = [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
+        return outputs if step.first else None, made
 
     def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
         """The batches of a window of shards, in the order in which they run.
@@ -297,17 +303,18 @@ class _StudentCache:
 
     def take(
         self,
-        outputs: StudentOutputs,
+        indices: Sequence[int],
         made: _Made,
-        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]] | None,
+        outputs: StudentOutputs | None,
+        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
     ) -> int:
         """Take what was made of a batch, and commit the shards that are full.
 
         Args:
-            outputs: what the batch gave this student.
+            indices: the samples of the batch.
             made: by ``make``.
-            check_again: where the batch is the first of a shard, whose errors are then measured: runs some samples
-                for check outputs that the batch did not give.
+            outputs: what it gave this student, where it is the first of a shard, whose errors are then measured.
+            check_again: runs some samples for check outputs that the batch did not give.
 
         Returns:
             How many samples were taken.
@@ -315,13 +322,13 @@ class _StudentCache:
         inputs, taken = self._work.inputs, 0
         for shard, records in made.records.items():
             part = self.pending[shard]
-            skipped = [index for index in outputs.batch.indices if index in part.samples & made.faults.keys()]
+            skipped = [index for index in indices if index in part.samples & made.faults.keys()]
             part.records += records
             part.skipped += [
                 Skipped(index, inputs.key(index), made.faults[index], inputs.seed(index)) for index in skipped
             ]
             taken += len(records) + len(skipped)
-            if part.errors is None and check_again is not None and records:
+            if part.errors is None and outputs is not None and records:
                 part.errors = self._measure(outputs, records, check_again)
             if part.full:
                 del self.pending[shard]

@@ -54,7 +54,7 @@ class Sharing(NamedTuple):
     """How a run that makes records of one batch while another one runs shares its threads.
 
     Attributes:
-        callers: batches that are under way at once; 0: each is waited for.
+        callers: batches that run at once; 0: each is waited for.
         session_threads: of a session, its caller's among them; None for onnxruntime's own choice.
     """
 
@@ -90,7 +90,8 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
     What goes wrong comes in its turn, as it would with one item after the other.
 
     Args:
-        run: called on ``callers`` worker threads; at most that many results are in flight or waiting at a time.
+        run: called on ``callers`` worker threads. One item more is under way than there are of them, so that none
+            waits while a result is handled or an earlier one is slow.
         items: taken on the thread that asks for results.
         callers: 0 to call ``run`` where its result is asked for.
     """
@@ -116,7 +117,7 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
                     failure = error
                     break
                 under_way.append((item, pool.submit(run, item)))
-                if len(under_way) == callers:
+                if len(under_way) > callers:
                     yield take()
             while under_way:
                 yield take()

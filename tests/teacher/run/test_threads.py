@@ -183,11 +183,11 @@ def test_results_come_in_order_and_few_wait(callers: int) -> None:
         looked_at = expected + 1
     assert looked_at == 20
     assert takers == {own}
-    assert most_ahead <= max(callers, 1)
+    assert most_ahead <= callers + 1
 
 
 @pytest.mark.parametrize("callers", [1, 2])
-def test_no_more_results_are_held_than_there_are_callers(callers: int) -> None:
+def test_one_more_result_is_held_than_there_are_callers(callers: int) -> None:
     class Result:
         """Something that can be counted while it lives."""
 
@@ -204,7 +204,7 @@ def test_no_more_results_are_held_than_there_are_callers(callers: int) -> None:
     for _, made in run_ahead(run, range(30), callers):
         assert made in alive
         del made
-    assert most <= callers
+    assert most <= callers + 1
     assert not alive
 
 
@@ -294,7 +294,7 @@ def test_an_error_comes_in_its_turn_and_ends_all(callers: int) -> None:
     before, seen = threading.active_count(), []
     with pytest.raises(ValueError, match="the fourth"):
         seen.extend(item for item, _ in run_ahead(fail, range(50), callers))
-    assert set(run) <= {0, 1, 2, 3, 4}
+    assert set(run) <= {0, 1, 2, 3, 4, 5}
     assert threading.active_count() == before
     ahead = run_ahead(fail, range(3), callers)  # whoever asks for no more waits for nothing else
     assert next(ahead) == (0, 0)
@@ -383,3 +383,14 @@ class TestWholeRuns:
         assert list((tmp_path / "cache" / "receipts").iterdir())
         assert not (tmp_path / "cache" / "SEALED.json").exists()
         assert self.write(tmp_path / "cache", 2, ids) == whole
+
+
+def test_a_slow_item_lets_the_other_thread_begin_the_next() -> None:
+    third = threading.Event()
+
+    def run(item: int) -> bool:
+        if item == 2:
+            third.set()
+        return item != 0 or third.wait(30)
+
+    assert [done for _, done in run_ahead(run, range(4), 2)] == [True] * 4
