@@ -1,13 +1,13 @@
 """How fast does a training loop get its maps? Read and checked through a DataLoader, beside raw float16.
 
-The rival is what most people write: one array of float16 maps on disk, ``numpy.memmap``, nothing checked. Batches are
-shuffled. "codes" is what reaches the training process, to be decoded on its device; "maps" adds decoding to
-float32 on one thread of this CPU, tile by tile as attention_kl does it, and the rival's cast in the same tiles.
-Both lie in the page cache. "cold" is "codes" from the disk, as where the data are larger than memory: the kernel is
-told to drop the files before every round (Linux). Rounds are interleaved, figures are medians. Prints a table and
-writes ``cache_read.json`` beside this file.
+The rival is what most people write: one array of float16 maps on disk, ``numpy.memmap``, nothing checked. Both give
+the sample's tokens too. Batches are shuffled. "codes" is what reaches the training process, to be decoded on its
+device; "maps" adds decoding to float32 on one thread of this CPU, tile by tile as attention_kl does it, and the
+rival's cast in the same tiles. Both lie in the page cache. "cold" is "codes" from the disk, as where the data are
+larger than memory: the kernel is told to drop the files before every round (Linux). Rounds are interleaved, figures
+are medians. Prints a table and writes ``cache_read.json`` beside this file.
 
-    python benchmarks/cache_read.py [--samples 192] [--length 128] [--rounds 5]
+    python benchmarks/cache_read.py [--samples 192] [--length 128] [--rounds 15]
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": torch.arange(index, index + self.length)}
 
 
-class RawMaps(Dataset[torch.Tensor]):
-    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
-        self.path, self.shape = path, shape
+class RawMaps(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
+    def __init__(self, path: Path, shape: tuple[int, ...], tokens: Tokens) -> None:
+        self.path, self.shape, self.tokens = path, shape, tokens
         self.open()
 
     def open(self) -> None:
@@ -74,8 +74,8 @@ class RawMaps(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.maps)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(self.maps[index]))
+    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return self.tokens[index], torch.from_numpy(np.array(self.maps[index]))
 
 
 def drop(folder: Path, raw: RawMaps) -> None:
@@ -162,7 +162,7 @@ def read_raw(data: RawMaps, workers: int, *, decode: bool) -> Callable[[], int]:
 
     def run() -> int:
         done = 0
-        for batch in loader:
+        for _, batch in loader:
             done += len(batch)
             for layer in batch.unbind(1) if decode else ():
                 entries = layer[0].numel()
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=192)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     samples, length = arguments.samples, arguments.length
@@ -209,8 +209,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             size = write_both(folder, samples, length, support, codec, compression)
-            joined = SupervisedDataset(Tokens(samples, length), folder / "cache")
-            raw = RawMaps(folder / "raw", (samples, LAYERS, HEADS, length, length))
+            tokens = Tokens(samples, length)
+            joined = SupervisedDataset(tokens, folder / "cache")
+            raw = RawMaps(folder / "raw", (samples, LAYERS, HEADS, length, length), tokens)
             megabytes = {"raw": (folder / "raw").stat().st_size / 1e6, "cache": size / 1e6}
             for workers in (0, 2):
                 case: dict[str, Any] = {"support": support, "codec": codec, "compression": compression}

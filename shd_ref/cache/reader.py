@@ -29,6 +29,8 @@ _Held = TypeVar("_Held")
 OPEN_SHARDS: Final = 32
 """Shard files that a reader keeps open."""
 
+_EXTENTS: Final = 4096  # whose sizes are remembered
+
 
 def _allocate(size: int) -> NDArray[np.uint8]:
     return np.empty(size, dtype=np.uint8)
@@ -73,7 +75,7 @@ class CacheReader:
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
         self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
-        self._open = self._opener()
+        self._make_memories()
 
     def __len__(self) -> int:
         """Samples held, equal ones included."""
@@ -143,8 +145,10 @@ class CacheReader:
         coded = self._parts_of("attention", "layers must be among student layers", layers)
         coded += self._parts_of("logits", "logits must be", None if logits else ())
         coded += self._parts_of("hidden", "hidden must be among teacher layers", hidden)
-        places = [_Place(position, *map(int, self._where[position])) for position in map(self._find, keys)]
-        ends = list(accumulate((self._stored_size(place, part) for part in coded for place in places), initial=0))
+        positions = [self._find(key) for key in keys]
+        places = [_Place(position, *self._where[position].tolist()) for position in positions]
+        starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)
+        ends = list(accumulate((stops - starts).ravel().tolist(), initial=0))
         if self.manifest.compression == "none":
             buffer = allocate(ends[-1])
             slots = [buffer[start:end] for start, end in pairwise(ends)]
@@ -219,14 +223,16 @@ class CacheReader:
         return [held[layer] for layer in wanted]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_open"}
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_part_shapes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._open = self._opener()
+        self._make_memories()
 
-    def _opener(self) -> functools._lru_cache_wrapper[ShardFile]:
-        return functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self._storage))
+    def _make_memories(self) -> None:
+        """What was opened and computed a moment ago; it stays in this process."""
+        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self._storage))
+        self._part_shapes = functools.lru_cache(maxsize=_EXTENTS)(self.manifest.part_shapes)
 
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
         receipt = Receipt.read(self._storage, shard, self.manifest)
@@ -278,23 +284,18 @@ class CacheReader:
             advice = "the cache is partial: write the rest"
         raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-82")
 
-    def _stored_size(self, place: _Place, part: int) -> int:
-        start, end, _ = self._spans[place.position, part].tolist()
-        return int(end - start)
-
     def _read_place(self, key: str, place: _Place, coded: dict[int, NDArray[np.uint8]]) -> StoredRecord:
         """A record; its coded parts, by their numbers, fill the memory that is given for them."""
         parts, spans = self.manifest.parts, self._spans[place.position].tolist()
         shapes = tuple((rows, keys) for rows, keys in self._shapes[place.position].tolist())
-        sizes = self.manifest.part_shapes(Extent(place.length, place.first, shapes, place.decoder))
+        sizes = self._part_shapes(Extent(place.length, place.first, shapes, place.decoder))
         floats = {
             number: np.empty(spans[number][1] - spans[number][0], np.uint8)
             for number, part in enumerate(parts)
             if part.dtype == F32 and spans[number][1]
         }
         stored = floats | coded
-        names = [parts[number].title for number in stored]
-        self._read_blobs(place, names, [spans[number] for number in stored], list(stored.values()))
+        self._read_blobs(place, list(stored), [spans[number] for number in stored], list(stored.values()))
         values = {parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()}
         alphas = values.get("alphas")
         if alphas is None:
@@ -321,7 +322,7 @@ class CacheReader:
         )
 
     def _read_blobs(
-        self, place: _Place, names: list[str], spans: list[list[int]], parts: list[NDArray[np.uint8]]
+        self, place: _Place, numbers: list[int], spans: list[list[int]], parts: list[NDArray[np.uint8]]
     ) -> None:
         """Blobs of one record; those that lie side by side are fetched at once, to save requests."""
         file = self._open(place.shard)
@@ -331,11 +332,12 @@ class CacheReader:
             while stop < len(spans) and spans[stop][0] == spans[stop - 1][1]:
                 stop += 1
             file.read_into(spans[first][0], parts[first:stop])
-            for name, (start, end, expected), blob in zip(
-                names[first:stop], spans[first:stop], parts[first:stop], strict=True
+            for number, (start, end, expected), blob in zip(
+                numbers[first:stop], spans[first:stop], parts[first:stop], strict=True
             ):
                 found = xxh3_64(blob)
                 if found != expected:
+                    name = self.manifest.parts[number].title
                     raise ShdError(
                         "cache-corrupt",
                         f"{file.path}: record {place.index} {name}: bytes {start} to {end} must have "
