@@ -5,7 +5,7 @@ a second from the first batch on (start-up apart), relative to one worker of the
 Growth is the time of a sample relative to the smallest teacher of its row; the rival is a plain onnxruntime forward
 of the same graph. Prints tables and writes ``precompute_scaling.json`` beside this file.
 
-    python benchmarks/precompute_scaling.py [--repeats 3] [--samples 64] [--ray]
+    python benchmarks/precompute_scaling.py [--repeats 3] [--samples 128] [--ray]
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def time_growth(folder: Path, samples: int, **shape: int) -> tuple[float, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--ray", action="store_true", help="also Ray actors")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"cpus": os.cpu_count(), "samples": arguments.samples, "repeats": arguments.repeats}
