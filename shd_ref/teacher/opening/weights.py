@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.teacher.opening.parts import all_graphs, all_nodes
 from shd_ref.teacher.opening.skeleton import copy_skeleton, is_small, restore_weights
 from shd_ref.teacher.packages import onnx
 
@@ -32,14 +34,12 @@ def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
     Args:
         model: from ``load_teacher``; not changed.
     """
-    overridable = {value.name for value in model.graph.input}
+    # What a caller may give in the place of a weight, and what a body calls by its name, is something else.
+    others = {value.name for value in model.graph.input} | _names_in_bodies(model.graph)
     weights = {
         tensor.name: np.frombuffer(tensor.raw_data, _DTYPES[tensor.data_type]).reshape(tuple(tensor.dims))
         for tensor in model.graph.initializer
-        if not is_small(tensor)
-        and tensor.data_type in _DTYPES
-        and tensor.HasField("raw_data")
-        and tensor.name not in overridable
+        if tensor.name not in others and _is_whole(tensor)
     }
     bare = copy_skeleton(model)
     restore_weights(bare, model, but=weights)
@@ -51,11 +51,16 @@ def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
 
 
 def find_taken(model: onnx.ModelProto, weights: Weights) -> Weights:
-    """Those of the weights that a graph lacks, which was made of a teacher without them."""
+    """Those of the weights that a graph lacks, which was made of a teacher without them.
+
+    Without those that nothing reads: onnxruntime forgets them before it is given any, and then misses them.
+    """
+    read = {name for node in all_nodes(model.graph) for name in node.input}
+    read |= {value.name for value in model.graph.output}
     return {
         tensor.name: weights[tensor.name]
         for tensor in model.graph.initializer
-        if tensor.name in weights and tensor.data_location == onnx.TensorProto.EXTERNAL
+        if tensor.name in weights and tensor.name in read
     }
 
 
@@ -63,10 +68,27 @@ def put_back(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """A copy of such a graph with its weights."""
     whole = onnx.ModelProto()
     whole.CopyFrom(model)
-    taken = find_taken(whole, weights)
     for tensor in whole.graph.initializer:
-        if tensor.name in taken:
+        if tensor.name in weights:
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
-            tensor.raw_data = taken[tensor.name].tobytes()
+            tensor.raw_data = weights[tensor.name].tobytes()
     return whole
+
+
+def _is_whole(tensor: onnx.TensorProto) -> bool:
+    """Whether a large tensor has all its numbers in the graph, as NumPy would hold them."""
+    if is_small(tensor) or tensor.data_type not in _DTYPES or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return False
+    size = math.prod(tensor.dims) * _DTYPES[tensor.data_type].itemsize
+    return bool(min(tensor.dims) > 0 and len(tensor.raw_data) == size)
+
+
+def _names_in_bodies(graph: onnx.GraphProto) -> set[str]:
+    """What the bodies of control flow define."""
+    names: set[str] = set()
+    for body in all_graphs(graph):
+        if body is not graph:
+            names |= {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+            names |= {name for node in body.node for name in node.output}
+    return names

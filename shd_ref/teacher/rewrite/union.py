@@ -45,17 +45,21 @@ def _append(united: onnx.ModelProto, model: onnx.ModelProto) -> None:
 
 
 def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
-    """The model with everything that the squeeze added under another name."""
+    """The model with everything that the squeeze added under another name.
+
+    Weights that are not in the graph are the teacher's, whatever they are called: a linearised one's have such names.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    kept = {tensor.name for tensor in copy.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
     for node in copy.graph.node:
         node.name = _renamed(node.name, prefix)
         for names in (node.input, node.output):
             for place, name in enumerate(names):
-                names[place] = _renamed(name, prefix)
+                names[place] = name if name in kept else _renamed(name, prefix)
     for items in (copy.graph.initializer, copy.graph.output):
         for item in items:
-            item.name = _renamed(item.name, prefix)
+            item.name = item.name if item.name in kept else _renamed(item.name, prefix)
     return copy
 
 

@@ -60,7 +60,7 @@ class TeacherRun:
         on_read: called with samples read and in all, while the inputs are read once.
         input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         ahead: whether two threads will call ``squeeze`` at once, by ``run_ahead``: sessions then leave one to the
-            second.
+            second. The file is hashed meanwhile.
 
     Attributes:
         inputs: the samples, checked against the graph.

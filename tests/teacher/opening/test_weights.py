@@ -11,9 +11,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.attention_graphs import language_model
 
+from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.shapes import Probe
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.weights import put_back, take_weights
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_ref.teacher.session import open_session
 
 WIDTH = 64
@@ -127,3 +133,76 @@ def test_weights_in_files_stay_there_beside_those_in_memory(tmp_path: Path) -> N
     bare, weights = take_weights(loaded)
     assert weights.keys() == {"second"}
     assert np.array_equal(run(bare, weights=weights), expected)
+
+
+def test_a_weight_that_nothing_reads_is_not_missed(tmp_path: Path) -> None:
+    model = language_model(num_heads=12)
+    onnx.save(model, tmp_path / "without.onnx")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((36, 36), np.float32), "unread"))
+    onnx.save(model, tmp_path / "with.onnx")
+    with_it, without = (load_teacher(tmp_path / f"{name}.onnx") for name in ("with", "without"))
+    assert "unread" in take_weights(with_it)[1]
+    for one, other in zip(find_sites(with_it), find_sites(without), strict=True):
+        assert one.note is None
+        assert (one.row_inputs, one.key_inputs) == (other.row_inputs, other.key_inputs)
+        assert "input_ids" in (one.row_inputs or ())
+    feeds = {"input_ids": np.zeros((2, 3), np.int64), "attention_mask": np.ones((2, 3), np.int64)}
+    assert Probe(with_it, ["unread"]).run(feeds)["unread"].all()  # as an output it is
+    bare, weights = take_weights(with_it)
+    assert put_back(bare, weights).SerializeToString(deterministic=True) == with_it.SerializeToString(
+        deterministic=True
+    )
+
+
+def test_a_name_that_a_body_uses_for_its_own_is_left_alone() -> None:
+    model = make_model({"first": weight(), "second": weight(seed=2)})
+    for attribute in model.graph.node[-1].attribute:
+        inner = attribute.g
+        inner.initializer.append(numpy_helper.from_array(np.eye(WIDTH, dtype=np.float32), "second"))
+        inner.node.append(helper.make_node("MatMul", ["inner", "second"], ["outer"]))
+        inner.output[0].name = "outer"
+    bare, weights = take_weights(model)
+    assert weights.keys() == {"first"}
+    assert np.array_equal(run(bare, weights=weights), run(model))
+
+
+@pytest.mark.parametrize("change", ["cut", "outside"])
+def test_data_that_contradict_themselves_stay_for_onnxruntime(change: str) -> None:
+    model = make_model({"first": weight(), "second": weight(seed=2)})
+    broken = model.graph.initializer[0]
+    if change == "cut":
+        broken.raw_data = broken.raw_data[:-4]
+    else:
+        broken.data_location = TensorProto.EXTERNAL
+        broken.external_data.add(key="location", value="nowhere")
+    bare, weights = take_weights(model)
+    assert weights.keys() == {"second"}
+    with pytest.raises(ShdError) as error:
+        run(bare, weights=weights)
+    assert error.value.code == "graph-invalid"
+
+
+def test_students_share_a_weight_that_is_named_as_ours_are(tmp_path: Path) -> None:
+    """As a linearised teacher's are."""
+    model = language_model(num_heads=12)
+    name = next(t.name for t in model.graph.initializer if list(t.dims) == [36, 36])
+    new = "squeezing_heads/linear_0/weight"
+    for tensor in model.graph.initializer:
+        tensor.name = new if tensor.name == name else tensor.name
+    for node in model.graph.node:
+        for place, given in enumerate(node.input):
+            node.input[place] = new if given == name else given
+    onnx.save(model, tmp_path / "teacher.onnx")
+    ids = np.random.default_rng(0).integers(0, 50, (4, 9))
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    pair = [(tmp_path / f"both-{heads}", PrecomputeOptions(num_student_heads=heads)) for heads in (6, 4)]
+    precompute(tmp_path / "teacher.onnx", inputs, pair)
+    for heads in (6, 4):
+        alone = tmp_path / f"alone-{heads}"
+        precompute(tmp_path / "teacher.onnx", inputs, [(alone, PrecomputeOptions(num_student_heads=heads))])
+        found = [
+            [path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))]
+            for folder in (tmp_path / f"both-{heads}", alone)
+        ]
+        assert found[0] == found[1]
+        assert found[0]
