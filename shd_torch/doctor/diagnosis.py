@@ -233,6 +233,11 @@ def _measure(
                 raise
             found.failure = str(error)
         return
+    batch: dict[str, Tensor] = {name: torch.as_tensor(part) for name, part in arrays.items()}
+    batch = {name: part.float() if part.is_floating_point() else part.long() for name, part in batch.items()}
+    if "labels" in data:
+        batch["labels"] = torch.as_tensor(data["labels"]).long()
+        _check_labels(batch["labels"], own)
     model = teacher.model
     try:
         found.study = study_model(model, arrays, **sizes, next_token=is_causal_model(model), progress=on_batch)
@@ -240,11 +245,6 @@ def _measure(
         if not error.code.startswith(("export-", "graph-")):
             raise
         found.unmeasured = str(error)
-    batch: dict[str, Tensor] = {name: torch.as_tensor(part) for name, part in arrays.items()}
-    batch = {name: part.float() if part.is_floating_point() else part.long() for name, part in batch.items()}
-    if "labels" in data:
-        batch["labels"] = torch.as_tensor(data["labels"]).long()
-        _check_labels(batch["labels"], own)
     found.failure = _find_unknown(batch, own)
     if found.failure is not None:
         return
