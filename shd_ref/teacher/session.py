@@ -105,7 +105,7 @@ def open_session(
     elif isinstance(model, bytes):
         source = model
     else:
-        if weights and name != PROVIDERS["cpu"]:  # whose memory it is
+        if weights and name != PROVIDERS["cpu"]:  # the arrays are in host memory
             model, weights = put_back(model, weights), None
         lent = {
             tensor: onnxruntime.OrtValue.ortvalue_from_numpy(array)
@@ -129,7 +129,7 @@ def open_session(
             onnxruntime.set_default_logger_severity(2)  # its default
     if session.get_providers()[0] != name:
         raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
-    session.shd_lent = lent  # it reads them where they are, and does not keep them alive
+    session.shd_lent = lent  # onnxruntime reads these buffers in place, and does not keep them alive
     return session
 
 

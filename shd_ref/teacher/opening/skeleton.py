@@ -41,7 +41,7 @@ def restore_weights(skeleton: onnx.ModelProto, model: onnx.ModelProto, *, but: C
 
 
 def is_small(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor may be a shape, whose numbers count, or is not worth the trouble."""
+    """Whether a tensor is small enough to stay: it may be a shape, whose values matter."""
     return bool(math.prod(tensor.dims) <= _SMALL)
 
 

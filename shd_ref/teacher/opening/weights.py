@@ -23,18 +23,22 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
     onnx.TensorProto.INT8: np.dtype("i1"),
     onnx.TensorProto.UINT8: np.dtype("u1"),
 }
-_LOCATION: Final = "weights in memory"  # of no file
+_LOCATION: Final = "weights in memory"  # not a file: onnxruntime is given the array before it looks for one
 
 
 def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
-    """A copy of a teacher without its large weights, to make graphs of, and these, for ``open_session``.
+    """Split a teacher into its graph and its large weights.
 
-    What lies in files beside the graph stays there, and what NumPy has no numbers for stays in the graph.
+    External data stay in their files, and tensors of types that NumPy lacks stay in the graph.
 
     Args:
         model: from ``load_teacher``; not changed.
+
+    Returns:
+        A copy without these weights, to derive graphs from, and the weights, which ``open_session`` takes with any of
+        them.
     """
-    # What a caller may give in the place of a weight, and what a body calls by its name, is something else.
+    # An initialiser that is also an input may be overridden, and a body may define the same name for itself.
     others = {value.name for value in model.graph.input} | _names_in_bodies(model.graph)
     weights = {
         tensor.name: np.frombuffer(tensor.raw_data, _DTYPES[tensor.data_type]).reshape(tuple(tensor.dims))
@@ -51,9 +55,9 @@ def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
 
 
 def find_taken(model: onnx.ModelProto, weights: Weights) -> Weights:
-    """Those of the weights that a graph lacks, which was made of a teacher without them.
+    """The weights that a graph derived from ``take_weights`` needs in order to run.
 
-    Without those that nothing reads: onnxruntime forgets them before it is given any, and then misses them.
+    Unread ones are left out: onnxruntime drops unused initialisers first, and then fails to find the one it is given.
     """
     read = {name for node in all_nodes(model.graph) for name in node.input}
     read |= {value.name for value in model.graph.output}
@@ -65,7 +69,7 @@ def find_taken(model: onnx.ModelProto, weights: Weights) -> Weights:
 
 
 def put_back(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
-    """A copy of such a graph with its weights."""
+    """A copy of such a graph with its weights inside."""
     whole = onnx.ModelProto()
     whole.CopyFrom(model)
     for tensor in whole.graph.initializer:
@@ -77,7 +81,7 @@ def put_back(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
 
 
 def _is_whole(tensor: onnx.TensorProto) -> bool:
-    """Whether a large tensor has all its numbers in the graph, as NumPy would hold them."""
+    """Whether this is a large tensor whose data are in the graph, complete, in a type that NumPy has."""
     if is_small(tensor) or tensor.data_type not in _DTYPES or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return False
     size = math.prod(tensor.dims) * _DTYPES[tensor.data_type].itemsize

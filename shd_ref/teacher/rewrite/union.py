@@ -45,9 +45,10 @@ def _append(united: onnx.ModelProto, model: onnx.ModelProto) -> None:
 
 
 def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
-    """The model with everything that the squeeze added under another name.
+    """The model with everything that the squeeze added renamed.
 
-    Weights that are not in the graph are the teacher's, whatever they are called: a linearised one's have such names.
+    Weights held outside the graph belong to the teacher and keep their names, even under our prefix, which
+    ``shd linearize`` uses too.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

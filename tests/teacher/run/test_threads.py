@@ -324,7 +324,7 @@ def test_sessions_are_opened_on_the_thread_that_calls(
             if running[0] == 2:
                 met.set()
         if threading.current_thread().name.startswith("shd-batch"):
-            met.wait(10 if provider == "cpu" else 0.01)  # on a device there is nobody to wait for
+            met.wait(10 if provider == "cpu" else 0.01)  # a device runs one batch at a time
         values = plain_run(*arguments)
         with lock:
             running[0] -= 1
