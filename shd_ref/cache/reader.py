@@ -29,7 +29,7 @@ _Held = TypeVar("_Held")
 OPEN_SHARDS: Final = 32
 """Shard files that a reader keeps open."""
 
-_EXTENTS: Final = 4096  # whose sizes are remembered
+_EXTENTS: Final = 4096  # distinct extents whose part sizes a reader remembers
 
 
 def _allocate(size: int) -> NDArray[np.uint8]:
@@ -75,7 +75,7 @@ class CacheReader:
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
         self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
-        self._make_memories()
+        self._make_memos()
 
     def __len__(self) -> int:
         """Samples held, equal ones included."""
@@ -227,10 +227,10 @@ class CacheReader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._make_memories()
+        self._make_memos()
 
-    def _make_memories(self) -> None:
-        """What was opened and computed a moment ago; it stays in this process."""
+    def _make_memos(self) -> None:
+        """Open shard files, and sizes by extent: remembered in this process, and not pickled."""
         self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self._storage))
         self._part_shapes = functools.lru_cache(maxsize=_EXTENTS)(self.manifest.part_shapes)
 

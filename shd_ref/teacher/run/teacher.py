@@ -60,7 +60,7 @@ class TeacherRun:
         on_read: called with samples read and in all, while the inputs are read once.
         input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         ahead: whether two threads will call ``squeeze`` at once, by ``run_ahead``: sessions then leave one to the
-            second. The file is hashed meanwhile.
+            second. Hashing of the file then begins at once, on a thread.
 
     Attributes:
         inputs: the samples, checked against the graph.
@@ -72,8 +72,8 @@ class TeacherRun:
         options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
-        bare, weights: the teacher without its large weights, of which graphs are made, and these, which all sessions
-            share.
+        bare: the model without its large weights, from which graphs are derived.
+        weights: the large weights, which all sessions share.
         others: further teachers, whose logits are averaged with this one's.
         callers: threads that call ``squeeze`` at once, see ``run_ahead``.
         logit_columns: classes that this teacher gives, padding included, once a run told.
@@ -396,7 +396,7 @@ class TeacherRun:
 
     def begin(self) -> None:
         """Start what a whole run will need, beside what comes next: the plain session."""
-        # A session that is being opened must not meet the end of the interpreter.
+        # No daemon: the interpreter must not end while a session is being opened.
         if self._provider == PROVIDERS["cpu"]:
             # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
             self._opening = run_beside(functools.partial(self._make_session, False))
