@@ -114,7 +114,8 @@ def _merge(graph: ir.Graph, ffn: Ffn) -> tuple[int, int, int]:
     stored = constant_of(ffn.second.inputs[1])
     assert stored is not None  # find_ffns
     dtype = stored.dtype
-    name = f"squeezing_heads/linear_{ffn.layer}"
+    # Not the squeeze's prefix, under which each student of a pass gets nodes of its own: this is the teacher's.
+    name = f"linearized/{ffn.layer}"
 
     def keep(array: NDArray[Any], what: str) -> ir.Value:
         with np.errstate(over="ignore"):

@@ -47,8 +47,7 @@ def _append(united: onnx.ModelProto, model: onnx.ModelProto) -> None:
 def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
     """The model with everything that the squeeze added renamed.
 
-    Weights held outside the graph belong to the teacher and keep their names, even under our prefix, which
-    ``shd linearize`` uses too.
+    Weights held outside the graph belong to the teacher and keep their names, whatever these are.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

@@ -183,7 +183,6 @@ def test_data_that_contradict_themselves_stay_for_onnxruntime(change: str) -> No
 
 
 def test_students_share_a_weight_that_is_named_as_ours_are(tmp_path: Path) -> None:
-    """As a linearised teacher's are."""
     model = language_model(num_heads=12)
     product = next(node for node in model.graph.node if node.op_type == "MatMul")
     product.name = "squeezing_heads/linear_0/product"
