@@ -52,9 +52,6 @@ def shrink(
     plan: Annotated[
         str, Shown("Which heads merge.", choices=("auto", "matched", "balanced", "progressive"))
     ] = "auto",
-    fit_samples: Annotated[
-        int, Shown("Samples on which the weights of merged heads are fitted; 0 takes the closed form's.", least=0)
-    ] = 0,
     samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 64,
     batch_size: Annotated[int, Shown("Samples that run together.", least=1)] = 16,
     compare: Annotated[
@@ -93,7 +90,7 @@ def shrink(
     if not any(value is not None and value != () for value in smaller.values()):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in smaller)
         raise ShdError("argument-value", f"one of {options} must be given; got none, which makes the teacher again")
-    sizes = {**smaller, "plan": plan, "fit_samples": fit_samples, "align": not no_align, "ridge": ridge}
+    sizes = {**smaller, "plan": plan, "align": not no_align, "ridge": ridge}
     if data.suffix == ".jsonl" and not teacher.is_dir():  # else its tokenizer would be missed first
         raise ShdError("read-failed", f"teacher must be a folder that save_pretrained wrote; got {teacher}")
     inputs = read_inputs(data, samples, teacher)

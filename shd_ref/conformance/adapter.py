@@ -112,7 +112,6 @@ SHRINK_OUTPUTS: dict[str, tuple[str, ...]] = {
     "choose_degree": ("degree",),
     "concatenate_heads": LAYER,
     "cross_validate": ("error",),
-    "fit_mixing": ("mixing", "groups"),
     "fit_predictor": ("degree", "coefficients", "meaning"),
     "fold_norm": ("matrix", "bias"),
     "grouped_plan": ("plan",),

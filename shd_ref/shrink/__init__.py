@@ -8,7 +8,6 @@ a student was made as. Imports the reference; start with ``heads.py``.
 
 from shd_ref.shrink.align import align_output
 from shd_ref.shrink.depth import kept_layers
-from shd_ref.shrink.exponents import fit_mixing
 from shd_ref.shrink.ffn import keep_neurons, merge_linear, neuron_importance
 from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_queries
 from shd_ref.shrink.merges import grouped_plan, pooled_mixing
@@ -30,7 +29,6 @@ __all__ = [
     "choose_degree",
     "concatenate_heads",
     "cross_validate",
-    "fit_mixing",
     "fit_predictor",
     "fold_norm",
     "grouped_plan",

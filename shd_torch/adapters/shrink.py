@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_torch.maps.judged import Adapter
 from shd_torch.shrink.align import RIDGE, OutputFit
-from shd_torch.shrink.exponents import fit_mixing
 from shd_torch.shrink.heads import AttentionStatistics, squeeze_attention
 from shd_torch.shrink.layer import keep_neurons, merge_linear, most_important, neuron_importance
 from shd_torch.shrink.merges import HeadMerge, merge_heads
@@ -84,11 +83,6 @@ class ShrinkAdapter(Adapter):
     def grouped_plan(self, gram: Tensor, num_student_heads: int, num_kv_heads: int) -> Any:
         """HEAD-4, HEAD-5."""
         return merge_heads(gram.double(), num_student_heads, "matched", num_kv_heads).plan
-
-    def fit_mixing(self, calibration: Any, merge: Mapping[str, Any]) -> dict[str, Any]:
-        """HEAD-21."""
-        made = fit_mixing(calibration, _merge(merge))
-        return {"mixing": made.mixing, "groups": made.groups}
 
     def merge_linear(
         self,

@@ -174,12 +174,8 @@ def study_layer(
     streams: Sequence[Tensor],
     batches: Sequence[Batch],
     weights: AttentionWeights,
-    fit_samples: int = 0,
 ) -> tuple[AttentionStatistics, LayerTrace]:
-    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams.
-
-    The maps of the first ``fit_samples`` samples are kept, with their values (HEAD-21).
-    """
+    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams."""
     layer = family.layers_of(model)[number]
     width, heads = weights.query.shape[1], weights.num_heads
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
@@ -192,15 +188,11 @@ def study_layer(
     lengths = torch.zeros_like(sizes)
     squares = torch.zeros(len(family.read_last(layer)[0]), dtype=torch.float64, device=device)
     trace = LayerTrace([], [], [], [], [], squares)
-    samples: list[tuple[Tensor, Tensor, Tensor]] = []
     with _attention(model, _RECORDED) as recorded:
         watched = [find_part(layer, name) for name in names]
         for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
             probs, values = recorded.pop()
             _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
-            first = slice(fit_samples - sum(len(item[0]) for item in samples))
-            if first.stop > 0:
-                samples.append((probs[first], values[first], batch.counted[first]))
             there = batch.counted[..., None]
             x = read[0].double() * there
             mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
@@ -225,7 +217,7 @@ def study_layer(
     query_size = (sizes / rows / weights.head_dim).sqrt()
     length = max(stream.shape[1] for stream in streams)
     moments = augmented / rows, centred / rows
-    return AttentionStatistics(gram, *moments, query_size, length, samples, lengths / rows), trace
+    return AttentionStatistics(gram, *moments, query_size, length, lengths / rows), trace
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:

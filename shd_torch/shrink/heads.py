@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -30,8 +29,6 @@ class AttentionStatistics:
         centred: of the inputs less their mean over the sample, ``(D, D)``.
         query_size: root mean square of each head's queries ``(H,)``.
         length: of the longest sample.
-        samples: maps ``(B, H, L, S)``, values ``(B, H_kv, S, d_v)`` and which rows count ``(B, L)``, batch by
-            batch, of the samples on which exponents are fitted (HEAD-21).
         output_size: mean length of each head's output before the projection ``(H,)``, for comparisons.
     """
 
@@ -40,7 +37,6 @@ class AttentionStatistics:
     centred: Tensor
     query_size: Tensor
     length: int
-    samples: Sequence[Sequence[Tensor]] = ()
     output_size: Tensor | None = None
 
 

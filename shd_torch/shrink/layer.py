@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from shd_torch.shrink.align import OutputFit
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.dropped import Dropped
-from shd_torch.shrink.exponents import fit_mixing
 from shd_torch.shrink.families import Family, base_of, find_part, read_linear, write_linear
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
 from shd_torch.shrink.merges import HeadMerge, merge_heads
@@ -43,7 +42,6 @@ class Work:
         ridge: see ``plan``.
         squeezer: see ``plan``.
         importance: see ``plan``.
-        fit_samples: see ``plan``.
         turn: the kept axes; None where the stream keeps its width.
         frequencies: of rotary positions, or None.
         tell: gets what is done now.
@@ -62,7 +60,6 @@ class Work:
     ridge: float | None
     squeezer: Squeezer
     importance: Importance
-    fit_samples: int
     turn: Turn | None
     frequencies: Tensor | None
     tell: Callable[..., None]
@@ -94,15 +91,13 @@ def make_layer(
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
     given = sizes_of(work.teacher.config)
     weights = family.read_attention(layer, given.heads, given.kv_heads)
-    fitted = 0 if number in work.dropped.attention else work.fit_samples
     work.tell_stage(number, "maps")
-    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights, fitted)
+    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if number not in work.dropped.attention:
         merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
-        merge = fit_mixing(statistics.samples, merge, weights.output) if fitted else merge
         squeezed = _squeeze(work, weights, merge, statistics)
         report = _report_heads(merge, squeezed)
     ffn = _read_ffn(work, layer, trace.neuron_squares, is_linear=number in work.dropped.activations)

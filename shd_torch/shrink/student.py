@@ -70,7 +70,6 @@ def shrink(
     drop_attention: Sequence[int] = (),
     drop_activations: Sequence[int] = (),
     plan: str = "auto",
-    fit_samples: int = 0,
     align: bool = True,
     ridge: float | None = None,
     batch_size: int = 16,
@@ -95,8 +94,6 @@ def shrink(
         drop_attention: teacher layers whose block loses its attention; such a student loads with ``load_student``.
         drop_activations: teacher layers whose FFN becomes one linear map; also.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
-        fit_samples: how many samples, the first ones, the weights of merged heads are fitted on by descent; 0 takes
-            the closed form's (HEAD-21).
         align: refit last matrices on the student's own stream.
         ridge: of the alignment (ALIGN-2); by default chosen for each matrix on every fourth sample, which may say too
             that the closed form stays (ALIGN-7).
@@ -120,7 +117,6 @@ def shrink(
     """
     check_option("plan", plan, PLANS, "HEAD-4")
     batch_size = check_integer("batch_size", batch_size, 1, None, "STUDENT-4")
-    fit_samples = check_integer("fit_samples", fit_samples, 0, None, "HEAD-21")
     if ridge is not None and check_finite("ridge", ridge, "ALIGN-2") < 0.0:
         raise ShdError("argument-value", f"ridge must be at least 0; got {ridge!r}", "ALIGN-2")
     folder = None if out is None else new_folder(out)
@@ -137,7 +133,7 @@ def shrink(
         check_width(model, family)
     dropped = wanted.among(kept)
     student = make_student(model, family, sizes, kept, dropped)
-    settings: dict[str, Any] = {"plan": plan, "align": align, "ridge": ridge, "fit_samples": fit_samples}
+    settings: dict[str, Any] = {"plan": plan, "align": align, "ridge": ridge}
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     # Others of these are for comparison, and no key could say which they are.
     usual = squeeze_attention, principal_axes, neuron_importance
@@ -210,7 +206,6 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "teacher": own.__dict__ | {"parameters": count_parameters(work.teacher)},
         "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
         "aligned": work.align,
-        "fit_samples": work.fit_samples,
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 from eigen import projector_of_largest, square_roots
@@ -303,7 +303,7 @@ def circle(angle: Decimal) -> tuple[Decimal, Decimal]:
     return cosine, sine
 
 
-# --- HEAD-3 to HEAD-5, HEAD-21 ------------------------------------------------------------------------------------
+# --- HEAD-3 to HEAD-5 ---------------------------------------------------------------------------------------------
 
 
 def pooled_mixing(gram: Nested, plan: Plan) -> dict[str, Any]:
@@ -370,57 +370,6 @@ def _pooled_error(pool: Nested, p: int, q: int) -> Fraction:
     u, cross, w = inner(p, p), inner(p, q), inner(q, q)
     a: Fraction = solve_alpha_from_gram(pool, p, q)[0]
     return a * a * (u + 2 * cross + w) - 2 * a * (u + cross) + u
-
-
-def fit_mixing(calibration: list[list[Nested]], merge: Merge) -> dict[str, Any]:
-    """HEAD-21, for groups of one and two, where the error falls to one minimum from both sides."""
-    mixing = [[Fraction(x) for x in row] for row in merge["mixing"]]
-    for head, group in enumerate(merge["groups"]):
-        if len(group) == 1:
-            continue
-        assert len(group) == 2, "the oracle knows groups of two"
-        p, q = group
-
-        def error(a: Decimal, p: int = p, q: int = q) -> Decimal:
-            return sum((_mixture_error(item, p, q, a) for item in calibration), Decimal(0))
-
-        grid = [error(Decimal(n) / 32) for n in range(33)]
-        best = grid.index(min(grid))
-        assert all((x > y) == (i < best) for i, (x, y) in enumerate(pairwise(grid))), "more than one minimum"
-        low, high = Decimal(max(best - 1, 0)) / 32, Decimal(min(best + 1, 32)) / 32
-        while high - low > Decimal(10) ** -24:
-            third = (high - low) / 3
-            low, high = (low, high - third) if error(low + third) < error(high - third) else (low + third, high)
-        middle = (low + high) / 2
-        a = Decimal(0) if middle < Decimal(10) ** -20 else Decimal(1) if 1 - middle < Decimal(10) ** -20 else middle
-        mixing[head][p], mixing[head][q] = Fraction(a), 1 - Fraction(a)
-    return {"mixing": mixing, "groups": merge["groups"]}
-
-
-def _mixture_error(item: list[Nested], p: int, q: int, a: Decimal) -> Decimal:
-    total = Decimal(0)
-    masks = item[2] if len(item) > 2 else [None] * len(item[0])
-    for maps, outputs, counted in zip(item[0], item[1], masks, strict=True):
-        for i, (row_p, row_q) in enumerate(zip(maps[p], maps[q], strict=True)):
-            if counted is not None and not counted[i]:
-                continue
-            powers = [
-                (a * decimal(x).ln() + (1 - a) * decimal(y).ln()).exp() if x and y else Decimal(0)
-                for x, y in zip(row_p, row_q, strict=True)
-            ]
-            whole = sum(powers, Decimal(0)) or Decimal(1)
-            for d in range(len(outputs[p][0])):
-                given = sum(
-                    (
-                        w / whole * decimal(x[d] + y[d])
-                        for w, x, y in zip(powers, outputs[p], outputs[q], strict=True)
-                    ),
-                    Decimal(0),
-                )
-                wanted = sum((w * x[d] for w, x in zip(row_p, outputs[p], strict=True)), Fraction(0))
-                wanted += sum((w * y[d] for w, y in zip(row_q, outputs[q], strict=True)), Fraction(0))
-                total += (given - decimal(wanted)) ** 2
-    return total
 
 
 # --- FFN, WIDTH, ALIGN, DEPTH -------------------------------------------------------------------------------------

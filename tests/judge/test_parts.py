@@ -100,13 +100,13 @@ PARTS = (
     Part(
         "shrink",
         SHRINK_OUTPUTS,
-        least=(80, 200),
+        least=(79, 200),
         shown="fold_norm",
         dtypes=("float64", "float32"),
         uncovered=frozenset({*_RUNS, *_PLANS} - {"ALIGN-2", "DEPTH-1", "DEPTH-2"}),
         # WIDTH-2 refuses models, and HEAD-18 other cases with normed queries: both are of whole runs.
         uncoded=frozenset({("shrink-unsupported", "WIDTH-2"), ("shrink-unsupported", "HEAD-18")}),
-        codes=("mixing-invalid", "shrink-unsupported", "layers-invalid", "plan-invalid", "not-a-distribution"),
+        codes=("mixing-invalid", "shrink-unsupported", "layers-invalid", "plan-invalid"),
         # Noise is given to the judged study; drawing it is the reference's own.
         ignored=frozenset(("study_noise", name) for name in ("trials", "deviation", "seed", "noise")),
     ),

@@ -66,7 +66,7 @@ def compare_starts(
         batch_size: samples that run together.
         progress: gets the numbers of starts that are done and of all, and the name of the next.
         unfinished: where rows are kept as they are done, of a run that may be killed and started again.
-        **sizes: as they were given to ``shrink``; ``align`` and ``fit_samples`` are of ``made`` alone.
+        **sizes: as they were given to ``shrink``; ``align`` is of ``made`` alone.
 
     Raises:
         ShdError: what ``shrink`` raises; ``inputs-invalid``.
@@ -78,12 +78,11 @@ def compare_starts(
         name: part.to(device=example.device, dtype=example.dtype if part.is_floating_point() else part.dtype)
         for name, part in read_data(held_out).items()
     }
-    fitted = bool(sizes.get("align", True) or sizes.get("fit_samples", 0))
-    options = {name: value for name, value in sizes.items() if name not in ("align", "fit_samples")}
+    aligned = bool(sizes.pop("align", True))
     rows, mode = [], model.training
     try:
         measure = choose_measure(model.eval(), samples)
-        plans = _starts(model, data, made, batch_size, options, fitted=fitted)
+        plans = _starts(model, data, made, batch_size, sizes, aligned=aligned)
         for number, (name, make) in enumerate(plans.items()):
             if progress is not None:
                 progress(number, len(plans), name)
@@ -109,7 +108,7 @@ def compare_starts(
 
 
 def _starts(
-    model: Any, data: Mapping[str, Any], made: Shrunk, batch_size: int, options: dict[str, Any], *, fitted: bool
+    model: Any, data: Mapping[str, Any], made: Shrunk, batch_size: int, options: dict[str, Any], *, aligned: bool
 ) -> dict[str, Callable[[], Any]]:
     """By name what makes each start."""
     example = next(model.parameters())
@@ -123,7 +122,7 @@ def _starts(
         return type(student)(student.config).to(device=example.device, dtype=example.dtype).eval()
 
     starts: dict[str, Callable[[], Any]] = {"teacher": lambda: model, "this student": lambda: student}
-    if fitted:
+    if aligned:
         starts["closed form"] = plain(**options)
     before, after = sizes_of(model.config), sizes_of(student.config)
     if (before.heads, before.hidden, before.neurons) != (after.heads, after.hidden, after.neurons):

@@ -63,7 +63,6 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "recipes.vkd": ("vkd", "vkd_detection"),
     "shrink.align": ("align_output",),
     "shrink.depth": ("kept_layers",),
-    "shrink.exponents": ("fit_mixing",),
     "shrink.factors": ("low_rank_heads",),
     "shrink.ffn": ("merge_linear", "neuron_importance", "keep_neurons"),
     "shrink.heads": ("attend", "mix_queries", "concatenate_heads", "low_rank_heads"),

@@ -206,33 +206,6 @@ def _inside(trial: Trial) -> None:
             raise broken("groups", "must each lie in one key head, equally many for each", wanted, homes)
 
 
-def _fitted(trial: Trial) -> None:
-    """Never above the error of the start, and no small step inside the simplex gains."""
-    groups = [[0, 2, 1], [3]]
-    maps = trial.shares(6200, 2, 4, 5, 6)
-    outputs = trial.numbers(6201, 2, 4, 6, 3, low=-8, high=8)
-    start = {"mixing": trial.rounded(np.array([[0.25, 0.25, 0.5, 0], [0, 0, 0, 1]])), "groups": groups}
-    answer = trial.call("fit_mixing", calibration=[[maps, outputs]], merge=start)
-    mixing = as_array(answer["mixing"], "mixing")
-    trial.agree(mixing.sum(axis=1), np.ones(2), "exponent", "the sum of a row of C")
-    logs, x = np.log(maps[:, groups[0]].astype(np.float64)), outputs[:, groups[0]].astype(np.float64)
-    wanted = (np.exp(logs) @ x).sum(axis=1)
-
-    def error(weights: Array) -> float:
-        mixture = np.exp(np.einsum("k,bkls->bls", weights, logs))
-        mixture /= mixture.sum(axis=-1, keepdims=True)
-        return float(((mixture @ x.sum(axis=1) - wanted) ** 2).sum())
-
-    own = mixing[0, groups[0]]
-    least = error(own)
-    begun = error(np.asarray(start["mixing"], dtype=np.float64)[0, groups[0]])
-    trial.at_most(least, begun, "residual", "the error against that of the start")
-    if least > begun * 0.999:
-        raise broken("the error", "must fall, for the start is not a minimum", begun, least)
-    for corner in np.eye(3):
-        trial.at_most(least, error(own + (corner - own) / 64), "residual", "the error against that of a step aside")
-
-
 def part_law(
     name: str,
     operations: str,
@@ -295,6 +268,5 @@ LAWS: tuple[Law, ...] = (
         _pooled,
     ),
     part_law("inside", "grouped_plan pooled_mixing", "HEAD-4 HEAD-5", "No group crosses a key head.", _inside),
-    part_law("fitted", "fit_mixing", "HEAD-21", "The fit is a minimum, and not above its start.", _fitted),
 )
 """The laws of HEAD."""

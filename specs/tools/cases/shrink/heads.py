@@ -15,7 +15,6 @@ from cases.shrink.inputs import EXACT, FACTOR, PRODUCT, WIDTH, WideBook, layer, 
 LAYER = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 PLAN = {"rule": "plan"}
 ALPHA = {"rule": "alpha"}
-EXPONENT = {"rule": "close", "quantity": "exponent"}
 FORMS = {"logit_forms": PRODUCT, "value_forms": PRODUCT, "constant": PRODUCT}
 CUT = {"logit_forms": FACTOR, "value_forms": FACTOR, "constant": FACTOR}
 PAIRS = merge([[0, 1], [2, 3]], [0.25, 0.75], [0.625, 0.375])
@@ -437,59 +436,4 @@ def grouped_plan() -> WideBook:
     return book  # fmt: skip
 
 
-def fit_mixing() -> WideBook:
-    """HEAD-21."""
-    book = WideBook("fit_mixing", ("mixing", "groups"), oracle.fit_mixing, {"mixing": EXPONENT, "groups": EXACT})
-    maps = [probs([1, 3, 3, 4], seed, 9, 1, 5) for seed in (5501, 5502)]
-    outputs = [numbers([1, 3, 4, 2], seed, -8, 8, 2) for seed in (5503, 5504)]
-    start = merge([[2, 0], [1]], [0.5, 0.5], [1])
-    items = [[m, x] for m, x in zip(maps, outputs, strict=True)]
-    book.valid(
-        "pair",
-        "the exponents of a pair, over two items",
-        "HEAD-21",
-        "maps-mixed-not-logits",
-        inputs={"calibration": items, "merge": start},
-    )
-    book.valid(
-        "rows",
-        "rows that do not count",
-        "HEAD-21 MAP-7",
-        "alpha-padded-rows",
-        inputs={"calibration": [[*items[0], mask([[1, 0, 1]])], items[1]], "merge": start},
-    )
-    causal = probs([1, 3, 3, 3], 5505, 9, 1, 5, causal=True)
-    book.valid(
-        "causal",
-        "keys that are masked in every map",
-        "HEAD-21",
-        inputs={"calibration": [[causal, numbers([1, 3, 3, 2], 5506, -8, 8, 2)]], "merge": start},
-    )
-    good = {"calibration": items, "merge": start}
-    for name, comment, code, changes in (
-        ("empty", "no item", "argument-shape argument-value", {"calibration": []}),
-        ("heads", "maps of other heads than the merge", "argument-shape", {"merge": merge([[0, 1]], [0.5, 0.5])}),
-        (
-            "keys",
-            "value outputs of other keys",
-            "argument-shape",
-            {"calibration": [[maps[0], numbers([1, 3, 3, 2], 1, 0, 4, 1)]]},
-        ),
-        (
-            "infinite",
-            "an infinite value output",
-            "not-finite",
-            {"calibration": [[probs([1, 3, 1, 1], 1, 9, 1, 5), array([[[["inf"]]] * 3])]]},
-        ),
-        (
-            "sums",
-            "maps whose rows do not sum to one",
-            "not-a-distribution",
-            {"calibration": [[numbers([1, 3, 3, 4], 1, 1, 3, 0), outputs[0]]]},
-        ),
-    ):
-        book.invalid(name, comment, "HEAD-21", code, inputs={**good, **changes})
-    return book  # fmt: skip
-
-
-BOOKS = (attend, mix_queries, concatenate_heads, low_rank_heads, pooled_mixing, grouped_plan, fit_mixing)
+BOOKS = (attend, mix_queries, concatenate_heads, low_rank_heads, pooled_mixing, grouped_plan)
