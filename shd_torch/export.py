@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shd_ref.cache.storage.drafts import drafting, put
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
 
@@ -189,18 +189,19 @@ def _export(
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
         expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-            draft = Path(folder) / target.name  # the same name, which external data are found by
-            program.save(draft, external_data=_num_bytes(model) > _EXTERNAL_DATA_BYTES)
-            max_difference, tolerance = _compare(draft, samples, expected)
-            data_path = _move_into_place(draft, target)
-    except OSError as error:
-        raise ShdError("write-failed", f"the graph must be written to {target}; got {error}") from error
+    with drafting(target) as draft:  # of the same name, which external data are found by
+        program.save(draft, external_data=_num_bytes(model) > _EXTERNAL_DATA_BYTES)
+        max_difference, tolerance = _compare(draft, samples, expected)
+        data_path, draft_data = (path.with_name(path.name + ".data") for path in (target, draft))
+        has_data = draft_data.exists()
+        if has_data or data_path.exists():
+            target.unlink(missing_ok=True)  # an earlier graph must not read other weights than those it had
+            data_path.unlink(missing_ok=True)
+        if has_data:
+            put(draft_data, data_path)
     return ExportReport(
         path=target,
-        data_path=data_path,
+        data_path=data_path if has_data else None,
         inputs={
             name: tuple(axes[name].get(axis, size) for axis, size in enumerate(tensor.shape))
             for name, tensor in inputs.items()
@@ -524,15 +525,3 @@ def _compare(
             f"the graph must run in onnxruntime at another batch and length; got {type(error).__name__}: {error}",
         ) from error
     return largest, tolerance
-
-
-def _move_into_place(draft: Path, target: Path) -> Path | None:
-    """Rename the data first and the graph last: a graph under its name is complete."""
-    data, draft_data = (path.with_name(path.name + ".data") for path in (target, draft))
-    has_data = draft_data.exists()
-    if has_data:
-        draft_data.replace(data)
-    draft.replace(target)
-    if not has_data:
-        data.unlink(missing_ok=True)  # of an earlier, larger export
-    return data if has_data else None

@@ -136,8 +136,9 @@ def _open_comparison(
     out: Path, teacher: str, data: dict[str, Any], held_out: dict[str, Any] | None, options: dict[str, Any]
 ) -> AbstractContextManager[Unfinished | None]:
     """Where rows of ``--compare`` are kept; they outlive a kill while the student is made, or after."""
+    from shd_ref.cache.storage.drafts import part_folder
     from shd_torch.shrink.folders import new_folder
-    from shd_torch.shrink.unfinished import Unfinished, part_folder, run_key
+    from shd_torch.shrink.unfinished import Unfinished, run_key
 
     if held_out is None:
         return nullcontext()

@@ -52,6 +52,7 @@ def write_card(folder: Folder, *, replace: bool = False) -> Path | str:
         raise ShdError("cache-exists", message, "CACHE-180")
     with write_errors(path):
         storage.prepare()
+        storage.remove_stale()
         storage.write_whole(CARD_NAME, card.encode())
     return path
 

@@ -18,27 +18,25 @@ from __future__ import annotations
 import io
 import json
 import os
-import secrets
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.documents.receipts import Receipt, Record
 from shd_ref.cache.forms.form import StoredRecord
 from shd_ref.cache.reader import CacheReader
+from shd_ref.cache.storage.drafts import DraftFolder, drafting, part_folder
 from shd_ref.cache.storage.layout import MANIFEST_NAME, RECEIPTS_NAME
 from shd_ref.cache.storage.outputs import output_path
 from shd_ref.cache.storage.places import Folder
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
-
-TEMP_SUFFIX: Final = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ def export_webdataset(
 ) -> ExportSummary:
     """Write the samples of a sealed cache as WebDataset tar files, one a shard.
 
-    Equal caches give equal files. A file appears whole or not at all; those that are there are kept, so a stopped
-    export goes on where it stopped.
+    Equal caches give equal files. A file appears whole or not at all; those that are there with all samples are kept,
+    so a stopped export goes on where it stopped.
 
     Args:
         cache: a sealed cache; every blob is checked as it is read.
@@ -70,23 +68,31 @@ def export_webdataset(
             ``write-failed``.
     """
     reader, folder = CacheReader(cache), output_path(out, cache=cache)
-    _claim_folder(folder, reader.manifest)
+    drafts = part_folder(folder / "export")  # inside, as nothing else need be writable
+    _check_folder(folder, reader.manifest, drafts)
     written = present = samples = size = 0
     shards = reader.manifest.shards.num_shards
-    for shard in range(shards):
-        path = folder / f"{shard:06d}.tar"
-        if path.exists():
-            present += 1
-        else:
-            samples += _write_tar(path, reader, shard)
-            written, size = written + 1, size + path.stat().st_size
-        if on_progress is not None:
-            on_progress(shard + 1, shards)
+    with DraftFolder(drafts):
+        if not (folder / MANIFEST_NAME).exists():
+            with drafting(folder / MANIFEST_NAME, drafts / "file") as draft:
+                draft.write_bytes(reader.manifest.to_bytes())
+        for shard in range(shards):
+            path = folder / f"{shard:06d}.tar"
+            records = Receipt.read(reader.folder, shard, reader.manifest).records
+            if _is_whole(path, records):
+                present += 1
+            else:
+                with drafting(path, drafts / "file") as draft:
+                    _write_tar(draft, reader, records)
+                samples += len(records)
+                written, size = written + 1, size + path.stat().st_size
+            if on_progress is not None:
+                on_progress(shard + 1, shards)
     return ExportSummary(written, present, samples, size)
 
 
-def _claim_folder(folder: Path, manifest: Manifest) -> None:
-    """Begin or resume an export: its manifest comes first."""
+def _check_folder(folder: Path, manifest: Manifest, drafts: Path) -> None:
+    """Refuse a folder that is no export of this cache; its manifest comes first."""
     path = folder / MANIFEST_NAME
     if path.exists() and not (folder / RECEIPTS_NAME).exists():  # a cache has the same manifest, and is not an export
         found = Manifest.read(folder)
@@ -98,26 +104,32 @@ def _claim_folder(folder: Path, manifest: Manifest) -> None:
                 "CACHE-24",
             )
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    with write_errors(folder):
+        is_taken = folder.exists() and (not folder.is_dir() or any(place != drafts for place in folder.iterdir()))
+    if is_taken:
         message = f"{folder} must be empty or an export begun; it holds something else: choose another folder (--out)"
         raise ShdError("cache-exists", message, "CACHE-60")
-    with write_errors(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, lambda file: file.write(manifest.to_bytes()))
 
 
-def _write_tar(path: Path, reader: CacheReader, shard: int) -> int:
-    records = Receipt.read(reader.folder, shard, reader.manifest).records
+def _is_whole(path: Path, records: Sequence[Record]) -> bool:
+    """Whether a tar file ends where it says, with a member for each of these records."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            members = tar.getmembers()
+            end = tar.offset + 2 * tarfile.BLOCKSIZE  # two empty blocks, then zeros up to a whole record
+        length = path.stat().st_size
+    except (OSError, tarfile.TarError):
+        return False
+    names = [member.name for member in members if member.name.endswith(".json")]
+    wanted = [f"{record.index:08d}-{record.key}.json" for record in records]
+    return names == wanted and length == -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
-    def write(file: io.BufferedWriter) -> None:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for record in records:
-                # By key, which equal samples share: what is read is the same, except for the index.
-                _add_record(tar, reader, replace(reader.read(record.key), index=record.index, seed=record.seed))
 
-    with write_errors(path):
-        _write_whole(path, write)
-    return len(records)
+def _write_tar(path: Path, reader: CacheReader, records: Sequence[Record]) -> None:
+    with tarfile.open(path, "x:", format=tarfile.USTAR_FORMAT) as tar:
+        for record in records:
+            # By key, which equal samples share: what is read is the same, except for the index.
+            _add_record(tar, reader, replace(reader.read(record.key), index=record.index, seed=record.seed))
 
 
 def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: StoredRecord) -> None:
@@ -139,15 +151,3 @@ def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)  # no date, no owner: equal caches give equal files
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
-
-
-def _write_whole(path: Path, write: Callable[[Any], object]) -> None:
-    temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
-    try:
-        with temp.open("xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temp.rename(path)
-    finally:
-        temp.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from shd_ref.commands.options import CacheArgument, InputOptions, ProviderOption, check_both
 from shd_ref.commands.terminal import console, print_remarks
-from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 
 
@@ -30,6 +29,7 @@ def report(
     maps before and after, and compares the cache with every other strategy.
     """
     from shd_ref.cache import CacheReader
+    from shd_ref.cache.storage.drafts import drafting
     from shd_ref.cache.storage.outputs import output_file
     from shd_ref.report.content import read_content
     from shd_ref.report.page import render_page
@@ -46,10 +46,6 @@ def report(
         evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
         print_remarks(source.remark)
     page = render_page(reader, content, evidence)
-    try:
-        page_file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ShdError(
-            "write-failed", f"{out} could not be written: {error.strerror or error}: name another --out"
-        ) from error
+    with drafting(page_file) as draft:
+        draft.write_text(page, encoding="utf-8")
     console.say(f"{out}: {len(page) // 1024} KiB, open it in any browser")

@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shd_ref.cache.storage.drafts import drafting, part_folder, remove_finished
 from shd_ref.cache.storage.outputs import output_path
 from shd_ref.errors import ShdError
 from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
 from shd_torch.shrink.families import FAMILIES, check_config
-from shd_torch.shrink.unfinished import part_folder, remove_finished, sync
 
 
 def load_teacher(source: str | os.PathLike[str]) -> Any:
@@ -306,23 +306,16 @@ def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Pa
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
 
     home = part_folder(folder)
-    draft = home / "student"
     try:
-        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
-        home.mkdir(parents=True, exist_ok=True)
-        student.save_pretrained(draft)
-        if teacher is not None:
-            copy_readers(teacher, draft)
-        (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        for place in (*draft.iterdir(), draft):
-            sync(place)
-        draft.rename(folder)  # replaces an empty folder, and no other
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
+        with drafting(folder, home / "student") as draft:
+            student.save_pretrained(draft)
+            if teacher is not None:
+                copy_readers(teacher, draft)
+            (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except SafetensorError as error:
         raise ShdError(
             "write-failed", f"{folder} could not be written: {error}: make room, or name another"
         ) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
         with suppress(OSError):  # it holds what else the run has finished
             home.rmdir()

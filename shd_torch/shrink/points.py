@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shd_ref.cache.storage.drafts import drafting
 from shd_ref.cache.storage.outputs import output_file
-from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_finite
@@ -109,7 +109,8 @@ def measure_splits(
             torch.manual_seed(seed)
             measured[key] = check_finite("quality", quality(student), "PRED-3")
             points = [{"dropped": json.loads(name), "quality": value} for name, value in measured.items()]
-            _write(place, head | {"points": points})
+            with drafting(place) as draft:  # a run that is killed leaves the last one
+                draft.write_text(json.dumps(head | {"points": points}, indent=1) + "\n", encoding="utf-8")
         if progress is not None:
             progress(
                 f"split {number + 1} of {len(splits)}: {split[0]} attention blocks, {split[1]} activations: "
@@ -156,15 +157,3 @@ def _read_points(place: Path, head: dict[str, Any]) -> dict[str, float]:
             f"now {head[other[0]]}: name another file",
         )
     return points
-
-
-def _write(place: Path, points: dict[str, Any]) -> None:
-    """The whole file takes its name when it is on the disk: a run that is killed leaves the last one."""
-    draft = place.with_name(f"{place.name}.part")
-    with write_errors(place):
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(points, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(place)

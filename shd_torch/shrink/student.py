@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_finite, check_option
@@ -34,7 +35,7 @@ from shd_torch.shrink.layer import (
 )
 from shd_torch.shrink.merges import PLANS
 from shd_torch.shrink.sizes import Sizes, choose_layers, choose_sizes, count_parameters, make_student, sizes_of
-from shd_torch.shrink.unfinished import Unfinished, part_folder, run_key
+from shd_torch.shrink.unfinished import Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, principal_axes, turn_ends
 
 FORMAT = 1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -17,36 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shd_ref.cache.storage.drafts import DraftFolder, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 
 HEAD = "run.json"
-_LOCK = "lock"
 _SUFFIX = ".safetensors"
 _DRAFT = ".draft"
 
 
-def part_folder(out: Path, what: str | None = None) -> Path:
-    """Where a run that makes ``out``, or what goes with it, keeps what it has finished."""
-    return out.with_name(f".{out.name}.part" if what is None else f".{out.name}.{what}.part")
-
-
-def remove_finished(folder: Path) -> None:
-    """Remove what a run left whose output is there, unless one is at work."""
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return  # there is nothing, or nothing of ours
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)
-
-
-class Unfinished:
+class Unfinished(DraftFolder):
     """Pieces of a run, a file each, which takes its name when all of it is on the disk (STUDENT-7).
 
     As a context manager it removes the folder when the block ends; after an error only where nothing was finished.
@@ -61,27 +39,12 @@ class Unfinished:
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
-        self.folder = folder
-        with write_errors(folder):
-            if folder.is_symlink():
-                raise ShdError("write-failed", f"{folder} must be a folder of an unfinished run; it is a link")
-            folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(folder / _LOCK, flags, 0o666)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.path.samestat(os.fstat(self._lock), (folder / _LOCK).stat()):
-                    raise BlockingIOError  # a run that ended took the file away, and another has made its own
-            except (BlockingIOError, FileNotFoundError):
-                os.close(self._lock)
-                raise ShdError(
-                    "write-failed", f"another run is at work in {folder}: wait for it, or name another out"
-                ) from None
-            try:
-                self._check(json.loads(json.dumps(dict(key), default=str)))
-            except BaseException:
-                os.close(self._lock)
-                raise
+        super().__init__(folder)
+        try:
+            self._check(json.loads(json.dumps(dict(key), default=str)))
+        except BaseException:
+            self.close(remove=False)
+            raise
 
     def _check(self, key: dict[str, Any]) -> None:
         head = self.folder / HEAD
@@ -101,13 +64,8 @@ class Unfinished:
                 "STUDENT-7",
             )
 
-    def __enter__(self) -> Unfinished:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not any(self._names()):
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+    def __exit__(self, *error: object) -> None:
+        self.close(remove=error[0] is None or not any(self._names()))
 
     def _names(self) -> Iterator[str]:
         yield from (file.name for file in self.folder.glob(f"*{_SUFFIX}"))
@@ -170,9 +128,7 @@ class Unfinished:
         with write_errors(place):
             draft.unlink(missing_ok=True)
             write(draft)
-            sync(draft)
-            draft.replace(place)
-            sync(self.folder)
+            put(draft, place)
 
     def _unreadable(self, error: Exception) -> ShdError:
         return ShdError(
@@ -181,15 +137,6 @@ class Unfinished:
             "run begins at its start",
             "STUDENT-7",
         )
-
-
-def sync(place: Path) -> None:
-    """Wait until a file or a folder's list of files is on the disk."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.killed_child import run_killed
 from support.makers import ALONE, FORMS, contents, job, write_cache, write_shards
 
-from shd_ref.cache import CacheReader, CacheWriter, SampleInputs, export_webdataset
+from shd_ref.cache import CacheReader, CacheWriter, SampleInputs, export, export_webdataset
+from shd_ref.cache.storage import drafts
 from shd_ref.errors import ShdError
 
 JOBS = {
@@ -104,6 +109,57 @@ def test_an_export_resumes_and_repeats_its_bytes(tmp_path: Path) -> None:
     assert (again.written, again.present) == (1, 3)
     assert contents(tmp_path / "out") == before
     assert (tmp_path / "out/manifest.json").read_bytes() == (cache / "manifest.json").read_bytes()
+
+
+def test_a_killed_export_goes_on_and_leaves_nothing(tmp_path: Path) -> None:
+    cache, out = write_cache(tmp_path / "cache", job()), tmp_path / "out"
+    export_webdataset(cache, tmp_path / "whole")
+    # The manifest complete, at its place; a tar begun, complete, at its place; all done.
+    moments = [(drafts, "put", 1), (drafts, "sync", 2), (export, "_add_record", 2), (drafts, "sync", 3)]
+    for module, name, calls in [*moments, (drafts, "sync", 4), (drafts.shutil, "rmtree", 2)]:
+        assert run_killed(lambda: export_webdataset(cache, out), module, name, calls), (name, calls)
+        assert (out / ".export.part").exists()
+    assert export_webdataset(cache, out).present
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_tar_that_is_not_whole_is_written_again(tmp_path: Path) -> None:
+    cache, out = write_cache(tmp_path / "cache", job()), tmp_path / "out"
+    export_webdataset(cache, out)
+    whole, path = contents(out), out / "000001.tar"
+    data = path.read_bytes()
+    for damaged in (b"", data[:-1], data[:512], data[: len(data) // 2], data + bytes(512), whole["000002.tar"]):
+        path.write_bytes(damaged)
+        assert export_webdataset(cache, out).written == 1
+        assert contents(out) == whole
+
+
+def test_of_two_exports_at_a_time_one_is_refused(tmp_path: Path) -> None:
+    cache, out = write_cache(tmp_path / "cache", job()), tmp_path / "out"
+
+    def begin_another(done: int, _: int) -> None:
+        with pytest.raises(ShdError, match="another run is at work"):
+            export_webdataset(cache, out)
+
+    assert export_webdataset(cache, out, on_progress=begin_another).written == 4
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOLCK])
+@pytest.mark.parametrize("call", ["mkdir", "open", "flock", "fsync", "replace"])
+def test_a_faulty_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int) -> None:
+    (tmp_path / "page.html").write_text("earlier")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    place = {"mkdir": Path, "replace": Path, "flock": fcntl}.get(call, os)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(place, call, fail)
+        with pytest.raises(ShdError) as caught, drafts.drafting(tmp_path / "page.html") as draft:
+            draft.write_text("new")
+    assert caught.value.code == "write-failed"
+    assert contents(tmp_path) == {"page.html": b"earlier"}
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_what_is_not_exported(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import resource
@@ -274,6 +275,18 @@ def test_disk_full_at_any_step_leaves_a_cache_that_can_be_resumed(
     assert caught.value.code == "write-failed"
     assert temporary_files(tmp_path) == []
     assert contents(write_cache(folder, job())) == contents(write_cache(tmp_path / "whole", job()))
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_lock_that_is_refused_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", _full_disk(fcntl.flock, iter(range(1000)), call))
+        with pytest.raises(ShdError) as caught:
+            write_cache(tmp_path / "cache", job())
+    assert caught.value.code == "write-failed"
+    assert temporary_files(tmp_path) == []
 
 
 def _full_disk(real: Any, calls: Iterator[int], limit: int) -> Any:

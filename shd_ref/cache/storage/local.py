@@ -293,13 +293,14 @@ class _LocalPending(PendingFile):
         self._storage = storage
         self._folder, self._name = storage.open_parent(name)
         self._temp = _temporary_name(self._name)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._folder)
             with storage.exclusive():  # covers the moment between creating and locking the file
                 self._descriptor = os.open(self._temp, _NEW, 0o666, dir_fd=self._folder)
+                undo.callback(os.close, self._descriptor)
+                undo.callback(os.unlink, self._temp, dir_fd=self._folder)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        except BaseException:
-            os.close(self._folder)
-            raise
+            undo.pop_all()
 
     def write(self, data: Any) -> None:
         rest = memoryview(data)

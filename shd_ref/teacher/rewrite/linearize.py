@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.drafts import drafting, put
 from shd_ref.cache.storage.outputs import output_file
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
@@ -23,7 +23,7 @@ from shd_ref.teacher.graph.flow.weights import product_weight
 from shd_ref.teacher.graph.nodes import constant_of
 from shd_ref.teacher.opening.external import INLINE_BYTES, read_graph
 from shd_ref.teacher.opening.parts import all_tensors
-from shd_ref.teacher.packages import DecodeError, ir, onnx
+from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.squeeze import check_opset, remove_unused
 
 _DATA_FOLDER: Final = "squeezing_heads.data_folder"
@@ -178,24 +178,20 @@ def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> P
         raise ShdError("argument-value", f"out must be another file than the teacher and its data; got {target}")
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     large = sum(tensor.nbytes for tensor in tensors) >= INLINE_BYTES
+    with drafting(target) as draft:
+        data = draft.with_name("data")
+        if not large:
+            ir.external_data.load_to_model(model)  # of a teacher that was larger, whose files another place lacks
+        ir.save(model, draft, external_data=data.name if large else None)
+        if data.exists():
+            named = target.with_name(_data_name(target.name, data))
+            _name_data(draft, named.name)
+            put(data, named)
+            kept.add(named.resolve())
     with write_errors(target):
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-        try:
-            draft, data = folder / target.name, folder / "data"
-            if not large:
-                ir.external_data.load_to_model(model)  # of a teacher that was larger, whose files another place lacks
-            ir.save(model, draft, external_data=data.name if large else None)
-            if data.exists():
-                data = data.rename(folder / _data_name(target.name, data))
-                _name_data(draft, data.name)
-                _move(data, target.with_name(data.name))
-                kept.add(target.with_name(data.name).resolve())
-            earlier = {file for file in _own_data(target) if file.resolve() not in kept}
-            _move(draft, target)
-            for file in earlier:
+        for file in target.parent.iterdir():  # of earlier graphs of this name, and of those that were never finished
+            if _is_data_of(target, file.name) and file.resolve() not in kept:
                 file.unlink(missing_ok=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
@@ -214,24 +210,8 @@ def _name_data(graph: Path, name: str) -> None:
     graph.write_bytes(proto.SerializeToString())
 
 
-def _move(file: Path, target: Path) -> None:
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
-    file.replace(target)
-
-
-def _own_data(graph: Path) -> set[Path]:
-    """Files of an earlier graph's weights that are named after it; none where it is no graph."""
-    if not graph.is_file():
-        return set()
-    try:
-        found = onnx.load(graph, load_external_data=False)
-        tensors = filter(onnx.external_data_helper.uses_external_data, all_tensors(found))
-        names = {onnx.external_data_helper.ExternalDataInfo(tensor).location for tensor in tensors}
-    except (ValueError, DecodeError):
-        return set()
-    own = {name for name in names if name.startswith(f"{graph.name}.") and name.endswith(".data")}
-    return {graph.with_name(name) for name in own if name == Path(name).name}
+def _is_data_of(graph: Path, name: str) -> bool:
+    return name.startswith(graph.name) and re.fullmatch(r"\.[0-9a-f]{16}\.data", name[len(graph.name) :]) is not None
 
 
 def _data_files(model: ir.Model) -> set[Path]:

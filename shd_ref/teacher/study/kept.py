@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from shd_ref.cache.storage.documents import build, encode_document, parse_members, read_document
+from shd_ref.cache.storage.drafts import drafting
 from shd_ref.cache.storage.local import LocalStorage
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import check_external_data, hash_teacher
@@ -42,14 +42,11 @@ def keep_report(teacher: Path, report: FidelityReport) -> Path | None:
         Where it is; None where nothing can be written there, or an error is infinite.
     """
     path = kept_path(teacher)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         data = encode_document(_Kept(hash_teacher(teacher), report))
-        with new.open("xb") as file:
-            file.write(data)
-        new.replace(path)  # a link in its place is replaced, never followed
-    except (OSError, ValueError):
-        new.unlink(missing_ok=True)
+        with drafting(path) as draft:  # a link in its place is replaced, never followed
+            draft.write_bytes(data)
+    except (OSError, ValueError):  # the second also for a ShdError
         return None
     return path
 

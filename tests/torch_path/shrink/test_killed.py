@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from support.killed_child import run_killed  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
+from shd_ref.cache.storage import drafts  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.commands import app  # noqa: E402
@@ -52,13 +53,13 @@ def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path)
     killed = 0
     # Before a draft is on the disk, before its name is, within a layer, and while the student is written.
     for module, name, calls in [
-        (unfinished, "sync", 1),
-        (unfinished, "sync", 3),
-        (unfinished, "sync", 2),
-        (unfinished, "sync", 6),
-        (unfinished.fcntl, "flock", 1),
-        (folders, "sync", 1),
-        (folders, "sync", 4),
+        (drafts, "sync", 1),
+        (drafts, "sync", 3),
+        (drafts, "sync", 2),
+        (drafts, "sync", 6),
+        (drafts.fcntl, "flock", 1),
+        (folders, "copy_readers", 1),
+        (drafts, "put", 1),
     ]:
         killed += run_killed(lambda: run(out), module, name, calls)
         assert not out.exists()
@@ -73,7 +74,7 @@ def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path)
 
 def test_a_kill_after_the_student_took_its_name(teacher: Path, tmp_path: Path) -> None:
     data, out = make_data("llama"), tmp_path / "student"
-    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), unfinished.shutil, "rmtree", 3)
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), drafts.shutil, "rmtree", 1)
     assert out.exists()
     with pytest.raises(ShdError, match="taken"):
         shrink(teacher, data, **SIZES, out=out)
@@ -83,7 +84,7 @@ def test_a_kill_after_the_student_took_its_name(teacher: Path, tmp_path: Path) -
 def test_pieces_that_do_not_fit(teacher: Path, tmp_path: Path) -> None:
     data, out = make_data("llama"), tmp_path / "student"
     part = tmp_path / ".student.part"
-    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), folders, "sync", 1)
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), folders, "copy_readers", 1)
     for options, other in (({**SIZES, "ridge": 0.5}, "options"), (SIZES, "data")):
         with pytest.raises(ShdError, match=f"same {other}") as error:
             shrink(teacher, data if other == "options" else make_data("llama", seed=2), **options, out=out)
@@ -120,7 +121,7 @@ def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path, monkeypatch:
         assert result.exit_code == 0, result.output
         return str(result.output)
 
-    assert run_killed(run, folders, "sync", 1)  # while the student is written
+    assert run_killed(run, folders, "copy_readers", 1)  # while the student is written
     assert run_killed(run, starts, "measure_loss", 3)
     assert {path.name for path in tmp_path.glob(".*")} == {".student.compare.part"}
     measured: list[str] = []
@@ -151,7 +152,7 @@ def test_the_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lock_that_was_taken_away_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the opening of the file and its lock a run may end, and another begin."""
-    folder, lock, others = tmp_path / ".student.part", unfinished.fcntl.flock, list[Any]()
+    folder, lock, others = tmp_path / ".student.part", drafts.fcntl.flock, list[Any]()
 
     def late(file: int, operation: int) -> None:
         if not others:
@@ -160,7 +161,7 @@ def test_a_lock_that_was_taken_away_holds_nothing(tmp_path: Path, monkeypatch: p
             others.append(unfinished.Unfinished(folder, {"a": 1}))
         lock(file, operation)
 
-    monkeypatch.setattr(unfinished.fcntl, "flock", late)
+    monkeypatch.setattr(drafts.fcntl, "flock", late)
     with pytest.raises(ShdError, match="another run is at work"):
         unfinished.Unfinished(folder, {"a": 1})
     with others[1]:

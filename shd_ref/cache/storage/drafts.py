@@ -1,0 +1,124 @@
+"""Outputs other than caches: whole or not at all, and what a killed run left is replaced by the next one.
+
+What is under way for ``NAME`` lies in a folder beside it, ``.NAME.part``, and its writer holds a lock on the file
+``lock`` in there. So whatever an earlier run left has a known name, and the work of a living one is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Self
+
+from shd_ref.cache.storage.storage import write_errors
+from shd_ref.errors import ShdError
+
+LOCK: Final = "lock"
+_NEW_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def part_folder(out: Path, what: str | None = None) -> Path:
+    """Where a run that makes ``out``, or what goes with it, keeps what is under way."""
+    return out.with_name(f".{out.name}.part" if what is None else f".{out.name}.{what}.part")
+
+
+class DraftFolder:
+    """A folder that one run works in, from ``part_folder``; removed when the ``with`` block ends.
+
+    Args:
+        folder: new, or left by a run that ended.
+
+    Raises:
+        ShdError: ``write-failed``, also while another run is at work there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with write_errors(folder):
+            if folder.is_symlink():
+                raise ShdError("write-failed", f"{folder} must be a folder of an unfinished run; it is a link")
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock = os.open(folder / LOCK, _NEW_LOCK, 0o666)
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not os.path.samestat(os.fstat(self._lock), (folder / LOCK).stat()):
+                        raise BlockingIOError  # a run that ended took the file away, and another has made its own
+                except BaseException:
+                    os.close(self._lock)
+                    raise
+            except (BlockingIOError, FileNotFoundError):
+                message = f"another run is at work in {folder}: wait for it, or name another out"
+                raise ShdError("write-failed", message) from None
+            except OSError:  # a file system without locks, or without room: nothing stays that was not there
+                with contextlib.suppress(OSError):
+                    if all(place.name == LOCK for place in folder.iterdir()):
+                        (folder / LOCK).unlink(missing_ok=True)
+                        folder.rmdir()
+                raise
+
+    def clear(self) -> None:
+        """Remove what an earlier run left."""
+        with write_errors(self.folder):
+            for place in self.folder.iterdir():
+                if place.is_dir() and not place.is_symlink():
+                    shutil.rmtree(place)
+                elif place.name != LOCK:
+                    place.unlink()
+
+    def close(self, *, remove: bool) -> None:
+        """Let the next run in, and first remove the folder, if so told."""
+        if remove:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(remove=True)
+
+
+@contextlib.contextmanager
+def drafting(target: Path, folder: Path | None = None) -> Iterator[Path]:
+    """A path for a new file or folder, which takes the place of ``target`` when the block ends.
+
+    Args:
+        target: a file, which is replaced, or a folder that is new or empty.
+        folder: where the draft lies; default ``part_folder(target)``.
+
+    Raises:
+        ShdError: ``write-failed`` for every error of the system in the block; then no draft is left.
+    """
+    with write_errors(target), DraftFolder(folder or part_folder(target)) as drafts:
+        drafts.clear()
+        yield drafts.folder / target.name
+        put(drafts.folder / target.name, target)
+
+
+def put(draft: Path, target: Path) -> None:
+    """Give a draft its place: all of it is on the disk before, and its name after."""
+    for place in (*(draft.iterdir() if draft.is_dir() else ()), draft):
+        sync(place)
+    draft.replace(target)
+    sync(target.parent)
+
+
+def remove_finished(folder: Path) -> None:
+    """Remove what a run left whose output is there, unless one is at work."""
+    if (folder / LOCK).is_file():
+        with contextlib.suppress(ShdError), DraftFolder(folder):
+            pass
+
+
+def sync(place: Path) -> None:
+    """Wait until a file or a folder's list of files is on the disk."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
