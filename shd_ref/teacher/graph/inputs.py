@@ -22,6 +22,9 @@ _BRANCH: Final = frozenset({"use_cache_branch", "use_cache"})
 _EARLIER: Final = re.compile(r"past|cache", re.IGNORECASE)
 _TOTAL: Final = re.compile(r"total", re.IGNORECASE)
 _LENGTH: Final = re.compile(r"seq|length|position", re.IGNORECASE)
+_TOLD: Final = re.compile(rf"batch|{_EARLIER.pattern}|{_LENGTH.pattern}", re.IGNORECASE)
+_UNNAMED: Final = re.compile(r".*_dynamic_axes_\d+$")
+"""As PyTorch names axes that were given by number: after the input, whose name says nothing of them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class InputSizes:
 
     Equal names are equal sizes, a name that is a sum (``past_sequence_length + sequence_length``) is the sum, and
     names of the past are 0. A name that tells nothing is the batch where it first stands on a first axis, and the
-    length elsewhere; so is an axis without a name. What a graph fixes stays as it is.
+    length elsewhere; so is an axis without a name. Of a past, such an axis is the batch where it is the first of its
+    open axes, and the past elsewhere. What a graph fixes stays as it is.
 
     Attributes:
         batch: samples.
@@ -103,9 +107,12 @@ class InputSizes:
         }
 
     def _size_of(self, name: str | None, spec: InputSpec, place: int, bound: dict[str, int]) -> int:
+        if spec.part == "past" and (name is None or not _TOLD.search(_UNNAMED.sub("", name))):
+            # A stack of keys and values, and of layers, stands before the batch; its size is fixed.
+            opened = [number for number, axis in enumerate(spec.shape) if not isinstance(axis, int)]
+            return self.batch if place == opened[0] and len(opened) > 1 else 0
         if name is None:
-            last = spec.part == "past" and place == len(spec.shape) - 2
-            return 0 if last else self.length if place else self.batch
+            return self.length if place else self.batch
         if name not in bound:
             bound[name] = self._size_of_name(name, place, bound)
         return bound[name]

@@ -60,7 +60,7 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
         None if value is None else shapes.get(name_of(value))
         for value in (walk.probs, walk.values, walk.context, walk.query)
     )
-    if probs is None or values is None or context is None or len(context) not in (3, 4):
+    if probs is None or values is None or context is None or len(context) not in (3, 4) or 0 in context:
         return None
     d_v = context[-1]
     repeats = _repeat_factor(walk.repeats, shapes)
@@ -125,7 +125,7 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
 
 
 def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
-    """How often value heads are repeated: elements out over elements in, on any axis."""
+    """How often value heads are repeated: elements out over elements in, on any axis; an empty past has none."""
     factor = 1
     for node in nodes:
         before, after = (_size_of(value, shapes) for value in (data_inputs(node)[0], node.outputs[0]))
@@ -133,7 +133,7 @@ def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
             return None
         if node.op_type == "Expand" and len(before) == len(after):  # a learned value is there for every sample
             before, after = before[1:], after[1:]
-        factor *= max(1, math.prod(after) // math.prod(before))
+        factor *= max(1, math.prod(filter(None, after)) // math.prod(filter(None, before)))
     return factor
 
 
@@ -251,7 +251,7 @@ def _rows_of(term: Term, indices: NDArray[np.int64], *factors: NDArray[Any]) -> 
         weight = weight.reshape(-1, weight.shape[-1])
     else:
         both = [np.moveaxis(array, term.axis, -1) for array in both]
-    if both[0].shape[-1] != len(weight):
+    if both[0].shape[-1] != len(weight) or not both[0].size:
         return None
     both = [array.reshape(-1, len(weight)) for array in both]
     if not factors:

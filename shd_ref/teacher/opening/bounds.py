@@ -48,6 +48,8 @@ _SHAPE_ARITHMETIC: Final = frozenset(
         "Unsqueeze",
     ]
 )
+_PACKED_BITS: Final = (2, 4)  # an entry of a field is a byte, which holds several
+_COMPLEX: Final = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # two entries a number
 _SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
 
@@ -62,7 +64,7 @@ def check_sizes(model: onnx.ModelProto, file: Path) -> None:
         ShdError: ``graph-invalid``.
     """
     for tensor in all_tensors(model):
-        if min(tensor.dims, default=0) < 0 or not _holds(tensor):
+        if min(tensor.dims, default=0) < 0 or not _holds(tensor, file.parent):
             raise ShdError(
                 "graph-invalid",
                 f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
@@ -149,12 +151,12 @@ def check_folded(model: onnx.ModelProto, file: Path) -> None:
     known: dict[str, NDArray[Any]] = {}
     for graph in all_graphs(model.graph):
         for tensor in graph.initializer:
-            if math.prod(tensor.dims) <= _SMALL and not tensor.external_data:
+            if _is_readable(tensor):
                 known[tensor.name] = onnx.numpy_helper.to_array(tensor)
     for node in all_nodes(model.graph):
         if node.op_type == "Constant":
             tensor = node.attribute[0].t if node.attribute and node.attribute[0].HasField("t") else None
-            if tensor is not None and math.prod(tensor.dims) <= _SMALL and not tensor.external_data:
+            if tensor is not None and _is_readable(tensor):
                 known[node.output[0]] = onnx.numpy_helper.to_array(tensor)
             continue
         inputs = [known.get(name) for name in node.input]
@@ -168,6 +170,12 @@ def check_folded(model: onnx.ModelProto, file: Path) -> None:
                 (value,) = onnx.reference.ReferenceEvaluator(node).run(None, feeds)
                 if np.size(value) <= _SMALL:
                     known[node.output[0]] = np.asarray(value)
+
+
+def _is_readable(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor may be a shape, or what one is computed from."""
+    is_text = tensor.data_type == onnx.TensorProto.STRING
+    return not is_text and not tensor.external_data and math.prod(tensor.dims) <= _SMALL
 
 
 def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int] | None:
@@ -226,19 +234,30 @@ def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
         )
 
 
-def _holds(tensor: onnx.TensorProto) -> bool:
+def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
     """Whether a tensor's data has the size of its shape; a weight may be of any size that is there."""
-    count = math.prod(tensor.dims)
+    count, kind = math.prod(tensor.dims), tensor.data_type
+    outside = onnx.external_data_helper.uses_external_data(tensor)
+    if kind == onnx.TensorProto.STRING:
+        return not outside and not tensor.raw_data and len(tensor.string_data) == count
     try:
-        bits = round(ir.DataType(tensor.data_type).itemsize * 8)
-        if onnx.external_data_helper.uses_external_data(tensor):
-            length = onnx.external_data_helper.ExternalDataInfo(tensor).length
-            return length is None or bool(length == -(-count * bits // 8))
-        if tensor.HasField("raw_data"):
-            return bool(len(tensor.raw_data) == -(-count * bits // 8))
-        return bits < 8 or len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type))) >= count
-    except (KeyError, TypeError, ValueError):  # no data type, or one without numbers
-        return tensor.data_type == onnx.TensorProto.STRING
+        bits = round(ir.DataType(kind).itemsize * 8)
+        field = onnx.helper.tensor_dtype_to_field(kind)
+    except (KeyError, TypeError, ValueError):  # no data type
+        return False
+    size = -(-count * bits // 8)
+    if tensor.HasField("segment"):
+        return False
+    if outside:
+        info = onnx.external_data_helper.ExternalDataInfo(tensor)
+        length = info.length
+        if length is None:
+            length = (folder / info.location).stat().st_size - (info.offset or 0)
+        return bool(length == size)
+    if tensor.HasField("raw_data"):
+        return len(tensor.raw_data) == size
+    entries = size if bits in _PACKED_BITS else count * (2 if kind in _COMPLEX else 1)
+    return len(getattr(tensor, field)) == entries
 
 
 def _stated_shapes(model: onnx.ModelProto) -> Iterator[tuple[str, list[int]]]:

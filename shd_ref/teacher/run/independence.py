@@ -52,14 +52,12 @@ def check_samples(
         heads = max((site.num_heads or 1 for site in sites.values()), default=1)
         entries = heads * max(inputs.longest_axis(indices), 1) ** 2
         rows = len(batch.arrays[inputs.names[0]])
-        # What is supplied beside the data may be a single flag, or hold the samples on another axis.
-        sampled = [name for name, array in batch.arrays.items() if name in inputs.names or len(array.shape[:2]) == 2]
-        sampled = [name for name in sampled if len(batch.arrays[name]) == rows]
+        sampled = [name for name in inputs.names if len(batch.arrays[name]) == rows]
         at_once = max(1, _HELD_BYTES // (4 * (2 * rows + 1) * entries))
         told = set()
         for start in range(0, len(pending), at_once):
             names = pending[start : start + at_once]
-            runner = functools.partial(_run_changed, run, names, batch)
+            runner = functools.partial(_run_changed, run, names, batch, inputs)
             trial = Trial(runner, batch.arrays, sampled, allowed, grows=inputs.fixed_batch is None)
             for name in names:
                 finding = trial.judge(name, "batch-heads", 1)
@@ -79,9 +77,14 @@ def _describe(name: str, sites: Mapping[str, AttentionSite], targets: Mapping[st
 
 
 def _run_changed(
-    run: Callable[[Sequence[str], Batch], Arrays], names: Sequence[str], batch: Batch, arrays: Arrays
+    run: Callable[[Sequence[str], Batch], Arrays],
+    names: Sequence[str],
+    batch: Batch,
+    inputs: ModelInputs,
+    arrays: Arrays,
 ) -> Arrays:
-    return run(names, replace(batch, arrays=dict(arrays)))
+    # What is supplied beside the data may be a single flag, or have its samples on another axis: it is made again.
+    return run(names, replace(batch, arrays=inputs.with_supplied(arrays)))
 
 
 def _pairs(inputs: ModelInputs) -> Iterator[Sequence[int]]:

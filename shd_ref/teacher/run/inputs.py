@@ -187,19 +187,22 @@ class ModelInputs:
         arrays = {
             name: self._stack(name, rows, decoder_longest if name in self.decoder else longest) for name in self.names
         }
-        arrays |= self._supplied(arrays, longest)
-        return Batch(tuple(indices), lengths, arrays, decoder_lengths if self.decoder_mask is not None else ())
+        second = decoder_lengths if self.decoder_mask is not None else ()
+        return Batch(tuple(indices), lengths, self.with_supplied(arrays), second)
 
     def unmasked(self, batch: Batch) -> Batch:
         """The same batch with every position counted, padding too."""
         if self.mask is None:
             return batch
         arrays = batch.arrays | {self.mask: np.ones_like(batch.arrays[self.mask])}
-        return replace(batch, arrays=arrays | self._supplied(arrays, arrays[self.mask].shape[1]))
+        return replace(batch, arrays=self.with_supplied(arrays))
 
-    def _supplied(self, arrays: Mapping[str, NDArray[Any]], length: int) -> dict[str, NDArray[Any]]:
-        rows = len(next(iter(arrays.values())))
-        return self._supply.arrays(rows, length, None if self.mask is None else arrays[self.mask])
+    def with_supplied(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The arrays of ``names`` among these, and beside them what follows from them."""
+        data = {name: arrays[name] for name in self.names}
+        mask = None if self.mask is None else data[self.mask]
+        lengths = [data[name].shape[1] for name in self._free] if mask is None else [mask.shape[1]]
+        return data | self._supply.arrays(len(data[self.names[0]]), max(lengths, default=0), mask)
 
     @property
     def _equal_lengths(self) -> NDArray[np.int64] | None:

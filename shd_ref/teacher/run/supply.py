@@ -82,8 +82,9 @@ def _check_past(spec: InputSpec) -> None:
     problem = past_problem([spec])
     if problem is not None:
         raise ShdError("inputs-invalid", f"inputs must hold {spec.name}: {problem}")
-    open_axes = [axis for axis in spec.shape[1:] if not isinstance(axis, int)]
-    if len(open_axes) > 1:
+    # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
+    opened = [place - len(spec.shape) for place, axis in enumerate(spec.shape) if not isinstance(axis, int)]
+    if len(opened) > 2 or sum(place >= max(-3, 1 - len(spec.shape)) for place in opened) > 1:
         raise ShdError(
             "inputs-invalid",
             f"{spec.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import pytest
@@ -9,8 +11,11 @@ from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, encoder_layer
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.flow.walk import walk_graph
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes
-from shd_ref.teacher.graph.shapes import Probe, probe_feeds
+from shd_ref.teacher.graph.measure import describe_contradiction, measure_site
+from shd_ref.teacher.graph.shapes import Probe, probe_feeds, probe_shapes
+from shd_ref.teacher.opening.external import read_graph
 
 SIZES = InputSizes(batch=4, length=5)
 PAST = InputSpec("past_key_values.0.key", "float32", ("batch_size", 2, "past_sequence_length", 8))
@@ -44,6 +49,46 @@ def test_the_past_is_empty_under_any_name_of_its_axis(shape: tuple[int | str | N
     assert SIZES.shapes((InputSpec("past_key_values.3.value", "float16", shape),)) == {
         "past_key_values.3.value": (4, 2, 0, 8)
     }
+
+
+@pytest.mark.parametrize("axes", [("batch", "past_len"), ("b", "p"), (None, None), ("past_dynamic_axes_2", None)])
+def test_stacked_keys_and_values_stand_before_the_batch(axes: tuple[str | None, str | None]) -> None:
+    batch, past = axes
+    for stack in ((2,), (6, 2)):
+        spec = InputSpec("past", "float32", (*stack, batch, 3, past, 8))
+        assert SIZES.shapes((spec,)) == {"past": (*stack, 4, 3, 0, 8)}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        encoder_layer(),
+        *(encoder_layer(num_kv_heads=2, kv_repeat=kind) for kind in ("expand", "gather", "tile")),
+        *(encoder_layer(layout=layout) for layout in ("batch-folded", "heads-folded", "heads-batch")),
+        encoder_layer(projection="gemm"),
+    ],
+    ids=range(8),
+)
+def test_an_axis_of_any_size_is_measured_or_is_not(model: onnx.ModelProto) -> None:
+    """Never a division by zero, nor the first of nothing: each axis in turn, in one tensor and in all."""
+    graph = read_graph(model)
+    graph.sort()
+    (walk,) = walk_graph(graph)
+    shapes = probe_shapes(model, sorted(set(walk.tensors())))
+    assert measure_site(walk, shapes) is not None
+    measured = set()
+    for name, changed, size, everywhere in itertools.product(shapes, range(4), (0, 1, 2**40), (False, True)):
+        old = dict(enumerate(shapes[name])).get(changed)
+        other = {
+            each: tuple(
+                size if (each, axis) == (name, changed) or (everywhere and number == old) else number
+                for axis, number in enumerate(shape)
+            )
+            for each, shape in shapes.items()
+        }
+        measured.add(measure_site(walk, other) is not None)
+        assert "sizes" in describe_contradiction(walk, other) or "map" in describe_contradiction(walk, other)
+    assert measured == {False, True}
 
 
 def test_equal_names_are_equal_sizes_wherever_they_stand() -> None:

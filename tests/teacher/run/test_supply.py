@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto
+from support.attention_graphs import GraphBuilder, random_projection
+from support.students import precompute
 
-from shd_ref.cache import sample_key
+from shd_ref.cache import CacheReader, sample_key
 from shd_ref.errors import ShdError
+from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
 MASK = InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1"))
@@ -80,6 +88,55 @@ def test_a_fixed_batch_is_filled_with_its_past() -> None:
     assert [batch.arrays["past_key_values.0.key"].shape[0] for batch in inputs.batches(range(3), 8)] == [2, 2]
 
 
+def decoder_with_past(stack: str) -> onnx.ModelProto:
+    """Two layers of four query and two key heads whose past is in one input a layer and kind, a layer, or in all."""
+    build = GraphBuilder()
+    inputs: dict[str, Any] = {"x": (TensorProto.FLOAT, ["batch", "length", 8])}
+    outputs, state = [], "x"
+    for layer in range(2):
+        pasts = {kind: f"past_key_values.{layer}.{kind}" for kind in ("key", "value")}
+        shape: list[int | str] = ["batch", 2, "past_length", 2]
+        if stack == "kinds":
+            shape, pasts = [2, *shape], dict.fromkeys(pasts, f"past_{layer}")
+        elif stack == "layers":
+            shape, pasts = [2, 2, *shape], dict.fromkeys(pasts, "past")
+        for place, (kind, name) in enumerate(pasts.items()):
+            inputs[name] = (TensorProto.FLOAT, shape)
+            for index in {"none": (), "kinds": (place,), "layers": (layer, place)}[stack]:
+                pasts[kind] = build.op("Gather", pasts[kind], build.const(index), axis=0)
+        heads = []
+        for seed, (kind, count) in enumerate({"query": 4, "key": 2, "value": 2}.items()):
+            weight = build.const(3 * random_projection(8, 2 * count, 10 * layer + seed))
+            split = build.op("Reshape", build.op("MatMul", state, weight), build.const(np.array([0, 0, count, 2])))
+            split = build.op("Transpose", split, perm=[0, 2, 1, 3])
+            if kind in pasts:
+                split = build.op("Concat", pasts[kind], split, axis=2)
+                split = build.op("Gather", split, build.const(np.array([0, 0, 1, 1])), axis=1)
+            heads.append(split)
+        logits = build.op("MatMul", heads[0], build.op("Transpose", heads[1], perm=[0, 1, 3, 2]))
+        joined = build.op("MatMul", build.op("Softmax", logits, axis=-1), heads[2])
+        joined = build.op("Transpose", joined, perm=[0, 2, 1, 3])
+        joined = build.op("Reshape", joined, build.const(np.array([0, 0, 8])))
+        state = build.op("MatMul", joined, build.const(random_projection(8, 8, 10 * layer + 5)))
+        outputs.append(state)
+    return build.model(inputs, outputs)
+
+
+def test_a_stacked_past_is_fed_empty_like_any_other(tmp_path: Path) -> None:
+    data = {"x": np.random.default_rng(0).normal(size=(3, 4, 8)).astype(np.float32)}
+    maps = []
+    for stack in ("none", "kinds", "layers"):
+        file, cache = tmp_path / f"{stack}.onnx", tmp_path / stack
+        onnx.save(decoder_with_past(stack), file)
+        sites = find_sites(load_teacher(file))
+        assert [(site.supported, site.num_heads, site.num_kv_heads) for site in sites] == [(True, 4, 2)] * 2
+        precompute(file, data, cache, PrecomputeOptions(num_student_heads=2), RunOptions(batch_size=2))
+        reader = CacheReader(cache)
+        records = [reader.read(sample_key({"x": sample})) for sample in data["x"]]
+        maps.append([reader.decode(record, layer) for record in records for layer in (0, 1)])
+    np.testing.assert_array_equal(maps[1:], [maps[0]] * 2)
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -92,9 +149,10 @@ def test_a_fixed_batch_is_filled_with_its_past() -> None:
             InputSpec("past_key_values.0.key", "float32", ("batch", "heads", "past_length", "width")),
             "heads and width",
         ),
+        (InputSpec("past_0", "float32", (2, "batch", "heads", "past_length", 4)), "heads and width"),
         (InputSpec("position_ids", "int64", (3, "batch", "length")), "3 axes"),
     ],
-    ids=["static cache", "encoder", "open heads", "three positions"],
+    ids=["static cache", "encoder", "open heads", "open heads, stacked", "three positions"],
 )
 def test_what_cannot_be_supplied_is_refused_with_the_remedy(spec: InputSpec, reason: str) -> None:
     with pytest.raises(ShdError, match=reason) as caught:
