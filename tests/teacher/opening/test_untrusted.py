@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer
@@ -119,6 +120,46 @@ def test_graphs_changed_by_hand_never_crash(name: str, tmp_path: Path) -> None:
             codes.append(error.code)
     assert set(codes) <= CODES
     assert 20 < len(codes) < 150
+
+
+NARROW = {21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}
+"""Bits of a number of these types of ``TensorProto``; of others NumPy says."""
+
+
+@pytest.mark.parametrize("more", [0, -1, 1])
+@pytest.mark.parametrize("form", ["none", "raw", "field", "external", "external without length"])
+def test_weights_of_every_type_hold_the_numbers_of_their_shape(form: str, more: int, tmp_path: Path) -> None:
+    """Five numbers, as two and four bits do not fill their bytes with them, in data of a byte or an entry more."""
+    path = tmp_path / "teacher.onnx"
+    kinds = {kind for kind in TensorProto.DataType.values() if kind in {*ir.DataType}}
+    for kind in {*kinds, 0, 99}:
+        tensor, bits = TensorProto(name="odd", data_type=kind, dims=[5]), NARROW.get(kind, 8)
+        if kind not in (0, TensorProto.STRING, 99, *NARROW):
+            bits = 8 * helper.tensor_dtype_to_np_dtype(kind).itemsize
+        size = -(-5 * bits // 8) + more
+        if form == "raw":
+            tensor.raw_data = bytes(size)
+        elif form.startswith("external"):
+            (tmp_path / "weights").write_bytes(bytes(size))
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="weights")
+            if form == "external":
+                tensor.external_data.add(key="length", value=str(size))
+        elif form == "field":
+            field = "int32_data" if kind in (0, 99) else helper.tensor_dtype_to_field(kind)
+            packed, per_number = bits in (2, 4), 2 if kind in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1
+            entries = (size - more if packed else 5 * per_number) + more
+            getattr(tensor, field).extend([b"" if field == "string_data" else 0] * entries)
+        node = helper.make_node("Identity", ["odd"], ["y"])
+        graph = helper.make_graph([node], "g", [], [onnx.ValueInfoProto(name="y")], [tensor])
+        path.write_bytes(helper.make_model(graph).SerializeToString())
+        is_whole = more == 0 and (form == "field" or (form != "none" and kind != TensorProto.STRING))
+        if is_whole and kind not in (0, 99):
+            load_teacher(path)
+        else:
+            with pytest.raises(ShdError, match="no more and no less") as caught:
+                load_teacher(path)
+            assert caught.value.code == "graph-invalid"
 
 
 def whole(name: str, numbers: list[int] | int) -> TensorProto:
