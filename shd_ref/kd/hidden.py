@@ -95,7 +95,7 @@ def _terms(layer: HiddenRows, distance: str) -> Array:
         return terms
     student, teacher = _unit(layer.student)[0], _unit(layer.teacher)[0]
     if distance == "cosine":
-        cosines: Array = 1.0 - (student * teacher).sum(axis=-1)
+        cosines: Array = np.maximum(1.0 - (student * teacher).sum(axis=-1), 0.0)  # rounding can leave -1e-16
         return cosines
     squares: Array = ((student - teacher) ** 2).sum(axis=-1)
     return squares

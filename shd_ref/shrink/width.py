@@ -84,7 +84,7 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
     if norm == "layer":
         basis = basis @ _zero_mean_axes(width).T
     total = float(np.trace(turn.T @ s @ turn))
-    return Axes(basis, float(values[order].sum() / total) if total > 0.0 else 1.0)
+    return Axes(basis, float(np.clip(values[order].sum() / total, 0.0, 1.0)) if total > 0.0 else 1.0)
 
 
 def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:
@@ -101,7 +101,7 @@ def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:
     if s.shape != (len(axes), len(axes)):
         raise ShdError("argument-shape", f"moment must be (D, D) with D={len(axes)}; got {s.shape}", "WIDTH-5")
     total = float(np.trace(s))
-    energy = float(np.trace(axes.T @ s @ axes)) / total if total > 0.0 else 1.0
+    energy = max(float(np.trace(axes.T @ s @ axes)) / total, 0.0) if total > 0.0 else 1.0
     return float(np.sqrt(energy * axes.shape[0] / axes.shape[1]))
 
 

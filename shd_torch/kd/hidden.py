@@ -77,6 +77,7 @@ def _layer_loss(student: Tensor, teacher: Tensor, loss_mask: Tensor | None, dist
         terms = (s - t).square().mean(-1)
     elif distance == "cosine":
         terms = 1 - (_unit(s) * _unit(t)).sum(-1)
+        terms = terms - terms.detach().clamp(max=0)  # rounding can leave -1e-7; the gradient stays
     else:
         terms = (_unit(s) - _unit(t)).square().sum(-1)
     if loss_mask is not None:

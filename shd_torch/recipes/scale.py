@@ -117,7 +117,7 @@ def _report(terms: Mapping[str, tuple[float, float]], products: Mapping[tuple[st
             loss_share=abs(value * weight) / whole if whole else 0.0,
             gradient_norm=norms[name],
             gradient_share=norms[name] / sum(norms.values()) if any(norms.values()) else 0.0,
-            cosine=inner / length if length else math.nan,
+            cosine=min(max(inner / length, -1.0), 1.0) if length else math.nan,
         )
     return ScaleReport(scales, products)
 

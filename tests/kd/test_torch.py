@@ -114,6 +114,17 @@ def test_hidden_states_agree_with_the_reference(distance: str) -> None:
         np.testing.assert_allclose(layer.grad.numpy(), gradient, atol=1e-14)
 
 
+def test_no_cosine_rounds_above_one() -> None:
+    """Half of these rows would be at a distance of about -1e-16 from themselves."""
+    for row in np.random.default_rng(0).standard_normal((100, 1, 24)):
+        assert shd_ref.kd.hidden_loss(row, row * 3.0, distance="cosine") >= 0.0
+        student = tensor(row).requires_grad_()
+        loss = shd_torch.kd.hidden_loss(student, tensor(row * 3.0), distance="cosine")
+        loss.backward()
+        assert loss.item() >= 0.0
+        assert student.grad.abs().max() < 1e-15
+
+
 def test_garbage_in_rows_that_do_not_count_goes_nowhere() -> None:
     """With ``check=False`` even what is not finite there has a gradient of exactly 0."""
     bad = tensor(STUDENT)

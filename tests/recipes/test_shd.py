@@ -135,6 +135,13 @@ def test_terms_add_and_scale(step: Step) -> None:
             SHD(step.captured, step.taught, beta)  # type: ignore[arg-type]
 
 
+def test_no_cosine_of_gradients_is_above_one() -> None:
+    for slope in torch.randn(50, 5, generator=torch.Generator().manual_seed(0)):
+        x = torch.zeros(5, requires_grad=True)
+        report = scale_report(Terms(base=Term(x @ slope, 1.0), shd=Term(-3 * (x @ slope), 0.3)), [x])
+        assert all(-1.0 <= each.cosine < -0.99 for each in report.terms.values())
+
+
 def test_a_report_of_terms_that_are_known() -> None:
     """Gradients (3, 4) and 0.5 (0, 8): norms 5 and 4, an angle whose cosine is .8."""
     x = torch.zeros(2, requires_grad=True)

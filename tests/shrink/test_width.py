@@ -27,6 +27,15 @@ def moment(rows: np.ndarray) -> np.ndarray:
     return rows.T @ rows / len(rows)
 
 
+def test_no_share_leaves_its_range() -> None:
+    """Axes that hold nothing of a moment, and all of them: rounding puts the share a little outside [0, 1]."""
+    for _ in range(50):
+        turn = np.linalg.qr(RANDOM.normal(size=(6, 6)))[0]
+        thin = np.outer(turn[0], turn[0])
+        assert 0.0 <= kept_scale(thin, turn[1:2].T) < 1e-6
+        assert principal_axes(thin, 6).energy <= 1.0
+
+
 def test_folding_changes_nothing() -> None:
     matrix, scale, shift, bias = (RANDOM.normal(size=size) for size in ((6, 3), 6, 6, 3))
     folded, moved = fold_norm(matrix, scale, shift, bias)

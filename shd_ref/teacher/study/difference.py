@@ -49,11 +49,11 @@ class CosineDistance:
         norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
         cosine = (a * b).sum(axis=1) / np.where(norms == 0.0, 1.0, norms)
         equal_zeros = ~a.any(axis=1) & ~b.any(axis=1)
-        self._distances += np.where(equal_zeros, 0.0, 1.0 - cosine).tolist()
+        self._distances += np.where(equal_zeros, 0.0, np.maximum(1.0 - cosine, 0.0)).tolist()
 
     @property
     def scores(self) -> Scores:
-        """Of every sample, in the order they were counted; at least 0 up to rounding."""
+        """Of every sample, in the order they were counted; at least 0."""
         return Scores(np.array(self._distances), np.ones(len(self._distances)))
 
 

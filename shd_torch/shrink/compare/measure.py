@@ -68,7 +68,8 @@ def measure_loss(teacher: Any, model: Any, data: Mapping[str, Tensor], batch_siz
                 found = (wanted.exp() * (wanted - given)).sum(-1)
             else:
                 found = 1 - torch.nn.functional.cosine_similarity(outputs[0], outputs[1], dim=-1)
-        total, count = total + float(found.sum()), count + found.numel()
+        # None of these is below 0, but rounding can leave a row of equal outputs there.
+        total, count = total + float(found.clamp_min(0).sum()), count + found.numel()
     if not count:
         raise ShdError("inputs-invalid", "the data to compare on must hold a row that counts; got none")
     return total / count

@@ -268,6 +268,9 @@ def test_measures_follow_their_definitions() -> None:
     same = RelativeError()
     same.add(np.zeros((2, 3)), np.zeros((2, 3)))
     assert same.value == 0.0
+    equal, rows = CosineDistance(), rng.normal(size=(100, 24))
+    equal.add(rows * 3.0, rows)
+    assert (equal.scores.sums >= 0.0).all()  # not -1e-16
     same.add(np.ones((2, 3)), np.zeros((2, 3)))
     assert same.value == np.inf
 
