@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.kd.codes import RowCode
-from shd_ref.kd.targets import systematic_uniforms
 from shd_torch.kd import SampledTargets, TopkTargets, kd_loss, kd_targets_sampled, kd_targets_topk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -100,6 +99,12 @@ def synthetic_rows(vocab_size: int, tokens: int, student: str) -> Iterator[Rows]
         yield Rows((strength * context) @ weight.T + bias, hidden, weight, bias)
 
 
+def _systematic_uniforms(rows: int, count: int, seed: int) -> Tensor:
+    """Uniforms at equal distances from one random start for each row."""
+    start = np.random.default_rng(seed).random((rows, 1))
+    return torch.from_numpy((np.arange(count) + start) / count)
+
+
 def coded(teacher: Tensor, code: RowCode, seed: int) -> TopkTargets | SampledTargets:
     """A teacher's rows after they were stored."""
     head = code.head
@@ -107,7 +112,7 @@ def coded(teacher: Tensor, code: RowCode, seed: int) -> TopkTargets | SampledTar
         topk = kd_targets_topk(teacher, head)
         got = code.decode(code.encode(*(field.numpy() for field in topk[:3])))
         return topk._replace(log_probs=torch.from_numpy(got.log_probs), log_tail=torch.from_numpy(got.log_tail))
-    uniforms = torch.from_numpy(systematic_uniforms((len(teacher),), code.draws, seed))
+    uniforms = _systematic_uniforms(len(teacher), code.draws, seed)
     drawn = kd_targets_sampled(teacher, uniforms, keep=head)
     ids, weights = drawn.ids.numpy(), drawn.weights.numpy()
     got = code.decode(

@@ -17,7 +17,7 @@ from shd_ref.conformance.known_failures import KnownFailures, KnownFailuresError
 from shd_ref.conformance.program import Program, ProgramError, make_request
 from shd_ref.conformance.report import Report
 from shd_ref.conformance.runner import cases, judge
-from shd_ref.conformance.specification import DTYPES, PARTS
+from shd_ref.conformance.specification import DTYPES
 from shd_ref.conformance.vectors import VectorError
 from shd_ref.conformance.watched import Limited, Verdict, is_child, judge_watched, tell_parent
 from shd_ref.printable import printable
@@ -59,10 +59,7 @@ def _judge(options: argparse.Namespace, begin: Callable[[str], None] | None = No
     """Judge in this process; ``begin`` hears of every call of a Python implementation."""
     try:
         if options.list:
-            lines = [
-                f"{item.id}  {' '.join(item.spec)}\n"
-                for item in cases(options.only, vectors=options.vectors, part=options.part)
-            ]
+            lines = [f"{item.id}  {' '.join(item.spec)}\n" for item in cases(options.only, vectors=options.vectors)]
             return Verdict(PASSED, "".join(lines), "")
         known = KnownFailures.read(options.known_failures) if options.known_failures else None
         with _open_implementation(options, begin) as (implementation, name, how):
@@ -74,7 +71,6 @@ def _judge(options: argparse.Namespace, begin: Callable[[str], None] | None = No
                     known=known,
                     vectors=options.vectors,
                     name=name,
-                    part=options.part,
                 )
                 for dtype in options.dtype or ["float64"]
             ]
@@ -142,7 +138,6 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--report", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--save-calls", metavar="FOLDER", help="write the exact call of every failure as JSON")
     parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="for one answer (default 20)")
-    parser.add_argument("--part", choices=PARTS, default="shd", help="of the specification; all but shd are optional")
     parser.add_argument("--vectors", metavar="FOLDER", help="other vector files than the specification's own")
     return parser
 

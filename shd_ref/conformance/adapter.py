@@ -26,7 +26,7 @@ class Adapter(Protocol):
     """An implementation behind one method, for those that need the dtype's name or other arrays."""
 
     def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
-        """Run one operation of ``specs/shd.md``, or of an optional part.
+        """Run one operation of ``specs/shd.md``.
 
         Args:
             operation: its name, such as ``"solve_alpha"``.
@@ -66,67 +66,6 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "value_outputs": ("value_outputs",),
 }
 """The operations of ``specs/shd.md`` with the names of their results, in the order of a tuple that holds them."""
-
-KD_OUTPUTS: dict[str, tuple[str, ...]] = {
-    "hidden_loss": ("loss",),
-    "hidden_loss_gradient": ("dstudent",),
-    "kd_loss": ("loss",),
-    "kd_loss_gradient": ("dz",),
-    "kd_targets_sampled": ("ids", "weights", "entropy", "temperature", "vocab_size"),
-    "kd_targets_topk": ("ids", "log_probs", "log_tail", "temperature", "vocab_size"),
-    "linear_kd_loss": ("loss",),
-    "linear_kd_loss_gradient": ("dhidden", "dweight", "dbias"),
-    "mean_logits": ("logits",),
-}
-"""The operations of ``specs/kd.md``, the same way."""
-
-RECIPES_OUTPUTS: dict[str, tuple[str, ...]] = {
-    "babyllama": ("cross_entropy", "kd"),
-    "cross_entropy": ("cross_entropy",),
-    "deit_hard": ("cross_entropy", "kd"),
-    "deit_soft": ("cross_entropy", "kd"),
-    "diffusion": ("mse", "bound", "kd"),
-    "gkd": ("jsd",),
-    "image_kd": ("cross_entropy", "kd"),
-    "language_kd": ("cross_entropy", "kd"),
-    "linear_betas": ("betas",),
-    "minillm_advantages": ("advantages",),
-    "minillm_policy": ("policy", "reverse_kl"),
-    "minillm_rollout": ("tokens", "mask", "log_probs", "rewards", "weights"),
-    "nkd": ("cross_entropy", "target", "nontarget"),
-    "noised": ("x_t",),
-    "vitkd": ("mimic", "generate"),
-    "vkd": ("cross_entropy", "kd", "features"),
-    "vkd_detection": ("features",),
-}
-"""The operations of ``specs/recipes.md``, the same way; a term is a record of its ``value`` and its ``weight``."""
-
-LAYER = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
-"""The fields of an attention layer's weights (HEAD-1); a bias may be None."""
-
-SHRINK_OUTPUTS: dict[str, tuple[str, ...]] = {
-    "align_output": ("weight", "bias"),
-    "attend": ("outputs",),
-    "best_split": ("attention", "activation", "quality"),
-    "change_meaning": ("degree", "coefficients", "meaning"),
-    "choose_degree": ("degree",),
-    "concatenate_heads": LAYER,
-    "cross_validate": ("error",),
-    "fit_predictor": ("degree", "coefficients", "meaning"),
-    "fold_norm": ("matrix", "bias"),
-    "grouped_plan": ("plan",),
-    "keep_neurons": ("first", "second", "kept"),
-    "kept_layers": ("layers",),
-    "kept_scale": ("scale",),
-    "low_rank_heads": LAYER,
-    "merge_linear": ("weight", "bias"),
-    "mix_queries": LAYER,
-    "neuron_importance": ("importance",),
-    "pooled_mixing": ("mixing", "groups"),
-    "principal_axes": ("basis",),
-    "study_noise": ("same", "one_layer", "more", "mean", "std"),
-}
-"""The operations of ``specs/shrink.md``, the same way."""
 
 
 class Missing(unittest.SkipTest):

@@ -11,7 +11,7 @@ from typing import Any
 from shd_ref.conformance.adapter import Call
 from shd_ref.conformance.compare import abbreviate
 from shd_ref.conformance.known_failures import Entry, KnownFailures
-from shd_ref.conformance.specification import PARTS, VECTORS_VERSION, load_sentences, spec_edition
+from shd_ref.conformance.specification import VECTORS_VERSION, load_sentences, spec_edition
 
 REPORT_VERSION = "1"
 
@@ -86,23 +86,21 @@ class Report:
         dtype: what it computed in.
         results: in the order in which they ran.
         stale: entries of the known-failures file whose items pass.
-        part: of the specification that was judged.
     """
 
     name: str
     dtype: str
     results: tuple[Result, ...]
     stale: tuple[Entry, ...] = field(default=())
-    part: str = "shd"
 
     @classmethod
-    def of(cls, name: str, dtype: str, results: Iterable[Result], known: KnownFailures, part: str = "shd") -> Report:
+    def of(cls, name: str, dtype: str, results: Iterable[Result], known: KnownFailures) -> Report:
         """Results as they came, after declared failures are told from the others."""
         results = list(results)
         passed = [r.id for r in results if r.status is Status.PASSED]
         failed = [r.id for r in results if r.status is Status.FAILED]
         stale = known.stale_among(passed, failed, dtype)
-        return cls(name, dtype, tuple(_mark_known(result, known) for result in results), tuple(stale), part)
+        return cls(name, dtype, tuple(_mark_known(result, known) for result in results), tuple(stale))
 
     def count(self, status: Status) -> int:
         """How many items ended so."""
@@ -125,7 +123,7 @@ class Report:
 
     def requirements(self) -> dict[str, dict[str, int]]:
         """For every sentence of the specification, how its items ended; zeros where no item names it."""
-        table = {spec_id: dict.fromkeys(map(str, Status), 0) for spec_id in load_sentences(self.part)}
+        table = {spec_id: dict.fromkeys(map(str, Status), 0) for spec_id in load_sentences()}
         for result in self.results:
             for spec_id in result.spec:
                 row = table.setdefault(spec_id, dict.fromkeys(map(str, Status), 0))
@@ -134,13 +132,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """As ``specs/schemas/report.schema.json`` says."""
-        sentences = _all_sentences()
+        sentences = load_sentences()
         return {
             "report_version": REPORT_VERSION,
             "implementation": self.name,
             "dtype": self.dtype,
-            "part": self.part,
-            "spec_edition": spec_edition(self.part),
+            "spec_edition": spec_edition(),
             "vectors_version": VECTORS_VERSION,
             "passed": self.passed,
             "counts": {str(status): self.count(status) for status in Status},
@@ -181,12 +178,9 @@ class Report:
         counts = ", ".join(f"{self.count(status)} {status.replace('_', ' ')}" for status in Status)
         verdict = "nothing was judged" if self.empty else "conforms" if self.passed else "does not conform"
         parts.append(
-            f"{self.name} at {self.dtype}, {_title(self.part)} {spec_edition(self.part)}: {verdict}\n"
+            f"{self.name} at {self.dtype}, specification {spec_edition()}: {verdict}\n"
             f"  items: {counts}\n"
             f"  sentences: {clean} of {len(judged)} judged hold, of {len(rows)} in the specification"
-            + "".join(
-                f"\n  not judged: the optional part --part {part}" for part in PARTS if part not in ("shd", self.part)
-            )
         )
         return "\n\n".join(parts)
 
@@ -196,7 +190,7 @@ def describe(result: Result, how: str = "") -> str:
     finding = result.finding
     if finding is None:
         return f"{result.id} at {result.dtype}"
-    sentences = _all_sentences()
+    sentences = load_sentences()
     spec = finding.spec or result.spec
     required = [f"{spec_id}: {sentences.get(spec_id, '(not in this edition)')}" for spec_id in spec]
     rows: list[tuple[str, Sequence[str]]] = [
@@ -222,15 +216,6 @@ def describe(result: Result, how: str = "") -> str:
             lines += [f"  {'':<11}{line}" for line in wrapped[1:]]
             label = ""
     return "\n".join(lines)
-
-
-def _title(part: str) -> str:
-    return "specification" if part == "shd" else f"part {part}"
-
-
-def _all_sentences() -> dict[str, str]:
-    """Those of every part: an item of one may also name a sentence of another."""
-    return {spec_id: text for part in PARTS for spec_id, text in load_sentences(part).items()}
 
 
 def _describe_call(call: Call) -> str:

@@ -22,9 +22,8 @@ from shd_ref.conformance.adapter import (
 from shd_ref.conformance.chain import Pair, check_chain, check_effect
 from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, compare_output
 from shd_ref.conformance.known_failures import KnownFailures
-from shd_ref.conformance.laws import LAWS_OF, Law, LawBrokenError, Trial
+from shd_ref.conformance.laws import LAWS, Law, LawBrokenError, Trial
 from shd_ref.conformance.mistakes import recognise, recognise_call
-from shd_ref.conformance.products import PRODUCTS, make_product
 from shd_ref.conformance.report import Finding, Report, Result, Status, describe
 from shd_ref.conformance.specification import DTYPES, vectors_folder
 from shd_ref.conformance.vectors import Case, decode_expected, load_cases
@@ -38,18 +37,15 @@ class ConformanceError(AssertionError):
     """An implementation failed an item; the message is the whole report of it."""
 
 
-def cases(
-    only: str | Iterable[str] | None = None, *, vectors: str | Path | None = None, part: str = "shd"
-) -> list[Item]:
-    """Every vector case and every law of a part, to be run one by one with ``check``.
+def cases(only: str | Iterable[str] | None = None, *, vectors: str | Path | None = None) -> list[Item]:
+    """Every vector case and every law, to be run one by one with ``check``.
 
     Args:
         only: ids or globs (``"solve_alpha/*"``, ``"law/*"``); all without it.
         vectors: a folder of vector files; default the specification's own.
-        part: of the specification: ``"shd"``, or an optional one (``specification.PARTS``).
     """
     patterns = [only] if isinstance(only, str) else list(only) if only is not None else ["*"]
-    items: list[Item] = [*load_cases(vectors_folder(part) if vectors is None else vectors), *LAWS_OF[part]]
+    items: list[Item] = [*load_cases(vectors_folder() if vectors is None else vectors), *LAWS]
     return [item for item in items if any(fnmatchcase(item.id, pattern) for pattern in patterns)]
 
 
@@ -82,7 +78,6 @@ def judge(
     known: KnownFailures | None = None,
     vectors: str | Path | None = None,
     name: str | None = None,
-    part: str = "shd",
 ) -> Report:
     """Every item that runs at this dtype, against one implementation.
 
@@ -93,7 +88,6 @@ def judge(
         known: failures that the implementer has declared.
         vectors: a folder of vector files; default the specification's own.
         name: of the implementation in the report.
-        part: of the specification, as in ``cases``.
 
     Returns:
         The report; ``report.passed`` says whether nothing unexpected happened.
@@ -101,9 +95,9 @@ def judge(
     if dtype not in DTYPES:
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     adapter = as_adapter(implementation)
-    results = list(_run_all(cases(only, vectors=vectors, part=part), adapter, dtype))
+    results = list(_run_all(cases(only, vectors=vectors), adapter, dtype))
     called = name or getattr(implementation, "__name__", None) or type(implementation).__name__
-    return Report.of(called, dtype, results, known or KnownFailures(), part)
+    return Report.of(called, dtype, results, known or KnownFailures())
 
 
 def run_item(item: Item, adapter: Adapter, dtype: str) -> Result:
@@ -148,10 +142,7 @@ def _run_case(case: Case, subject: Subject) -> Finding | None:
         return _run_invalid(case, subject, inputs)
     answer = subject.run(case.operation, inputs)
     rules = dict(case.compare)
-    outputs = {
-        name: make_product(name, answer, inputs) if name in PRODUCTS else take_output(answer, name, case.outputs)
-        for name in rules
-    }
+    outputs = {name: take_output(answer, name, case.outputs) for name in rules}
     if _FLAT in case.flags and case.operation == "squeeze_heads":
         record = {name: take_output(answer, name, case.outputs) for name in case.outputs}
         found = check_chain(case.make_inputs(subject.dtype), record, subject.dtype, flat=True)

@@ -12,14 +12,6 @@ from shd_ref.tolerances import load_tolerances
 DTYPES: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
 VECTORS_VERSION = "1"
 
-PARTS: dict[str, tuple[str, str]] = {
-    "shd": ("shd.md", f"v{VECTORS_VERSION}"),
-    "kd": ("kd.md", f"kd-v{VECTORS_VERSION}"),
-    "recipes": ("recipes.md", f"recipes-v{VECTORS_VERSION}"),
-    "shrink": ("shrink.md", f"shrink-v{VECTORS_VERSION}"),
-}
-"""Parts of the specification, each with its page and its folder of vectors; all but ``shd`` are optional."""
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SENTENCE = re.compile(r"- \*\*([A-Z]+-[0-9]+)\*\*\s+(.*)")
 
@@ -30,17 +22,17 @@ def specs_folder() -> Path:
     return shipped if (shipped / "shd.md").is_file() else _PACKAGE.parent / "specs"
 
 
-def vectors_folder(part: str = "shd") -> Path:
-    """The folder of the vector files of a part that this judge understands."""
-    return specs_folder() / "vectors" / PARTS[part][1]
+def vectors_folder() -> Path:
+    """The folder of the vector files that this judge understands."""
+    return specs_folder() / "vectors" / f"v{VECTORS_VERSION}"
 
 
 @cache
-def load_sentences(part: str = "shd") -> dict[str, str]:
-    """Every normative sentence of a part's page by its id, each on one line, with the rows of its table."""
+def load_sentences() -> dict[str, str]:
+    """Every normative sentence of ``specs/shd.md`` by its id, each on one line, with the rows of its table."""
     sentences: dict[str, str] = {}
     current = None
-    for line in _read_text(part).splitlines():
+    for line in _read_text().splitlines():
         match = _SENTENCE.match(line)
         if match:
             current = match[1]
@@ -68,9 +60,9 @@ def load_mistakes() -> dict[str, str]:
 
 
 @cache
-def spec_edition(part: str = "shd") -> str:
-    """The edition that a part's page states on its first lines."""
-    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", _read_text(part), re.MULTILINE)
+def spec_edition() -> str:
+    """The edition that ``specs/shd.md`` states on its first lines."""
+    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", _read_text(), re.MULTILINE)
     return match[1] if match else "unknown"
 
 
@@ -87,5 +79,5 @@ def agreement(dtype: str, quantity: str) -> tuple[float, float]:
     return float(entry["atol"]), float(entry["rtol"])
 
 
-def _read_text(part: str) -> str:
-    return (specs_folder() / PARTS[part][0]).read_text(encoding="utf-8")
+def _read_text() -> str:
+    return (specs_folder() / "shd.md").read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
 """Distillation of logits and hidden states (``specs/kd.md``), without a wide copy of the logits.
 
-Names, arguments and errors are those of ``shd_ref.kd``; the computation is written apart from it and goes over
-rows in chunks. Liger has fused losses of this kind for a live teacher's hidden states and, for given targets, of
-whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that takes a tail or draws, so
-that none of it is used here. Imports ``maps``, ``supervision.targets`` and ``kl.gradient``; start with ``loss.py``.
+The computation goes over rows in chunks. Liger has fused losses of this kind for a live teacher's hidden states and,
+for given targets, of whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that
+takes a tail or draws, so that none of it is used here. Imports ``maps``, ``supervision.targets`` and ``kl.gradient``;
+start with ``loss.py``.
 """
 
 from shd_torch.kd.hidden import hidden_loss

@@ -2,8 +2,7 @@
 
 Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, taught,
 beta=0.02)`` adds the attention term, from a cache or from live teachers; ``scale_report`` says what each term is
-worth in the loss and in the gradient. Names, arguments and errors are those of ``shd_ref.recipes``, written apart
-from it. Imports ``kd``, ``teacher`` and ``capture``; start with ``terms.py``.
+worth in the loss and in the gradient. Imports ``kd``, ``teacher`` and ``capture``; start with ``terms.py``.
 """
 
 from shd_torch.recipes.babyllama import babyllama

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.plain_kd import sampled_targets, systematic_uniforms, topk_targets
 
 from shd_ref import ShdError
-from shd_ref.kd import kd_targets_sampled, kd_targets_topk, systematic_uniforms
 from shd_ref.kd.codes import RowCode
 
 RNG = np.random.default_rng(3)
@@ -26,7 +26,7 @@ def rows_of(code: RowCode, rows: int = 16, scale: float = 3.0) -> tuple[dict[str
     """What ``encode`` takes for random rows, and their bytes."""
     logits = scale * RNG.standard_normal((rows, code.vocab_size))
     if code.draws:
-        targets = kd_targets_sampled(logits, systematic_uniforms((rows,), code.draws, 1), keep=code.head)
+        targets = sampled_targets(logits, systematic_uniforms((rows,), code.draws, 1), keep=code.head)
         given = {
             "head_ids": targets.ids[:, : code.head],
             "log_probs": np.log(targets.weights[:, : code.head]),
@@ -35,7 +35,7 @@ def rows_of(code: RowCode, rows: int = 16, scale: float = 3.0) -> tuple[dict[str
             "entropy": targets.entropy,
         }
     else:
-        topk = kd_targets_topk(logits, code.head)
+        topk = topk_targets(logits, code.head)
         given = {"head_ids": topk.ids, "log_probs": topk.log_probs, "log_tail": topk.log_tail}
     return given, code.encode(**given)
 

@@ -218,7 +218,6 @@ FLOORS = {
             "top",
             "shrink",
             "kd",
-            "recipes",
         ),
         *("conformance", "teacher/packages", "teacher/body", "teacher/opening", "teacher/session", "teacher/graph"),
         *("teacher/rewrite", "teacher/sources", "teacher/run", "teacher/precompute", "teacher/study"),

@@ -1,19 +1,20 @@
-"""What the public code of each recipe gives on fixed inputs, of both implementations."""
+"""What the public code of each recipe gives on fixed inputs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import shd_ref.recipes
-from shd_ref.tolerances import load_tolerances
+torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+
+import shd_torch.recipes  # noqa: E402
+from shd_ref.tolerances import load_tolerances  # noqa: E402
 
 Array = NDArray[Any]
 TOLERANCES = load_tolerances()["recipes"]
@@ -39,50 +40,37 @@ def folder(shared_data: Path) -> Path:
 
 
 class Recipes:
-    """Either implementation on NumPy arrays; terms come as ``{name: (value, weight)}`` of numbers."""
-
-    def __init__(self, name: str) -> None:
-        if name == "torch":
-            pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-            import shd_torch.recipes
-
-        self.module: ModuleType = shd_ref.recipes if name == "reference" else shd_torch.recipes
-        self.is_torch = name == "torch"
+    """The recipes on NumPy arrays; terms come as ``{name: (value, weight)}`` of numbers."""
 
     def __call__(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        found = getattr(self.module, operation)(
-            *map(self.give, arguments), **{name: self.give(value) for name, value in keywords.items()}
+        terms = getattr(shd_torch.recipes, operation)(
+            *map(give, arguments), **{name: give(value) for name, value in keywords.items()}
         )
-        return {name: (float(t.value), t.weight) for name, t in found.items()} if isinstance(found, dict) else found
-
-    def give(self, value: Any) -> Any:
-        if self.is_torch and isinstance(value, list):
-            return [self.give(item) for item in value]
-        if self.is_torch and isinstance(value, np.ndarray):
-            return pytest.importorskip("torch").from_numpy(value)
-        return value
+        return {name: (float(t.value), t.weight) for name, t in terms.items()} if isinstance(terms, dict) else terms
 
     def vitkd(self, parameters: dict[str, Array], *arguments: Any) -> Any:
-        """The projector with these parameters, in the reference's order of arguments."""
-        if not self.is_torch:
-            return self(
-                "vitkd", *arguments[:4], {n.replace(".", "_"): v for n, v in parameters.items()}, arguments[4]
-            )
+        """The projector with these parameters."""
         dims = (parameters["project.weight"].shape[1], parameters["project.weight"].shape[0])
-        module = self.module.ViTKD(*dims).double()
+        module = shd_torch.recipes.ViTKD(*dims).double()
         module.load_state_dict(
             {
-                name: self.give(value).flatten() if name == "mask_token" else self.give(value)
+                name: give(value).flatten() if name == "mask_token" else give(value)
                 for name, value in parameters.items()
             }
         )
-        found = module(*map(self.give, arguments))
-        return {name: (term.value.item(), term.weight) for name, term in found.items()}
+        terms = module(*map(give, arguments))
+        return {name: (term.value.item(), term.weight) for name, term in terms.items()}
 
 
-@pytest.fixture(params=["reference", "torch"])
-def recipes(request: pytest.FixtureRequest) -> Recipes:
-    return Recipes(request.param)
+def give(value: Any) -> Any:
+    if isinstance(value, list):
+        return [give(item) for item in value]
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+@pytest.fixture
+def recipes() -> Recipes:
+    return Recipes()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The binding's recipes: parity with the reference where options meet, gradients, masks, dtypes, refusals."""
+"""The recipes: gradients, masks, dtypes, refusals; their values are those of the goldens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 
 from torch import Tensor  # noqa: E402
 
-import shd_ref.kd  # noqa: E402
-import shd_ref.recipes  # noqa: E402
 import shd_torch.kd  # noqa: E402
 import shd_torch.recipes  # noqa: E402
 from shd_ref import ShdError  # noqa: E402
@@ -119,19 +117,6 @@ def ours(case: str, student: Tensor, **more: Any) -> Any:
     return getattr(shd_torch.recipes, operation)(*arguments, **keywords, **more)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("check", [True, False])
-def test_every_term_agrees_with_the_reference(case: str, check: bool) -> None:
-    operation, arguments, keywords = make(case, shd_ref.kd, shd_ref.recipes, lambda value: value)
-    wanted = getattr(shd_ref.recipes, operation)(*arguments, **keywords)
-    found = ours(case, give(arguments[0]), check=check)
-    assert list(found) == list(wanted)
-    for name, term in found.items():
-        assert term.value.item() == pytest.approx(wanted[name].value, rel=LOSS["rtol"], abs=LOSS["atol"]), name
-        assert term.weight == pytest.approx(wanted[name].weight)
-    assert found.total.item() == pytest.approx(shd_ref.recipes.total(wanted), rel=LOSS["rtol"], abs=LOSS["atol"])
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if "range" not in case and "plain" not in case])
 def test_gradients_are_finite_differences(case: str) -> None:
     student = give(CASES[case][1][0]).clone().requires_grad_()
@@ -182,20 +167,13 @@ def test_the_same_noise_gives_the_teacher_back() -> None:
     assert shd_torch.recipes.diffusion(epsilon, x0, noise, t)["mse"].value == 0
 
 
-def test_vitkd_agrees_and_has_the_gradients_of_finite_differences() -> None:
+def test_vitkd_has_the_gradients_of_finite_differences() -> None:
     torch.manual_seed(0)
     module = shd_torch.recipes.ViTKD(D, 4, removed=0.4).double()
     torch.nn.init.normal_(module.mask_token)
     given = [normal(B, N, size) for size in (D, D, D, 4, 4, 4)]
     noise = np.array([[3, 1, 2, 1, 9, 1], [0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0]]) / 10
     found = module([*give(given[:2])], give(given[2]), [*give(given[3:5])], give(given[5]), give(noise), grid=(2, 3))
-    parameters = {name.replace(".", "_"): value.detach().numpy() for name, value in module.named_parameters()}
-    wanted = shd_ref.recipes.vitkd(
-        given[:2], given[2], given[3:5], given[5], parameters, noise, removed=0.4, grid=(2, 3)
-    )
-    for name, term in found.items():
-        assert term.value.item() == pytest.approx(wanted[name].value, rel=LOSS["rtol"])
-        assert term.weight == wanted[name].weight
 
     def loss(*tensors: Tensor) -> Tensor:
         teachers = give(given[3:5]), give(given[5])
@@ -342,22 +320,20 @@ REFUSALS: list[tuple[str, str, str, list[Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("code", "spec_id", "operation", "arguments", "keywords"), REFUSALS, ids=lambda value: str(value)[:20]
 )
-def test_both_refuse_alike(code: str, spec_id: str, operation: str, arguments: Any, keywords: Any) -> None:
-    for recipes, convert in ((shd_ref.recipes, lambda value: value), (shd_torch.recipes, give)):
-        with pytest.raises(ShdError) as caught:
-            getattr(recipes, operation)(*map(convert, arguments), **{n: convert(v) for n, v in keywords.items()})
-        assert (caught.value.code, caught.value.spec_id) == (code, spec_id), recipes.__name__
+def test_refusals(code: str, spec_id: str, operation: str, arguments: Any, keywords: Any) -> None:
+    with pytest.raises(ShdError) as caught:
+        getattr(shd_torch.recipes, operation)(*map(give, arguments), **{n: give(v) for n, v in keywords.items()})
+    assert (caught.value.code, caught.value.spec_id) == (code, spec_id)
 
 
-def test_vkd_detection_is_the_reference_with_its_gradient() -> None:
+def test_vkd_detection_and_its_gradient() -> None:
     """A sum over groups; a channel that does not vary has no gradient, and neither has the teacher."""
     own, taught = ([normal(7, 3), normal(4, 2)] for _ in range(2))
     own[1][:, 0] = 2.0
     student = [give(rows).requires_grad_() for rows in own]
     teacher = [give(rows).requires_grad_() for rows in taught]
     term = shd_torch.recipes.vkd_detection(student, teacher)["features"]
-    expected = shd_ref.recipes.vkd_detection(own, taught)["features"]
-    assert (term.value.item(), term.weight) == (pytest.approx(expected.value, rel=1e-12), 4.0)
+    assert term.weight == 4.0
     term.value.backward()
     assert all(rows.grad is None for rows in teacher)
     assert student[1].grad is not None
@@ -368,10 +344,9 @@ def test_vkd_detection_is_the_reference_with_its_gradient() -> None:
     half = shd_torch.recipes.vkd_detection([rows.bfloat16() for rows in fixed], free)["features"].value
     assert half.dtype == torch.float32
     for groups in (([], []), (fixed, fixed[:1]), ([fixed[0][:1]], [fixed[0][:1]])):
-        for recipes in (shd_ref.recipes, shd_torch.recipes):
-            with pytest.raises(ShdError, match="with n of at least 2") as caught:
-                recipes.vkd_detection(*groups)
-            assert (caught.value.code, caught.value.spec_id) == ("argument-shape", "REC-34")
+        with pytest.raises(ShdError, match="with n of at least 2") as caught:
+            shd_torch.recipes.vkd_detection(*groups)
+        assert (caught.value.code, caught.value.spec_id) == ("argument-shape", "REC-34")
 
 
 def test_vitkd_refuses_what_does_not_fit() -> None:
@@ -389,9 +364,3 @@ def test_vitkd_refuses_what_does_not_fit() -> None:
         assert (caught.value.code, caught.value.spec_id) == ("argument-shape", spec_id)
     with pytest.raises(ShdError, match="removed must lie between 0 and 1; got 1"):
         shd_torch.recipes.ViTKD(D, 4, removed=1)
-
-
-def test_the_reference_names_the_parameters_that_vitkd_lacks() -> None:
-    with pytest.raises(ShdError, match=r"parameters must hold generate_0_bias") as caught:
-        shd_ref.recipes.vitkd([], normal(B, 4, D), [], normal(B, 4, 4), {"mask_token": np.zeros(4)}, normal(B, 4))
-    assert caught.value.spec_id == "REC-16"

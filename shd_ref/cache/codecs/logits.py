@@ -43,7 +43,7 @@ class Picked(NamedTuple):
 def pick_classes(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
     """The likeliest classes of every row with the mass of the rest, and classes drawn from the rest.
 
-    The same as ``kd_targets_topk`` and ``kd_targets_sampled`` of ``shd_ref.kd``, for vocabularies of any size.
+    The same as ``kd_targets_topk`` and ``kd_targets_sampled`` of ``shd_torch.kd``, for vocabularies of any size.
 
     Args:
         logits: ``(R, V)``, finite.

@@ -203,7 +203,7 @@ class Logits(Rows):
         return logits_error(logits, self.temperature or 1.0, lambda some: self._decode(codes[some]))
 
     def decode(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
-        """A record's rows, as ``shd_ref.kd`` takes them: R rows of classes, or logits ``(R, V)``.
+        """A record's rows, as ``shd_torch.kd`` takes them: R rows of classes, or logits ``(R, V)``.
 
         Raises:
             ShdError: ``argument-value`` where the record was read without logits; ``cache-corrupt`` for rows that no

@@ -8,16 +8,13 @@ judge's files beside this folder.
 from shd_ref.conformance.laws import (
     alphas,
     calls,
-    kd,
     learning,
     maps,
     merging,
     pairs,
     plans,
-    recipes,
     refusals,
     shapes,
-    shrink,
     student,
     symmetries,
 )
@@ -38,7 +35,4 @@ LAWS: tuple[Law, ...] = (
 )
 """Every law of ``specs/shd.md``, by chapter."""
 
-LAWS_OF: dict[str, tuple[Law, ...]] = {"shd": LAWS, "kd": kd.LAWS, "recipes": recipes.LAWS, "shrink": shrink.LAWS}
-"""The laws of every part of the specification."""
-
-__all__ = ["LAWS", "LAWS_OF", "Law", "LawBrokenError", "Trial"]
+__all__ = ["LAWS", "Law", "LawBrokenError", "Trial"]

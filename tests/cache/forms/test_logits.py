@@ -29,11 +29,12 @@ from support.makers import (
     records_of,
     write_cache,
 )
+from support.plain_kd import sampled_targets, topk_targets
 
 from shd_ref.cache import CacheReader, CacheWriter, Logits, StoredRecord
 from shd_ref.cache.codecs.logits import draw_uniforms, entropy_moves, pick_classes
 from shd_ref.errors import ShdError
-from shd_ref.kd import SampledTargets, TopkTargets, kd_targets_sampled, kd_targets_topk
+from shd_ref.kd import SampledTargets, TopkTargets
 
 ATOL = {np.float16: 1e-6, np.float32: 1e-6, np.float64: 1e-12}
 """The sum over the rest is made in single precision where logits are no better; it is stored in binary16."""
@@ -58,7 +59,7 @@ def test_classes_are_those_of_the_reference(dtype: Any, head: int, temperature: 
     logits = (4 * np.random.default_rng(0).standard_normal((5, 90))).astype(dtype)
     logits[1] = logits[1].round()  # ties at the edge: the reference takes the lower ids too
     picked = pick_classes(logits, head, temperature, np.zeros((5, 0)))
-    wanted = kd_targets_topk(logits.astype(np.float64), head, temperature=temperature)
+    wanted = topk_targets(logits.astype(np.float64), head, temperature=temperature)
     np.testing.assert_array_equal(picked.head_ids, wanted.ids)
     np.testing.assert_allclose(picked.log_probs, wanted.log_probs, rtol=0, atol=ATOL[dtype])
     np.testing.assert_allclose(picked.log_tail, wanted.log_tail, rtol=0, atol=ATOL[dtype])
@@ -78,7 +79,7 @@ def test_the_largest_of_many_are_found_wherever_they_lie() -> None:
 def test_draws_are_those_of_the_reference(head: int) -> None:
     logits, uniforms = rows_of(SAMPLED), draw_uniforms(4, 9, 6, 29)
     picked = pick_classes(logits, head, 1.5, uniforms)
-    wanted = kd_targets_sampled(logits.astype(np.float64), uniforms, keep=head, temperature=1.5)
+    wanted = sampled_targets(logits.astype(np.float64), uniforms, keep=head, temperature=1.5)
     np.testing.assert_array_equal(np.concatenate((picked.head_ids, picked.draw_ids), axis=-1), wanted.ids)
     np.testing.assert_allclose(picked.entropy, wanted.entropy, rtol=0, atol=ATOL[np.float32])
     weights = np.exp(picked.log_tail)[:, None] / 6
@@ -442,9 +443,7 @@ def test_a_reader_gives_what_the_reference_makes(tmp_path: Path) -> None:
     for index in range(7):
         found = reader.decode_logits(reader.read(key_of(index)))
         assert isinstance(found, TopkTargets)
-        wanted = kd_targets_topk(
-            logits_of(manifest, index).astype(np.float64), 5, temperature=2.0, vocab_size=VOCABULARY
-        )
+        wanted = topk_targets(logits_of(manifest, index)[..., :VOCABULARY].astype(np.float64), 5, temperature=2.0)
         np.testing.assert_array_equal(found.ids, wanted.ids)
         np.testing.assert_allclose(np.exp(found.log_probs), np.exp(wanted.log_probs), atol=0.01)
         np.testing.assert_allclose(found.log_tail, wanted.log_tail, rtol=2.0**-11)

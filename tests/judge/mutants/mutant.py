@@ -20,7 +20,7 @@ import numpy as np
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS, Result, Status, cases
-from shd_ref.conformance.adapter import KD_OUTPUTS, RECIPES_OUTPUTS, SHRINK_OUTPUTS, as_adapter
+from shd_ref.conformance.adapter import as_adapter
 from shd_ref.conformance.runner import Item, run_item
 
 _SOURCES = Path(shd_ref.__file__).parent
@@ -45,40 +45,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "merging.simplex": ("squeeze_heads",),
     "support": ("intersect_support", "align_tokens", *_LOSS),
     "tokens": ("align_tokens",),
-    "kd.gradients": ("kd_loss_gradient",),
-    "kd.hidden": ("hidden_loss",),
-    "kd.loss": ("kd_loss",),
-    "kd.targets": ("kd_targets_topk",),
-    "recipes.babyllama": ("babyllama",),
-    "recipes.cross_entropy": ("cross_entropy",),
-    "recipes.deit": ("deit_soft", "deit_hard"),
-    "recipes.diffusion": ("diffusion", "noised", "linear_betas"),
-    "recipes.gkd": ("gkd",),
-    "recipes.kd": ("language_kd", "image_kd"),
-    "recipes.labels": ("cross_entropy", "image_kd"),
-    "recipes.minillm": ("minillm_policy", "minillm_rollout", "minillm_advantages"),
-    "recipes.nkd": ("nkd",),
-    "recipes.terms": ("image_kd", "nkd"),
-    "recipes.vitkd": ("vitkd",),
-    "recipes.vkd": ("vkd", "vkd_detection"),
-    "shrink.align": ("align_output",),
-    "shrink.depth": ("kept_layers",),
-    "shrink.factors": ("low_rank_heads",),
-    "shrink.ffn": ("merge_linear", "neuron_importance", "keep_neurons"),
-    "shrink.heads": ("attend", "mix_queries", "concatenate_heads", "low_rank_heads"),
-    "shrink.merges": ("pooled_mixing", "grouped_plan"),
-    "shrink.predictor": (
-        "fit_predictor",
-        "cross_validate",
-        "choose_degree",
-        "best_split",
-        "change_meaning",
-        "study_noise",
-    ),
-    "shrink.weights": ("attend", "mix_queries", "low_rank_heads"),
-    "shrink.width": ("fold_norm", "principal_axes", "kept_scale"),
 }
-_OUTPUTS = {"shd": OUTPUTS, "kd": KD_OUTPUTS, "recipes": RECIPES_OUTPUTS, "shrink": SHRINK_OUTPUTS}
 _NAMES = re.compile(rf"\bshd_ref\.({'|'.join(map(re.escape, SHOWN_BY))})\b")
 
 
@@ -114,15 +81,13 @@ class Mutant:
 
 
 @contextmanager
-def built(edits: Iterable[Edit] = (), part: str = "shd") -> Iterator[SimpleNamespace]:
-    """The operations of a part, in a copy of the reference with these edits; without any, in a true copy."""
+def built(edits: Iterable[Edit] = ()) -> Iterator[SimpleNamespace]:
+    """All operations, in a copy of the reference with these edits; without any, in a true copy."""
     finder = _Finder(tuple(edits))
     sys.meta_path.insert(0, finder)
     try:
-        rooms = {name: name.partition(".")[0] for name in SHOWN_BY}
-        names = [name for name, room in rooms.items() if (room if room in _OUTPUTS else "shd") == part]
-        chapters = [importlib.import_module(f"{_COPY}.{name}") for name in names]
-        homes = {name: chapter for chapter in chapters for name in _OUTPUTS[part] if hasattr(chapter, name)}
+        chapters = [importlib.import_module(f"{_COPY}.{name}") for name in SHOWN_BY]
+        homes = {name: chapter for chapter in chapters for name in OUTPUTS if hasattr(chapter, name)}
         yield SimpleNamespace(**{name: getattr(chapter, name) for name, chapter in homes.items()})
     finally:
         sys.meta_path.remove(finder)

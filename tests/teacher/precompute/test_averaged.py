@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
 from support.makers import contents
+from support.plain_kd import topk_targets
 from support.students import precompute
 from typer.testing import CliRunner
 
@@ -21,7 +22,6 @@ from shd_ref.attention import softmax
 from shd_ref.cache import CacheReader, list_cache, make_card, merge_caches, sample_key, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
-from shd_ref.kd.targets import kd_targets_topk
 from shd_ref.teacher.run import averaged
 from shd_ref.teacher.run import teacher as teacher_run
 from shd_ref.teacher.run.averaged import LogitsTeacher
@@ -104,11 +104,11 @@ def test_a_row_is_that_of_the_mean(teachers: list[Path], tmp_path: Path, codec: 
         if codec == "float16":
             np.testing.assert_allclose(found, mean, rtol=2e-3, atol=2e-3)
             continue
-        wanted = kd_targets_topk(mean, TOP, temperature=2.0)
+        wanted = topk_targets(mean, TOP, temperature=2.0)
         np.testing.assert_array_equal(found.ids[:, :TOP], wanted.ids)
         probs = np.exp(found.log_probs) if codec == "topk" else found.weights[:, :TOP]
         np.testing.assert_allclose(probs, np.exp(wanted.log_probs), atol=1e-4)
-        alone = kd_targets_topk(mean_of(teachers[:1], ids[:end], mask[:end]), TOP, temperature=2.0)
+        alone = topk_targets(mean_of(teachers[:1], ids[:end], mask[:end]), TOP, temperature=2.0)
         differs = max(differs, float((alone.ids != wanted.ids).mean()))
     assert codec == "float16" or differs > 0.2
     again = recheck_records(tmp_path / "cache", teachers[0], inputs, with_teachers=teachers[1:])

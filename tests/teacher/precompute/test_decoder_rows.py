@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.makers import contents, document
+from support.plain_kd import topk_targets
 from support.students import precompute
 from support.two_sequences import encoder_decoder
 from typer.testing import CliRunner
@@ -29,7 +30,6 @@ from shd_ref.cache import (
 )
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
-from shd_ref.kd.targets import kd_targets_topk
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
@@ -85,7 +85,7 @@ def test_rows_are_the_decoders_positions(teacher: Path, tmp_path: Path, options:
         assert (record.length, record.decoder) == (len(sample["input_ids"]), len(sample["decoder_input_ids"]))
         (logits,) = session.run(["logits"], {name: array[None] for name, array in sample.items()})
         found: Any = form.decode(record)
-        wanted = kd_targets_topk(logits[0], 5)
+        wanted = topk_targets(logits[0], 5)
         counted = sample["decoder_attention_mask"].astype(bool)
         np.testing.assert_array_equal(found.ids[counted], wanted.ids[counted])
         np.testing.assert_allclose(np.exp(found.log_probs)[counted], np.exp(wanted.log_probs)[counted], atol=1e-4)

@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
+from support.plain_kd import log_softmax, topk_targets
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
@@ -20,7 +21,6 @@ from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key,
 from shd_ref.cache.forms import logits as logits_form
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
-from shd_ref.kd.targets import kd_targets_topk, log_softmax
 from shd_ref.teacher.run import teacher as teacher_run
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
@@ -113,7 +113,7 @@ def test_records_are_what_the_teacher_gives(
             np.testing.assert_allclose(stored[counted], rows[counted], rtol=2e-3, atol=1e-3)
         else:
             assert stored.temperature == temperature
-            wanted = kd_targets_topk(rows, 6, temperature=temperature)
+            wanted = topk_targets(rows, 6, temperature=temperature)
             probs = np.exp(stored.log_probs) if codec == "topk" else stored.weights[:, :6]
             np.testing.assert_array_equal(stored.ids[counted, :6], wanted.ids[counted])
             np.testing.assert_allclose(probs[counted], np.exp(wanted.log_probs)[counted], atol=0.01)

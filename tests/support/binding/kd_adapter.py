@@ -1,7 +1,4 @@
-"""The losses on logits and hidden states as the judge calls them; gradients come from automatic differentiation.
-
-``python -m shd_ref.conformance --impl shd_torch.adapters.kd:KdAdapter --part kd`` judges them.
-"""
+"""The losses on logits and hidden states as the goldens call them; gradients come from automatic differentiation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The recipes as the judge calls them: terms as records of value and weight.
-
-``python -m shd_ref.conformance --impl shd_torch.adapters.recipes:RecipesAdapter --part recipes`` judges them.
-"""
+"""The recipes as the goldens call them: terms as records of value and weight."""
 
 from __future__ import annotations
 

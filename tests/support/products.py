@@ -1,7 +1,4 @@
-"""Products of an answer's factors: what is compared where factors themselves are not unique (``specs/shrink.md``).
-
-``specs/conformance.md`` says in words what each of them is.
-"""
+"""Products of an answer's factors: what is compared where factors themselves are not unique (``specs/shrink.md``)."""
 
 from __future__ import annotations
 
@@ -11,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.conformance.adapter import LAYER, BrokenError, take_output
+from shd_ref.conformance.adapter import BrokenError, take_output
 from shd_ref.conformance.compare import as_numbers
 
 Array = NDArray[np.float64]
 Layer = dict[str, Array]
+LAYER = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 
 
 def make_product(name: str, answer: Any, inputs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,46 @@
+"""Golden cases of ``specs/kd.md``, ``recipes.md`` and ``shrink.md``, by an oracle in exact fractions.
+
+They stand in ``tests/goldens``, one folder a page and one file an operation, in the form of the method's vectors, and
+are never edited.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shd_ref import ShdError
+from shd_ref.conformance.adapter import Adapter, Functions, take_output
+from shd_ref.conformance.compare import compare_output
+from shd_ref.conformance.vectors import Case, load_cases
+from support.products import PRODUCTS, make_product
+
+FOLDER = Path(__file__).resolve().parents[1] / "goldens"
+
+
+def golden_cases(page: str) -> list[Any]:
+    """The cases of a page, as parameters of a test."""
+    return [pytest.param(case, id=case.id) for case in load_cases(FOLDER / page)]
+
+
+def check_golden(case: Case, implementation: Any, dtype: str = "float64") -> None:
+    """Assert that an implementation gives a case's answer within the published tolerance, or refuses it by its code.
+
+    Args:
+        case: a golden.
+        implementation: an adapter, or a module with the operation's function.
+        dtype: of the arrays.
+    """
+    adapter = implementation if isinstance(implementation, Adapter) else Functions(implementation)
+    inputs = case.make_inputs(dtype)
+    if case.codes:
+        with pytest.raises(ShdError) as refusal:
+            adapter.run_operation(case.operation, inputs, dtype)
+        assert refusal.value.code in case.codes
+        return
+    answer = adapter.run_operation(case.operation, inputs, dtype)
+    for name, rule in case.compare.items():
+        output = make_product(name, answer, inputs) if name in PRODUCTS else take_output(answer, name, case.outputs)
+        assert compare_output(rule, case.expected[name], output, dtype) is None, name
