@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.cache.storage.drafts import drafting, put
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
 
@@ -276,8 +276,8 @@ def _is_dropped(folder: Path) -> bool:
     from shd_torch.shrink.dropped import read_kind
 
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError):
         return False  # the loader tells
     return isinstance(config, dict) and read_kind(config) is not None
 

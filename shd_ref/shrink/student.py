@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shd_ref.cache.storage.documents import MAX_DOCUMENT_BYTES
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_ref.merging.plans import MergePlan, check_plan
@@ -61,10 +60,8 @@ def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkSt
 def _read(path: Path) -> tuple[Any, str]:
     file = path / "shrink.json" if path.is_dir() else path
     try:
-        if file.stat().st_size > MAX_DOCUMENT_BYTES:
-            raise ValueError(f"it must hold at most {MAX_DOCUMENT_BYTES} bytes")
-        return json.loads(file.read_bytes()), str(file)
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(file), str(file)
+    except (OSError, ValueError) as error:
         raise ShdError(
             "read-failed", f"student must be a folder of shd-torch shrink; got {str(path)!r}: {error}", "STUDENT-6"
         ) from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_torch.doctor.parts import Parts
 
@@ -173,7 +173,7 @@ def _read_tokenizer(folder: Path) -> dict[str, Any] | None:
     if not path.is_file() or path.stat().st_size > TOKENIZER_BYTES:
         return None
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
         raise ShdError("read-failed", f"{path} must be a tokenizer's JSON: {error!r}") from error
     return found if isinstance(found, dict) else None

@@ -12,6 +12,7 @@ from typing import Any
 
 from shd_ref.cache.storage.drafts import drafting, part_folder, remove_finished
 from shd_ref.cache.storage.outputs import output_path
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
 from shd_torch.shrink.families import FAMILIES, check_config
@@ -191,7 +192,7 @@ def check_files(folder: Path) -> None:
             folder / str(part)
             for file in files
             if file.name.endswith(".index.json")
-            for part in json.loads(file.read_bytes())["weight_map"].values()
+            for part in read_json(file)["weight_map"].values()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShdError("read-failed", f"{str(folder)!r} must hold readable files: {error!r}") from error
@@ -253,9 +254,9 @@ def copy_readers(source: Path, target: Path) -> None:
 
 def _names_code(file: Path) -> bool:
     try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return False  # what reads it tells
+        found = read_json(file)
+    except ValueError as error:
+        raise ShdError("read-failed", f"{str(file)!r} must hold a JSON object: {error}") from error
     return isinstance(found, dict) and "auto_map" in found
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from shd_ref.cache.storage.drafts import drafting
 from shd_ref.cache.storage.outputs import output_file
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_finite
@@ -142,7 +143,7 @@ def _read_points(place: Path, head: dict[str, Any]) -> dict[str, float]:
     if not place.exists():
         return {}
     try:
-        found = json.loads(place.read_text(encoding="utf-8"))
+        found = read_json(place)
         stored = {name: found[name] for name in head}
         points = {json.dumps(point["dropped"]): float(point["quality"]) for point in found["points"]}
     except (OSError, ValueError, TypeError, KeyError) as error:

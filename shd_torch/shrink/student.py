@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.cache.storage.drafts import part_folder
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_finite, check_option
@@ -178,8 +178,8 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
     """
     student = load_student(folder)
     try:
-        report = json.loads((Path(folder) / "shrink.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        report = read_json(Path(folder) / "shrink.json")
+    except (OSError, ValueError) as error:
         raise ShdError("read-failed", f"{str(folder)!r} must hold a student and shrink.json: {error}") from error
     return Shrunk(student, report)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shd_ref.cache.storage.drafts import DraftFolder, put
 from shd_ref.cache.storage.storage import write_errors
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 
 HEAD = "run.json"
@@ -52,9 +53,9 @@ class Unfinished(DraftFolder):
             self._put(HEAD, lambda draft: draft.write_text(json.dumps(key, indent=1) + "\n", encoding="utf-8"))
             return
         try:
-            stored = json.loads(head.read_text(encoding="utf-8"))
+            stored = read_json(head)
             other = [name for name, value in key.items() if stored[name] != value]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise self._unreadable(error) from error
         if other:
             raise ShdError(

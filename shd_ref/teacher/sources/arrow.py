@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.packages import import_package
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source
@@ -124,8 +124,8 @@ def open_folder(path: Path) -> Source:
 def _listed_files(state: Path) -> list[str]:
     """The file names in ``state.json``, which comes from elsewhere and must not lead out of its folder."""
     try:
-        names = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        names = [entry["filename"] for entry in read_json(state)["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShdError("inputs-invalid", f"inputs {state} must list the files of a data set: {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):

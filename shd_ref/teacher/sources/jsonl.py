@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shd_ref.cache.storage.strict_json import MAX_JSON_BYTES, parse_json
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.source import Row, Source
 
@@ -38,7 +39,8 @@ class JsonLinesSource(Source):
     @functools.cached_property
     def _count(self) -> int:
         with self._path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
+            lines = iter(functools.partial(file.readline, MAX_JSON_BYTES + 1), b"")
+            return sum(1 for line in lines if line.strip())
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """All rows in order, with these columns."""
@@ -50,12 +52,15 @@ class JsonLinesSource(Source):
 
     def _objects(self) -> Iterator[dict[str, Any]]:
         with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number in itertools.count(1):
+                line = file.readline(MAX_JSON_BYTES + 1)
+                if not line:
+                    return
                 if not line.strip():
                     continue
                 try:
-                    members = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                    members = parse_json(line)
+                except ValueError as error:
                     rule = "JSON in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
                     raise self.refuse(f"line {number} must be {rule}: {error}") from error
                 if not isinstance(members, dict):

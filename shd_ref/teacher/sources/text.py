@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.packages import import_package
 from shd_ref.teacher.sources.source import Row, Source
@@ -20,9 +27,13 @@ TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
 CONFIG_NAME: Final = "tokenizer_config.json"
 """Beside ``tokenizer.json`` in a folder: what the model takes."""
 
-_MOST_BYTES: Final = 2**26  # of such settings
+SECONDS: Final = 20.0
+"""What the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
+
+_MEMORY: Final = 2**31  # bytes that it may take
 _UNLIMITED: Final = 10**18  # transformers writes 1e30 where no length is known
-_BLOCK_ROWS: Final = 256  # texts that are encoded together
+_BLOCK_ROWS: Final = 256  # texts that are encoded together,
+_BLOCK_CHARACTERS: Final = 2**20  # or fewer, where they are as long
 
 
 class TokenizedSource(Source):
@@ -78,75 +89,122 @@ class TokenizedSource(Source):
         self.truncated = 0
         others = [name for name in columns if name not in TOKEN_COLUMNS]
         wanted = list(dict.fromkeys([self._text_column, *others]))
-        for start, block in _blocks(self._rows.rows(wanted), _BLOCK_ROWS):
-            texts = [row[self._text_column] for row in block]
-            for place, text in enumerate(texts):
-                if not isinstance(text, str):
-                    raise self.refuse(f"{self._text_column} must be text; got {type(text).__name__}", start + place)
-            encodings = self._encode(texts, start)
-            for place, (row, encoding) in enumerate(zip(block, encodings, strict=True)):
-                self.truncated += bool(encoding.overflowing)
-                if not encoding.ids:
+        for start, block in self._blocks(self._rows.rows(wanted)):
+            answer = self._encode([row[self._text_column] for row in block], start)
+            for place, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
+                self.truncated += is_cut
+                if not tokens.size:
                     raise self.refuse("the text must give at least one token; got none", start + place)
-                tokens = (encoding.ids, encoding.attention_mask, encoding.type_ids)
-                made = {
-                    name: np.asarray(values, dtype=np.int64)
-                    for name, values in zip(TOKEN_COLUMNS, tokens, strict=True)
-                }
+                made = dict(zip(TOKEN_COLUMNS, tokens, strict=True))
                 yield {name: made[name] if name in made else row[name] for name in columns}
 
-    def _encode(self, texts: list[str], start: int) -> list[Any]:
+    def _blocks(self, rows: Iterator[Row]) -> Iterator[tuple[int, list[Row]]]:
+        block: list[Row] = []
+        characters = 0
+        for index, row in enumerate(rows):
+            text = row[self._text_column]
+            try:
+                length = len(text.encode())
+            except (AttributeError, UnicodeEncodeError) as error:
+                kind = error if isinstance(error, UnicodeEncodeError) else f"got {type(text).__name__}"
+                raise self.refuse(f"{self._text_column} must be text; {kind}", index) from error
+            if block and (len(block) == _BLOCK_ROWS or characters + length > _BLOCK_CHARACTERS):
+                yield index - len(block), block
+                block, characters = [], 0
+            block.append(row)
+            characters += length
+        if block:
+            yield index + 1 - len(block), block
+
+    def _encode(self, texts: list[str], start: int) -> tuple[list[NDArray[np.int64]], list[bool]]:
+        seconds = SECONDS * max(1.0, sum(map(len, texts)) / _BLOCK_CHARACTERS)
         try:
-            return list(self._tokenizer.encode_batch(texts))
-        except Exception as error:  # the library raises what it likes
-            for place, text in enumerate(texts):
-                try:
-                    text.encode()
-                except UnicodeEncodeError as wrong:
-                    raise self.refuse(f"{self._text_column} must be text: {wrong}", start + place) from error
+            answer, arrays = self._tokenizer.ask(seconds, texts=texts)
+        except ValueError as error:
             raise self.refuse(f"the texts must be what the tokenizer can read: {error}", start) from error
+        return arrays, answer["cut"]
 
 
-def _load_tokenizer(path: Path, max_length: int | None) -> tuple[Any, int | None]:
+class _Tokenizer:
+    """A tokenizer in a process of its own (``tokenizing.py``), which begins with the file."""
+
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
+        command = [sys.executable, "-P", str(Path(__file__).with_name("tokenizing.py")), str(_MEMORY)]
+        bounds = {"MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": str(min(os.cpu_count() or 1, 8))}  # of address space
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | bounds,
+        )
+        weakref.finalize(self, _end, self._process)
+
+    def ask(self, seconds: float, **request: Any) -> tuple[dict[str, Any], list[NDArray[np.int64]]]:
+        """The answer to a request, and for each of its texts the ids, mask and types, an array (3, tokens).
+
+        Raises:
+            ValueError: what is wrong with the tokenizer, or with a text.
+        """
+        process = self._process
+        assert process.stdin is not None  # both are pipes
+        assert process.stdout is not None
+        with self._busy:
+            try:
+                process.stdin.write(json.dumps(request | {"seconds": seconds}).encode() + b"\n")
+                process.stdin.flush()
+                answer: dict[str, Any] = json.loads(process.stdout.readline())
+            except (OSError, ValueError):
+                is_late = process.wait() == -signal.SIGALRM
+                rule = f"{seconds:.0f} seconds" if is_late else f"{_MEMORY >> 30} GiB of memory"
+                raise ValueError(f"it needs more than {rule}: give another tokenizer, or shorter texts") from None
+            if "error" in answer:
+                raise ValueError(answer["error"])
+            sizes = [3 * count for count in answer.get("counts", ())]
+            tokens = [np.frombuffer(process.stdout.read(8 * size), np.int64).reshape(3, -1) for size in sizes]
+        return answer, tokens
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with process:
+        process.kill()
+
+
+def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None]:
     """The tokenizer, and how many tokens it keeps of a text; None for all."""
-    library = import_package("tokenizers")
+    import_package("tokenizers")
     try:
         is_folder = path.is_dir()
-        tokenizer = library.Tokenizer.from_file(str(path / "tokenizer.json" if is_folder else path))
-    except Exception as error:  # the library raises Exception itself
+        tokenizer = _Tokenizer()
+        about, _ = tokenizer.ask(SECONDS, file=str(path / "tokenizer.json" if is_folder else path))
+    except (OSError, ValueError) as error:  # a path that no file has
         raise ShdError("inputs-invalid", f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
-    tokenizer.no_padding()
-    own = tokenizer.truncation and tokenizer.truncation["max_length"]
-    limits = [own, _model_max_length(path / CONFIG_NAME) if is_folder else None]
+    limits = [about["own"], _model_max_length(path / CONFIG_NAME) if is_folder else None]
     limit = min((each for each in limits if each), default=None) if max_length is None else max_length
     if limit is None:
         return tokenizer, None
-    added = tokenizer.num_special_tokens_to_add(False)
+    added = about["added"]
     if limit <= added:  # the library would then cut nothing at all
         raise ShdError(
             "argument-value",
             f"max_length must be at least {added + 1}, since this tokenizer adds {added} special tokens to every "
             f"text; got {limit}",
         )
-    if limit != own:
-        # From the side and by the strategy of the tokenizer's file, where it says them.
-        kept = tokenizer.truncation or {}
-        tokenizer.enable_truncation(limit, **{name: kept[name] for name in ("strategy", "direction") if name in kept})
+    if limit != about["own"]:
+        tokenizer.ask(SECONDS, limit=limit)
     return tokenizer, limit
 
 
 def _model_max_length(file: Path) -> int | None:
     """How many tokens the model takes, by the tokenizer's settings; None where they say none."""
     try:
-        with file.open("rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)
+        found = read_json(file).get("model_max_length")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ShdError("inputs-invalid", f"{file} must be a readable file: {error}") from error
-    try:
-        found = json.loads(data).get("model_max_length") if len(data) <= _MOST_BYTES else None
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise ShdError("inputs-invalid", f"{file} must hold a JSON object: {error}") from error
     if found is None or (isinstance(found, int | float) and found >= _UNLIMITED):
         return None
@@ -157,11 +215,3 @@ def _model_max_length(file: Path) -> int | None:
             "tokenizer.json itself",
         )
     return found
-
-
-def _blocks(rows: Iterator[Row], size: int) -> Iterator[tuple[int, list[Row]]]:
-    for start in itertools.count(0, size):
-        block = list(itertools.islice(rows, size))
-        if not block:
-            return
-        yield start, block

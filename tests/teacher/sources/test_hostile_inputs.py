@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shd_ref.cache.storage import strict_json
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSpec
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.sources import open_source
+from shd_ref.teacher.sources import open_source, text
 
 SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("input_ids", "attention_mask"))
 
@@ -232,9 +233,65 @@ def test_lists_of_files_that_are_none(tmp_path: Path, state: bytes) -> None:
         '{"input_ids": [[]], "attention_mask": [1]}',
         '{"' + LONG + '": 1}',
         '{"": 1}',
+        '{"input_ids": [NaN], "attention_mask": [1]}',
+        '{"input_ids": [-Infinity], "attention_mask": [1]}',
+        '{"input_ids": [1], "attention_mask": [1], "input_ids": [2]}',
+        '{"input_ids": [1], "attention_mask": [1], "about": {"a": 1, "a": 1}}',
     ],
-    ids=lambda line: line[:20],
+    ids=lambda line: line[:60],
 )
 def test_lines_of_numbers_that_are_none(tmp_path: Path, line: str) -> None:
     (tmp_path / "data.jsonl").write_text(line + "\n")
     refused(tmp_path / "data.jsonl")
+
+
+def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 50)
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1], "attention_mask": [1], "label": 10000}\n')
+    assert "at most 50 bytes" in refused(tmp_path / "data.jsonl")
+
+
+TYPES = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "BF16", "C64", "F4", "F6_E2M3", "F6_E3M2", "I128", ""]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_tensors_of_types_that_numpy_lacks(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("safetensors", reason="safetensors need the extra 'inputs'")
+    honest = np.ones((2, 4), "<i8").tobytes()
+    size = {"C64": 64, "BF16": 16}.get(kind, 4 if kind == "F4" else 6 if kind.startswith("F6") else 8)
+    tensors = {"attention_mask": ("I64", len(honest)), "input_ids": (kind, size)}
+    header, start = {}, 0
+    for name, (dtype, length) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [2, 4], "data_offsets": [start, start + length]}
+        start += length
+    text = json.dumps(header).encode()
+    path = tmp_path / "data.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + honest + bytes(start - len(honest)))
+    refused(path)
+
+
+HOSTILE_RULES: dict[str, dict[str, Any]] = {
+    "an expression that gives up": {"pre_tokenizer": ("(a|a|a|a)*$", "Split")},
+    "an expression that takes long": {"pre_tokenizer": ("a*a*(?![ab])", "Split")},
+    "a replacement that grows": {"normalizer": ("a", "Replace")},
+    "an expression that is none": {"pre_tokenizer": ("(", "Split")},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_RULES)
+def test_rules_of_a_tokenizer_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    monkeypatch.setattr(text, "SECONDS", 2.0)
+    monkeypatch.setattr(text, "_MEMORY", 2**29)
+    rules: dict[str, Any] = {"version": "1.0", "added_tokens": []}
+    for place, (pattern, rule) in HOSTILE_RULES[kind].items():
+        one = {"type": rule, "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        several = dict.fromkeys(("normalizers", "pretokenizers"), [{**one, "content": "a" * 1000}] * 4)
+        rules[place] = {"type": "Sequence", **several}
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules | {"model": model}))
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "a" * 3000 + "b"}) + "\n")
+    with pytest.raises(ShdError) as caught:
+        next(open_source(tmp_path / "d.jsonl", tokenizer=tmp_path).rows(["input_ids"]))
+    assert caught.value.code == "inputs-invalid"
+    assert ("needs more than" in str(caught.value)) == (kind.split()[-1] in ("long", "grows"))
