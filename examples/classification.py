@@ -1,7 +1,7 @@
 """A BERT-like classifier: fewer heads and layers, taught by its teacher's attention and logits from a cache.
 
     python make_data.py labels              # or bring bert/, labels.jsonl and test_labels.jsonl
-    shd-torch export --model bert --out bert.onnx
+    shd-torch export bert --out bert.onnx
     shd-torch shrink bert --heads 2 --layers 1 --data labels.jsonl --out bert2
     shd precompute bert.onnx --inputs labels.jsonl --tokenizer bert --student bert2 --logits float16 --out bert_maps
     python classification.py

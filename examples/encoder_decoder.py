@@ -1,7 +1,7 @@
 """An encoder-decoder: self attention of both sides, cross attention and the decoder's logits, all from one cache.
 
     python make_data.py pairs               # or bring bart/, pairs.jsonl and test_pairs.jsonl
-    shd-torch export --model bart --out bart.onnx
+    shd-torch export bart --out bart.onnx
     python encoder_decoder.py tokens        # pairs.npz: what the graph takes, as the trainer sees it later
     shd precompute bart.onnx --inputs pairs.npz --student-heads 4 --student-layers encoder=1,decoder=1,cross=1 --logits topk --out bart_cache
     python encoder_decoder.py train

@@ -1,7 +1,7 @@
 """Augmented images: a ViT teaches a smaller one, and every cached map belongs to the very crop that is trained on.
 
     python make_data.py images              # or bring vit/, images.npy (N, 3, H, W), labels.npy, and test files
-    shd-torch export --model vit --out vit.onnx
+    shd-torch export vit --out vit.onnx
     shd-torch shrink vit --heads 3 --layers 2 --data images.npy --out small_vit
     python images.py precompute
     python images.py train

@@ -1,7 +1,7 @@
 """JSON lines in, a distilled and evaluated student out; the teacher is never in training memory.
 
     python make_data.py                     # or bring teacher/ (a Hugging Face folder), train.jsonl and test.jsonl
-    shd-torch export --model teacher --out teacher.onnx
+    shd-torch export teacher --out teacher.onnx
     shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
     shd precompute teacher.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out cache
     python language_model.py

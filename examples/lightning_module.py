@@ -1,7 +1,7 @@
 """The language model's student in Lightning: text, cached logits and cached attention in one training step.
 
     python make_data.py
-    shd-torch export --model teacher --out teacher.onnx
+    shd-torch export teacher --out teacher.onnx
     shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
     shd precompute teacher.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out cache
     pip install lightning

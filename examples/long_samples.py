@@ -2,7 +2,7 @@
 
     python make_data.py                     # the teacher: 8 heads over 4 key/value heads
     python make_data.py long                # long.jsonl and test_long.jsonl: 240 tokens a text
-    shd-torch export --model teacher --out teacher.onnx
+    shd-torch export teacher --out teacher.onnx
     shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
     shd plan teacher.onnx --inputs long.jsonl --tokenizer teacher --student-heads 2
     shd precompute teacher.onnx --inputs long.jsonl --tokenizer teacher --student student --form factored --logits topk --out long_cache

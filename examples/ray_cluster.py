@@ -1,7 +1,7 @@
 """Precompute on a Ray cluster; the bytes are those of one process.
 
     python make_data.py
-    shd-torch export --model teacher --out teacher.onnx
+    shd-torch export teacher --out teacher.onnx
     pip install 'squeezing-heads[ray]'
     python ray_cluster.py                   # on a cluster: RAY_ADDRESS=auto python ray_cluster.py
 

@@ -2,8 +2,8 @@
 
     python make_data.py                     # teacher/ and text
     python make_data.py second              # second/: another size, the same vocabulary
-    shd-torch export --model teacher --out teacher.onnx
-    shd-torch export --model second --out second.onnx
+    shd-torch export teacher --out teacher.onnx
+    shd-torch export second --out second.onnx
     shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
     shd precompute teacher.onnx --with-teacher second.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out two_cache
     python two_teachers.py

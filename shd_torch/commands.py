@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shd_ref.commands.derive import add_command
+from shd_ref.commands.derive import Document, add_command
 from shd_ref.commands.options import ShowVersion
-from shd_ref.commands.terminal import ShownGroup, console
+from shd_ref.commands.terminal import ShownGroup, console, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 from shd_torch.doctor_command import doctor
 from shd_torch.shrink_command import shrink
+
+TEACHER_OPSET = 18
 
 app = typer.Typer(
     name="shd-torch",
@@ -30,31 +34,36 @@ def root(version: ShowVersion = False) -> None:
     """The PyTorch side of squeezing-heads: export a teacher to ONNX, for shd; start a smaller student as its squeezed
     teacher; see it all on a small example.
 
-    shd-torch export --model path/or/hub-id --out teacher.onnx
+    shd-torch export teacher --out teacher.onnx
 
-    shd-torch shrink path --data train.jsonl --heads 4 --out student
+    shd-torch shrink teacher --data train.jsonl --heads 4 --out student
 
-    shd-torch doctor path student --data train.jsonl
+    shd-torch doctor teacher student --data train.jsonl
 
     Then shd precompute makes the cache, and the student trains in SHDTrainer or in your own loop (docs/training.md).
     """
 
 
 def export(
-    model: Annotated[str, Shown("A Hugging Face model: a local folder, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face model with safetensors: a folder, or a hub id.", metavar="MODEL")
+    ],
     out: Annotated[Path, Shown("The graph to write, such as teacher.onnx.")],
-    opset: Annotated[int, typer.Option(help="ONNX opset of a teacher.", min=18, max=22, metavar="N")] = 18,
+    opset: Annotated[int, typer.Option(help="ONNX opset of a teacher.", min=18, max=22, metavar="N")] = TEACHER_OPSET,
     student: Annotated[
         bool, typer.Option("--student", help="A trained student, to run: one fused operator an attention.")
     ] = False,
     beside: Annotated[
         Path | None,
-        Shown("With --student: another graph of the same inputs, such as the teacher's, to time beside it."),
+        Shown(
+            "With --student: another graph of the same inputs, such as the teacher's, to time beside it.",
+            needs="student",
+        ),
     ] = None,
-) -> None:
+) -> Document:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
 
-    shd-torch export --model path/or/hub-id --out teacher.onnx
+    shd-torch export teacher --out teacher.onnx
 
     Eager attention, dynamic batch and sequence axes; the graph is compared with the model at two sizes. For any other
     PyTorch module use shd_torch.export_teacher. A trained student goes out with --student: to run, not to be read.
@@ -64,11 +73,14 @@ def export(
 
     if find_spec("transformers") is not None:  # without it, the loader says what to install
         hide_weight_bars()
-    if beside is not None and not student:
-        raise ShdError("argument-value", f"--beside must go with --student; got {beside} without it")
-    teacher = load_hf_model(model)
-    inputs = example_inputs(teacher)
-    report = export_student(teacher, inputs, out) if student else export_teacher(teacher, inputs, out, opset=opset)
+    if student and opset != TEACHER_OPSET:
+        raise ShdError("argument-value", f"--opset must be left out with --student, which chooses it; got {opset}")
+    with show_progress("model") as (on_progress,):
+        on_progress(0, 0, says="model is loaded")
+        loaded = load_hf_model(model)
+        inputs = example_inputs(loaded)
+        on_progress(0, 0, says="graph is made")
+        report = export_student(loaded, inputs, out) if student else export_teacher(loaded, inputs, out, opset=opset)
     attention = f"{report.num_fused} fused attention nodes, " if student else ""
     attention += f"{report.num_softmax} softmax nodes"
     console.say(f"{report.path}: {attention}, opset {report.opset}, inputs {report.inputs}")
@@ -76,13 +88,14 @@ def export(
         console.say("not compared with the model: onnxruntime is not installed")
     else:
         console.say(f"differs from the model by at most {report.max_difference:.2g} (allowed {report.tolerance:.2g})")
-    if not student:
-        console.say(f"next: shd inspect {out}")
-    if beside is not None:
-        _time_beside(out, beside, inputs)
+    following = [] if student else [shlex.join(["shd", "inspect", str(out)])]
+    for command in following:
+        console.say(f"next: {command}")
+    seconds = None if beside is None else _time_beside(out, beside, inputs)
+    return asdict(report) | {"seconds": seconds, "next": following}
 
 
-def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> None:
+def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> dict[str, float]:
     from shd_torch.export import time_graphs
 
     # Eight samples, and texts of a few dozen tokens.
@@ -94,6 +107,7 @@ def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> None:
     for path, taken in zip((out, beside), seconds, strict=True):
         console.say(f"{path}: {1e3 * taken:.2f} ms for {shape} in onnxruntime")
     console.say(f"{seconds[1] / seconds[0]:.2f} times as fast")
+    return {"graph": seconds[0], "beside": seconds[1]}
 
 
 def demo(
@@ -103,7 +117,7 @@ def demo(
     steps: Annotated[int, Shown("Optimiser steps per student.", least=1)] = 200,
     teacher_epochs: Annotated[int, Shown("Epochs of the teacher.", least=1)] = 30,
     workers: Annotated[int, Shown("Students trained side by side.", least=1)] = 2,
-) -> None:
+) -> Document:
     """The whole path on handwritten digits: teacher, squeezed start, cache, students, tables and pictures.
 
     shd-torch demo --out demo_out --seeds 2
@@ -111,7 +125,7 @@ def demo(
     _require("torch", "transformers", "accelerate", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all")
     from shd_torch.demo.run import run_demo
 
-    run_demo(
+    return run_demo(
         out,
         num_labels=labels,
         seeds=seeds,
@@ -130,4 +144,4 @@ def _require(*packages: str, extra: str) -> None:
 
 
 for _command in (export, doctor, shrink, demo):
-    add_command(app, _command)
+    add_command(app, _command, is_long=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from numpy.typing import NDArray
 from rich.filesize import decimal
 
+from shd_ref.commands.derive import Document
 from shd_ref.commands.terminal import console, marked, narrow_table, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
@@ -24,8 +24,12 @@ _STYLES: Final = {"yes": "bold green", "probably not": "bold yellow", "no": "bol
 
 
 def doctor(
-    teacher: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id with safetensors, or an .onnx.")],
-    student: Annotated[str, typer.Argument(help="A folder or hub id; a config.json alone starts at random.")],
+    teacher: Annotated[
+        str, typer.Argument(help="A Hugging Face folder or hub id with safetensors, or an .onnx.", metavar="TEACHER")
+    ],
+    student: Annotated[
+        str, typer.Argument(help="A folder or hub id; a config.json alone starts at random.", metavar="STUDENT")
+    ],
     data: Annotated[
         Path | None,
         Shown(
@@ -34,14 +38,18 @@ def doctor(
             "Without it the configurations alone are compared."
         ),
     ] = None,
-    samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 512,
+    samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1, needs="data")] = 512,
     probe: Annotated[int, Shown("Steps of a paired training with and without SHD; 0 trains nothing.", least=0)] = 0,
-    seeds: Annotated[int, Shown("Pairs of students of the probe.", least=1)] = 5,
-    batch_size: Annotated[int, Shown("Samples of a training step.", least=1)] = 16,
-    learning_rate: Annotated[float, Shown("Of the probe's AdamW, above 0.")] = 1e-3,
-    beta: Annotated[float | None, Shown("Weight of SHD in the probe. Default: the middle of what is found.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+    seeds: Annotated[int, Shown("Pairs of students of the probe.", least=1, needs="probe")] = 5,
+    batch_size: Annotated[int, Shown("Samples of a training step.", least=1, needs="data")] = 16,
+    learning_rate: Annotated[
+        float, Shown("Of AdamW, in the probe and before beta is found; above 0.", needs="data")
+    ] = 1e-3,
+    beta: Annotated[
+        float | None,
+        Shown("Weight of SHD in the probe. Default: the middle of what is found.", needs="probe"),
+    ] = None,
+) -> Document:
     """Will attention supervision work for this teacher and student? One answer first, then what it rests on.
 
     shd-torch doctor teacher student --data train.jsonl --probe 200
@@ -65,21 +73,17 @@ def doctor(
     quiet.set_verbosity_error()
     arrays = None if data is None else read_data(data, samples, (teacher, student))
     wishes = Wishes(probe, seeds, batch_size, learning_rate, beta)
-    with show_progress("batches", "steps to beta", "steps") as (on_batch, on_warm_up, on_step):
+    with show_progress("models are read") as (on_progress,):
         found = diagnose(
             teacher,
             student,
             arrays,
             wishes,
             data_name=None if data is None else str(data),
-            on_batch=on_batch,
-            on_warm_up=on_warm_up,
-            on_step=on_step,
+            progress=lambda done, total, what: on_progress(done, total, says=what),
         )
-    if as_json:
-        print(json.dumps(found.document(), default=str))
-    else:
-        print_diagnosis(found)
+    print_diagnosis(found)
+    return found.document()
 
 
 def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
@@ -99,7 +103,7 @@ def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str,
 
     folder = next((Path(model) for model in models if Path(model, "tokenizer.json").is_file()), None)
     try:
-        arrays = read_inputs(path, samples, folder, without=("labels",))
+        arrays = read_inputs(path, samples, folder)
     except ShdError as error:
         if path.suffix != ".jsonl" or folder is not None:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from shd_ref.commands.derive import Document
 from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
@@ -30,7 +31,9 @@ COMPARED = 128
 
 
 def shrink(
-    teacher: Annotated[Path, typer.Argument(help="A Hugging Face model's folder, with safetensors.")],
+    teacher: Annotated[
+        Path, typer.Argument(help="A Hugging Face model's folder, with safetensors.", metavar="TEACHER")
+    ],
     data: Annotated[
         Path,
         Shown(
@@ -62,7 +65,7 @@ def shrink(
         float | None,
         Shown("How firmly refitted matrices are held to the closed form; default: chosen on every fourth sample."),
     ] = None,
-) -> None:
+) -> Document:
     """Make a smaller student that starts as its squeezed teacher, without training.
 
     shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
@@ -100,6 +103,7 @@ def shrink(
     from shd_torch.shrink.student import read_made
 
     hide_weight_bars()
+    starts: list[Start] = []
     with _open_comparison(out, str(teacher), inputs, held_out, {**sizes, "batch_size": batch_size}) as unfinished:
         if unfinished is not None and (out / "shrink.json").is_file():  # made before the comparison was stopped
             made = read_made(out)
@@ -129,7 +133,10 @@ def shrink(
                     **sizes,
                 )
             print_starts(starts)
-    _say_what_follows(teacher, data, out)
+    following = following_commands(teacher, data, out, made.student, inputs)
+    for command in following:
+        console.say(f"next: {command}")
+    return made.report | {"path": out, "starts": starts, "next": following}
 
 
 def _open_comparison(
@@ -166,14 +173,30 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
         console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")
 
 
-def _say_what_follows(teacher: Path, data: Path, out: Path) -> None:
-    """The commands that make this student's cache, with what is known of them."""
-    graph = f"{teacher.resolve().name}.onnx"
-    if not Path(graph).exists():
-        console.say(f"next: {shlex.join(['shd-torch', 'export', '--model', str(teacher), '--out', graph])}")
-    words = ["shd", "precompute", graph, "--inputs", str(data) if data.suffix in KINDS else "DATA"]
-    words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl")
-    console.say(f"next: {shlex.join([*words, '--student', str(out), '--logits', 'topk', '--out', 'cache'])}")
+def following_commands(
+    teacher: Path, data: Path, out: Path, student: Any, inputs: dict[str, NDArray[Any]]
+) -> list[str]:
+    """The commands that make this student's cache, with the logits that it has."""
+    import torch
+
+    from shd_torch.capture.outputs import read_logits
+
+    graph, file = f"{teacher.resolve().name}.onnx", data
+    lines = [] if Path(graph).exists() else [["shd-torch", "export", str(teacher), "--out", graph]]
+    if data.suffix not in KINDS:  # an array without a name, which the graph's inputs are found by
+        file, (name,) = Path(f"{data.stem}.npz"), inputs
+        mask = ", attention_mask=np.ones(a.shape, np.int64)" * (name == "input_ids")
+        code = f"import numpy as np; a = np.load({str(data)!r}); np.savez({str(file)!r}, {name}=a{mask})"
+        lines.append(["python", "-c", code])
+    with torch.no_grad():
+        example = next(student.parameters())
+        rows = {name: torch.as_tensor(part[:2]).to(example.device) for name, part in inputs.items()}
+        floats = {name: part.to(example.dtype) for name, part in rows.items() if part.is_floating_point()}
+        logits = read_logits(student(**rows | floats))
+    words = ["shd", "precompute", graph, "--inputs", str(file)]
+    words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl") + ["--student", str(out)]
+    words += [] if logits is None else ["--logits", "float16" if logits.ndim == 2 else "topk"]
+    return [shlex.join(line) for line in (*lines, [*words, "--out", "cache"])]
 
 
 def print_starts(starts: Sequence[Start]) -> None:
@@ -204,10 +227,8 @@ def read_inputs(
     samples: int,
     tokenizer: Path | None = None,
     argument: str = "data",
-    *,
-    without: Collection[str] = (),
 ) -> dict[str, NDArray[Any]]:
-    """The first samples of each array, by the name of the model's input; nothing in the file is run.
+    """The first samples of each array but ``labels``, by the name of the model's input; nothing in the file is run.
 
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
     texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
@@ -215,7 +236,6 @@ def read_inputs(
     Args:
         path: of the file.
         samples: how many.
-        without: arrays of an .npz that are no inputs, to leave out.
 
     Raises:
         ShdError: ``read-failed``, ``inputs-invalid``, ``argument-shape``, ``dependency-missing`` (tokenizers).
@@ -229,7 +249,7 @@ def read_inputs(
             source = open_npz(path)
         except ShdError as error:
             raise ShdError(error.code, f"{argument} must be a readable .npz; got {path}: {error}") from error
-        columns = [name for name in source.columns if name not in without]
+        columns = [name for name in source.columns if name != "labels"]
         rows = list(islice(source.rows(columns), samples))
         given = {name: np.stack([row[name] for row in rows]) for name in columns}
     else:

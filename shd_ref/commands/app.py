@@ -39,6 +39,7 @@ def root(version: ShowVersion = False) -> None:
 
 BEFORE, MAKING, FILES = "Look before you spend", "Make a cache", "Caches as files"
 GRAPHS, JUDGING = "Smaller graphs", "Implementations"
+_LONG = {plan, fidelity, precompute, verify, report, merge, export}
 for _command, _panel in (
     (inspect, BEFORE),
     (plan, BEFORE),
@@ -53,7 +54,7 @@ for _command, _panel in (
     (card, FILES),
     (linearize, GRAPHS),
 ):
-    add_command(app, _command, panel=_panel)
+    add_command(app, _command, panel=_panel, is_long=_command in _LONG)
 
 
 @app.command(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -20,7 +20,8 @@ from shd_ref.cache import (
     write_card,
 )
 from shd_ref.cache.listing import spans
-from shd_ref.commands.options import AsJson, CacheArgument, refuse_nothing
+from shd_ref.commands.derive import Document, Failed
+from shd_ref.commands.options import CacheArgument, refuse_nothing
 from shd_ref.commands.terminal import console, fact_table, marked, messages, show_progress
 from shd_ref.teacher.run.options import Shown
 
@@ -28,7 +29,7 @@ SHOWN_SPANS = 8
 """Runs of missing shards that are printed."""
 
 
-def ls(cache: CacheArgument, as_json: AsJson = False) -> None:
+def ls(cache: CacheArgument) -> Document:
     """Say what a cache holds and which shards are missing, also while it is written.
 
     shd ls cache/
@@ -36,17 +37,15 @@ def ls(cache: CacheArgument, as_json: AsJson = False) -> None:
     Reads the receipts, not the maps; shd verify checks every byte. Exit code 1 where a file is damaged.
     """
     listing = list_cache(cache)
-    if as_json:
-        print(json.dumps(listing.to_json()))
-    else:
-        console.print(_listing_table(listing))
+    console.print(_listing_table(listing))
     if listing.damaged:
         for problem in listing.damaged:
             messages.say(f"damaged: {problem}")
-        raise typer.Exit(1)
+        raise Failed(listing.to_json())
+    return listing.to_json()
 
 
-def seal(cache: CacheArgument) -> None:
+def seal(cache: CacheArgument) -> Document:
     """State that a cache is complete: every shard is there, and the sample keys are the data set's.
 
     shd seal cache/
@@ -55,6 +54,7 @@ def seal(cache: CacheArgument) -> None:
     """
     sealed = CacheWriter(cache, Manifest.read(cache)).seal()
     console.print(marked("sealed", "green", f": {sealed.num_samples} samples in {len(sealed.receipts)} shards"))
+    return {"cache": cache, "samples": sealed.num_samples, "shards": len(sealed.receipts)}
 
 
 def merge(
@@ -71,7 +71,7 @@ def merge(
     link: Annotated[
         bool, typer.Option("--link", help="Hard links in place of copies, where both lie on one file system.")
     ] = False,
-) -> None:
+) -> Document:
     """Bring together the shards of one job that lie in several folders, and seal them if none is missing.
 
     shd merge part-0/ part-1/ --out cache/
@@ -86,6 +86,7 @@ def merge(
     else:
         remedy = f": missing {_shard_ranges(summary.missing)}: write them, then merge again"
         console.say(marked("partial", "yellow", remedy))
+    return asdict(summary)
 
 
 def export(
@@ -94,7 +95,7 @@ def export(
         str, typer.Option(help="Folder of the export; give the same one again to resume.", metavar="FOLDER")
     ],
     format: Annotated[str, Shown("webdataset: tar files.", choices=("webdataset",))] = "webdataset",
-) -> None:
+) -> Document:
     """Write a sealed cache, decoded, as files that other tools read: a tar per shard, a .npy per layer.
 
     shd export cache/ --out tars/
@@ -107,6 +108,7 @@ def export(
         f"{format}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
         f"{summary.present} files were there"
     )
+    return {"folder": out, "format": format} | asdict(summary)
 
 
 def card(
@@ -114,7 +116,7 @@ def card(
     replace: Annotated[
         bool, typer.Option("--replace", help="Also where there is one, which may have been edited.")
     ] = False,
-) -> None:
+) -> Document:
     """Write a sealed cache's README.md: the page that a hub shows where the folder is uploaded.
 
     shd card cache/
@@ -123,6 +125,7 @@ def card(
     """
     path = write_card(cache, replace=replace)
     console.say(f"{path}: fill in the licence, then upload the folder")
+    return {"path": path}
 
 
 def _listing_table(listing: CacheListing) -> Table:

@@ -1,28 +1,35 @@
 """Commands made of plain functions: their options come from annotations, those of dataclasses included.
 
-A parameter or field ``Annotated[T, Shown(...)]`` is an option of the same name, with its default. A parameter whose
-type is a dataclass stands for the options of its fields: all of them, or all but those of ``Without``. What typer
-itself annotates (``typer.Argument``, ``typer.Option``) is left to typer.
+A function returns its result as a document, which ``--json`` prints in place of what the function says to people; a
+result that is a failure is raised as ``Failed``. A parameter or field ``Annotated[T, Shown(...)]`` is an option of
+the same name, with its default. A parameter whose type is a dataclass stands for the options of its fields: all of
+them, or all but those of ``Without``. What typer itself annotates (``typer.Argument``, ``typer.Option``) is left to
+typer.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import types
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo
 
 from shd_ref.commands.parse import PARSERS, read_list
-from shd_ref.commands.terminal import ShownCommand, reported_errors
+from shd_ref.commands.terminal import ShownCommand, console, quiet_progress, reported_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import PANELS, Shown
+
+Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
+"""A command's result as JSON can say it: one object, or one for each student."""
 
 _PLAIN: Final[dict[Any, str]] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """Types that typer reads, and what stands for a value in ``--help``."""
@@ -49,21 +56,37 @@ class Without:
         object.__setattr__(self, "names", frozenset(names))
 
 
+class Failed(typer.Exit):
+    """Exit code 1 with a result all the same, such as a list of damaged files."""
+
+    def __init__(self, document: Document) -> None:
+        super().__init__(1)
+        self.document = document
+
+
 def add_command(
-    app: typer.Typer, function: Callable[..., None], *, name: str | None = None, panel: str | None = None
+    app: typer.Typer,
+    function: Callable[..., Document | None],
+    *,
+    name: str | None = None,
+    panel: str | None = None,
+    is_long: bool = False,
 ) -> None:
     """Make a command of a function whose parameters are annotated as this module says.
 
     Args:
         app: where the command goes, after those that are there.
-        function: what it does; a ``ShdError`` of it becomes one message and exit code 1.
+        function: what it does; a ``ShdError`` of it becomes one message and exit code 1. What it returns, or the
+            ``document`` of a ``Failed``, is what ``--json`` prints, a line each of a list; one that is annotated to
+            return None has no ``--json``.
         name: of the command, by default the function's.
         panel: its heading in the application's ``--help``.
+        is_long: whether it shows progress, which ``--quiet`` leaves out.
     """
-    app.command(name or function.__name__, cls=ShownCommand, rich_help_panel=panel)(expand(function))
+    app.command(name or function.__name__, cls=ShownCommand, rich_help_panel=panel)(expand(function, is_long=is_long))
 
 
-def expand(function: Callable[..., None]) -> Callable[..., None]:
+def expand(function: Callable[..., Document | None], *, is_long: bool = False) -> Callable[..., None]:
     """The function as typer can take it: one parameter an option, in the order of the panels."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: group for name, hint in hints.items() if (group := _Group.of(hint)) is not None}
@@ -75,6 +98,12 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
                 parameters.append(_parameter(field, hint, default, readers))
         else:
             parameters.append(_parameter(name, hints[name], parameter.default, readers))
+    if hints.get("return") is not types.NoneType:
+        parameters.append(_flag("json", "Print the result as JSON, and nothing else, on the standard output."))
+    if is_long:
+        parameters.append(_flag("quiet", "Show no progress; results, remarks and errors stay."))
+    needs = [(name, shown.needs) for name, shown in _shown_in(hints, groups) if shown.needs is not None]
+    defaults = {one.name: one.default for one in parameters}
     arguments = {one.name for one in parameters if isinstance(get_args(one.annotation)[1], ArgumentInfo)}
     options = {one.name: option_of(one.name) for one in parameters if one.name not in arguments}
     # Fields that the command fills in itself, as it makes a number of each of several; and what the mathematics calls
@@ -86,13 +115,67 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         with reported_errors(options):
+            _check_needs(needs, given, defaults)
             values = {name: readers[name](value) if name in readers else value for name, value in given.items()}
+            is_json, is_quiet = values.pop("json", False), values.pop("quiet", False)
             built = {name: group.build(values) for name, group in groups.items()}
-            function(**values, **built)
+            with _json_alone(is_json) as tell, quiet_progress(is_quiet):
+                tell(function(**values, **built))
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(sorted(parameters, key=_place))  # type: ignore[attr-defined]
     return command
+
+
+def _shown_in(hints: dict[str, Any], groups: dict[str, _Group]) -> Iterator[tuple[str, Shown]]:
+    """Every option of a command by its field."""
+    for name, hint in hints.items():
+        fields_of = groups[name].fields if name in groups else {name: (hint, None)}
+        yield from ((field, shown) for field, (one, _) in fields_of.items() if (shown := _shown(one)) is not None)
+
+
+def _check_needs(needs: list[tuple[str, str]], given: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Refuse options that are given without those that they belong to, as nothing would read them."""
+    for name, needed in needs:
+        field, _, choices = needed.partition("=")
+        if field not in given or given[name] == defaults[name]:
+            continue
+        value, known = given[field], choices.replace("|", " or ")
+        if (choices and not {*str(value).split(",")} & {*choices.split("|")}) or not value or value == "none":
+            option = f"{option_of(field)} {known}".rstrip()
+            raise ShdError("argument-value", f"{option_of(name)} must go with {option}; got {given[name]} without it")
+
+
+@contextmanager
+def _json_alone(is_wanted: bool) -> Iterator[Callable[[Document | None], None]]:
+    """What takes a command's result; where JSON is wanted it prints that, and the console is silent meanwhile."""
+
+    def tell(result: Document | None) -> None:
+        if is_wanted:
+            for document in result if isinstance(result, list) else [result]:
+                print(json.dumps(document, default=_plain))
+
+    silent, console.quiet = console.quiet, is_wanted or console.quiet
+    try:
+        yield tell
+    except Failed as failed:
+        tell(failed.document)
+        raise
+    finally:
+        console.quiet = silent
+
+
+def _plain(value: Any) -> Any:
+    """What JSON takes in the place of a value of Python or NumPy."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _flag(name: str, text: str) -> inspect.Parameter:
+    """A parameter of every command of a kind."""
+    option = typer.Option(f"--{name}", help=text)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
 
 
 def option_of(field: str) -> str:
@@ -147,7 +230,7 @@ class _Group:
                 if value != self.fields[name][1]:
                     raise ShdError(
                         "argument-value",
-                        f"{option_of(name)} must be given with {option_of(first)} alone; got {value} without",
+                        f"{option_of(name)} must go with {option_of(first)}; got {value} without it",
                     )
             return None
         return self.cls(**own)

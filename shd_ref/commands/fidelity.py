@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import asdict
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
-from shd_ref.commands.derive import Without
-from shd_ref.commands.options import AsJson, InputOptions, TeacherPath
+from shd_ref.commands.derive import Document, Without
+from shd_ref.commands.options import InputOptions, TeacherPath
 from shd_ref.commands.terminal import console, messages, narrow_table, print_remarks, show_progress
 from shd_ref.commands.words import option_words
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -28,8 +27,7 @@ def fidelity(
     inputs: InputOptions,
     options: FidelityOptions,
     run: Annotated[RunOptions, Without("samples_per_shard", "shards")],
-    as_json: AsJson = False,
-) -> None:
+) -> Document:
     """Measure what the teacher itself loses with squeezed attention, for every way to squeeze it.
 
     shd fidelity teacher.onnx --inputs data.npz --student-heads 4,6
@@ -52,12 +50,10 @@ def fidelity(
         None if keep_report(teacher, report) else f"{kept_path(teacher)} could not be written: the result is not kept"
     )
     print_remarks(source.remark, lost)
-    if as_json:
-        print(json.dumps(_document(teacher, report, commands)))
-        return
     for skipped in report.skipped:
         messages.say(f"left as it is: {skipped}")
     _print_report(teacher, report, commands)
+    return _document(teacher, report, commands)
 
 
 def _print_report(teacher: Path, report: FidelityReport, commands: dict[int, str]) -> None:

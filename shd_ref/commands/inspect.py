@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -12,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shd_ref.cache.listing import spans
-from shd_ref.commands.options import AsJson, TeacherPath
+from shd_ref.commands.derive import Document, Failed
+from shd_ref.commands.options import TeacherPath
 from shd_ref.commands.terminal import console, marked, messages, narrow_table
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
@@ -54,8 +54,7 @@ def inspect(
         bool,
         typer.Option("--factored", help="Also run the graph once on tiny inputs, to find queries and keys."),
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Document:
     """List every attention site of a teacher graph, what can be squeezed, and which inputs it needs.
 
     shd inspect teacher.onnx
@@ -74,18 +73,17 @@ def inspect(
     found = select_sites(everything, sites)
     decoder = find_kinds(model, everything, specs).decoder_inputs
     factors = _find_factors(model, found) if factored else ()
-    if as_json:
-        print(json.dumps(report_sites(teacher, found, factors, specs, decoder)))
-    else:
-        console.print(_table(teacher, found, factors))
-        for reason in _reasons(found, factors):
-            console.print(reason, highlight=False)
-        console.print()
-        console.print(_inputs_table(specs, decoder))
+    console.print(_table(teacher, found, factors))
+    for reason in _reasons(found, factors):
+        console.print(reason, highlight=False)
+    console.print()
+    console.print(_inputs_table(specs, decoder))
+    document = report_sites(teacher, found, factors, specs, decoder)
     if not any(site.supported for site in found):
         if not found:
             messages.print("no attention found: export the model with eager attention (shd-torch export does)")
-        raise typer.Exit(1)
+        raise Failed(document)
+    return document
 
 
 def report_sites(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from shd_ref.commands.derive import Document
 from shd_ref.commands.options import TeacherPath
 from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console
@@ -17,7 +18,7 @@ def linearize(
         str, Shown("Layers whose FFN loses its activation, by attention site as shd inspect counts: 3,4.")
     ],
     out: Annotated[Path, Shown("The graph to write, such as smaller.onnx.")],
-) -> None:
+) -> Document:
     """Drop activations of feed-forward layers, and merge the two matrices around each into one.
 
     shd linearize teacher.onnx --drop-activations 3,4 --out smaller.onnx
@@ -34,3 +35,4 @@ def linearize(
     for layer, (reads, neurons, gives) in made.sizes.items():
         console.say(f"layer {layer}: {reads} -> {neurons} -> {gives} became {reads} -> {gives}")
     console.say(f"{out}: check its loss before you use it; it usually needs a short fine-tune")
+    return {"path": out, "layers": made.sizes}

@@ -52,8 +52,9 @@ NoAttention = Annotated[
 ShowVersion = Annotated[
     bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and leave.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ProviderOption = Annotated[str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING)]
+CheckProvider = Annotated[
+    str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING, needs="teacher")
+]
 
 
 @dataclass(frozen=True)

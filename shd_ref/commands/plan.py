@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from shd_ref.commands.derive import Without
-from shd_ref.commands.options import AsJson, InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of
-from shd_ref.commands.terminal import print_remarks
+from shd_ref.commands.derive import Document, Without
+from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of
+from shd_ref.commands.terminal import print_remarks, show_progress
 from shd_ref.commands.words import option_words
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.sources import Source
 from shd_ref.teacher.study.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def plan(
     wanted: PlanOptions,
     student_heads: StudentHeads = None,
     no_attention: NoAttention = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Document:
     """Measure a few samples: bytes, time and error of every form and codec; then say which to take, and why.
 
     shd plan teacher.onnx --inputs data.npz --student-heads 4
@@ -43,22 +42,51 @@ def plan(
     Ends with the command that makes the cache, or advises to run the teacher while training where reading would take
     longer, and with the memory of a training step.
     """
-    from shd_ref.commands.forecast import print_forecast
-    from shd_ref.teacher.study.forecast import forecast_cache
     from shd_ref.teacher.study.kept import advise_plan
 
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
-    source = inputs.open()
+    source, documents = inputs.open(), []
     for heads in heads_given:
         asked = options(num_student_heads=heads)
-        forecast = forecast_cache(teacher, source, asked, run, wanted)
-        print_remarks(None if no_attention else advise_plan(teacher, asked), *forecast.remarks)
-        command = precompute_command(teacher, inputs, asked, run, forecast)
-        if as_json:
-            print(json.dumps(asdict(forecast) | {"command": command}))
-        else:
-            print_forecast(forecast, heads, command)
+        print_remarks(None if no_attention else advise_plan(teacher, asked))
+        documents.append(measure(teacher, inputs, source, asked, run, wanted))
     print_remarks(source.remark)
+    return documents
+
+
+def measure(
+    teacher: Path,
+    inputs: InputOptions,
+    source: Source,
+    options: PrecomputeOptions,
+    run: RunOptions,
+    wanted: PlanOptions | None = None,
+    **command: Any,
+) -> dict[str, Any]:
+    """Forecast a cache, and say what was found.
+
+    Args:
+        teacher: the ``.onnx`` file.
+        inputs: where the samples come from.
+        source: the samples.
+        options: what to make of the teacher.
+        run: how.
+        wanted: what is measured, and what for.
+        **command: ``out`` and ``student`` of ``precompute_command``.
+
+    Returns:
+        What ``--json`` prints.
+    """
+    from shd_ref.commands.forecast import print_forecast
+    from shd_ref.teacher.study.forecast import forecast_cache
+
+    with show_progress("samples measured") as (on_progress,):
+        on_progress(0, 0)
+        forecast = forecast_cache(teacher, source, options, run, wanted)
+    print_remarks(*forecast.remarks)
+    line = precompute_command(teacher, inputs, options, run, forecast, **command)
+    print_forecast(forecast, options.num_student_heads, line)
+    return asdict(forecast) | {"command": line}
 
 
 def precompute_command(

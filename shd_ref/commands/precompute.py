@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shd_ref.commands.derive import Without, option_of
+from shd_ref.commands.derive import Document, Without, option_of
 from shd_ref.commands.options import (
     InputOptions,
     NoAttention,
@@ -55,9 +55,10 @@ def precompute(
         str, Shown("This process, or actors on a Ray cluster (extra 'ray').", RUNNING, ("local", "ray"))
     ] = "local",
     workers: Annotated[
-        int | None, Shown("Ray actors, each with a teacher. Default: as many as fit.", RUNNING, least=1)
+        int | None,
+        Shown("Ray actors, each with a teacher. Default: as many as fit.", RUNNING, least=1, needs="engine=ray"),
     ] = None,
-) -> None:
+) -> Document:
     """Run the teacher once over the data and store its squeezed attention.
 
     shd precompute teacher.onnx --inputs data.npz --student-heads 4 --out cache/
@@ -70,16 +71,13 @@ def precompute(
             raise ShdError("argument-value", f"--student must be left out with --no-attention; got {student}")
         options, student_heads = _read_student(student, options, student_heads)
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
-    if engine != "ray" and workers is not None:
-        raise ShdError("argument-value", f"--workers must go with --engine ray; got {workers} without it")
     from shd_ref.teacher.precompute.engine import students_of
     from shd_ref.teacher.study.kept import advise_plan
 
     source = inputs.open()
     if dry_run:
         asked = [options(num_student_heads=heads) for heads in heads_given]
-        _measure(teacher, inputs, source, asked, run, out, student)
-        return
+        return _measure(teacher, inputs, source, asked, run, out, student)
     if student is None and not no_attention:
         print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in heads_given))
     with show_progress("inputs read", "samples") as (on_read, on_progress):
@@ -89,7 +87,12 @@ def precompute(
     # As they were said: actors were given whole paths.
     several = students_of(out, options(num_student_heads=1), heads_given) if len(heads_given) > 1 else []
     others = options.keywords["with_teachers"]
-    _print_summaries(summaries, teacher, others, inputs, [str(folder) for folder, _ in several] or [out])
+    following = _following(summaries, teacher, others, inputs, [str(folder) for folder, _ in several] or [out])
+    _print_summaries(summaries, following)
+    return [
+        {name: value for name, value in vars(summary).items() if name != "alphas"} | {"next": following}
+        for summary in summaries
+    ]
 
 
 def _read_student(
@@ -130,18 +133,23 @@ def _measure(
     run: RunOptions,
     out: str,
     student: Path | None,
-) -> None:
-    from shd_ref.commands.forecast import print_forecast
-    from shd_ref.commands.plan import precompute_command
-    from shd_ref.teacher.study.forecast import forecast_cache
+) -> Document:
+    from shd_ref.commands.plan import measure
 
-    for options in students:
-        forecast = forecast_cache(teacher, source, options, run)
-        place = out if len(students) == 1 else f"{out}-{options.num_student_heads}"
-        command = precompute_command(teacher, inputs, options, run, forecast, out=place, student=student)
-        print_forecast(forecast, options.num_student_heads, command)
-        print_remarks(*forecast.remarks)
+    documents = [
+        measure(
+            teacher,
+            inputs,
+            source,
+            options,
+            run,
+            out=out if len(students) == 1 else f"{out}-{options.num_student_heads}",
+            student=student,
+        )
+        for options in students
+    ]
     print_remarks(source.remark)
+    return documents
 
 
 def _run(
@@ -175,22 +183,27 @@ def _run(
     return precompute_caches(teacher.absolute(), reopen, students, run, engine=RayEngine(workers), **told)
 
 
-def _print_summaries(
+def _following(
     summaries: list[PrecomputeSummary],
     teacher: Path,
     with_teachers: tuple[Path, ...],
     inputs: InputOptions,
     places: list[str],
-) -> None:
-    """What was made, and the commands that come next."""
+) -> list[str]:
+    """The commands that come next; none while shards are missing."""
+    if any(summary.missing_shards for summary in summaries):
+        return []
+    others = [word for path in with_teachers for word in ("--with-teacher", str(path))]
+    words = ["--teacher", str(teacher), *others, *option_words(inputs)]
+    return [shlex.join(["shd", "verify", place, *words]) for place in places]
+
+
+def _print_summaries(summaries: list[PrecomputeSummary], following: list[str]) -> None:
     from shd_ref.commands.tables import summary_table
 
     for summary in summaries:
         console.print(summary_table(summary))
-    if any(summary.missing_shards for summary in summaries):
+    if not following:
         console.say("next: the other parts; the last one seals, or shd merge does where each has its folder")
-        return
-    others = [word for path in with_teachers for word in ("--with-teacher", str(path))]
-    for place in places:
-        words = ["shd", "verify", place, "--teacher", str(teacher), *others, *option_words(inputs)]
-        console.say(f"next: {shlex.join(words)}")
+    for command in following:
+        console.say(f"next: {command}")

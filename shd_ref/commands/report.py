@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from shd_ref.commands.options import CacheArgument, InputOptions, ProviderOption, check_both
-from shd_ref.commands.terminal import console, print_remarks
+from shd_ref.commands.derive import Document
+from shd_ref.commands.options import CacheArgument, CheckProvider, InputOptions, check_both
+from shd_ref.commands.terminal import console, print_remarks, show_progress
 from shd_ref.teacher.run.options import Shown
 
 
@@ -17,10 +18,10 @@ def report(
         Path | None, Shown("The cache's teacher: adds its own maps and what every strategy loses.")
     ] = None,
     inputs: InputOptions | None = None,
-    samples: Annotated[int, Shown("Samples that the teacher runs on.", least=1)] = 4,
+    samples: Annotated[int, Shown("Samples that the teacher runs on.", least=1, needs="teacher")] = 4,
     records: Annotated[int, Shown("Records whose merge weights are read.", least=1)] = 512,
-    provider: ProviderOption = "cpu",
-) -> None:
+    provider: CheckProvider = "cpu",
+) -> Document:
     """Write what a cache holds, and how well it was squeezed, as one self-contained HTML page.
 
     shd report cache/ --teacher teacher.onnx --inputs data.npz
@@ -37,15 +38,19 @@ def report(
     check_both(teacher, inputs)
     page_file = output_file(out, cache=cache, argument="--out")
     reader = CacheReader(cache, allow_partial=True)
-    content = read_content(reader, max_records=records)
     evidence = None
-    if teacher is not None and inputs is not None:
-        from shd_ref.report.evidence import read_evidence
+    with show_progress("records") as (on_progress,):
+        on_progress(0, 0)
+        content = read_content(reader, max_records=records)
+        if teacher is not None and inputs is not None:
+            from shd_ref.report.evidence import read_evidence
 
-        source = inputs.open()
-        evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
-        print_remarks(source.remark)
-    page = render_page(reader, content, evidence)
+            on_progress(0, 0, says="teacher's own maps")
+            source = inputs.open()
+            evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
+            print_remarks(source.remark)
+        page = render_page(reader, content, evidence)
     with drafting(page_file) as draft:
         draft.write_text(page, encoding="utf-8")
     console.say(f"{out}: {len(page) // 1024} KiB, open it in any browser")
+    return {"path": out, "bytes": len(page.encode())}

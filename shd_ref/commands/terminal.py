@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, Final
 
 import typer
@@ -89,6 +93,11 @@ def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
     )
 
 
+EVERY: Final = 15.0
+"""Seconds between lines of progress, and before the first: a short command says nothing."""
+
+_IS_QUIET: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
 _ARGUMENT: Final = re.compile(r"^((?:sample \d+ \(key \w+\): )?)((?:inputs|tokenizer)(?= \S+)|\w+(?= must ))")
 """What a message says must be otherwise, where it begins with it, with it and a path, or with the sample that it is
 about."""
@@ -122,41 +131,108 @@ def print_remarks(*remarks: str | None) -> None:
 
 
 @contextmanager
+def quiet_progress(is_quiet: bool) -> Iterator[None]:
+    """Leave out the progress of what is done meanwhile."""
+    token = _IS_QUIET.set(is_quiet or _IS_QUIET.get())
+    try:
+        yield
+    finally:
+        _IS_QUIET.reset(token)
+
+
+@contextmanager
 def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
-    """Bars on a terminal while work is done; they go when it ends, also with an error.
+    """Progress on the error stream while work is done: bars on a terminal, elsewhere a line now and then.
+
+    Bars go when the work ends, also with an error. Under ``quiet_progress`` there is neither.
 
     Args:
         units: what is counted, a bar each.
 
     Yields:
-        For each, what to call with the numbers done and in all, and with ``says`` in place of the unit what is done
-        now; other things that follow are ignored.
+        For each, what to call with the numbers done and in all, 0 where that is not known, and with ``says`` in place
+        of the unit what is done now; other things that follow are ignored. A call with 0 done begins a stage.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    if _IS_QUIET.get():
+        yield tuple(lambda *_, **__: None for _ in units)
+    elif messages.is_interactive:
+        with _bars() as bars:
+            yield tuple(_bar(bars, unit) for unit in units)
+    else:
+        with _Lines() as lines:
+            yield tuple(lines.counter(unit) for unit in units)
+
+
+def _bars() -> Any:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
         BarColumn(bar_width=20),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[count]}"),
         TextColumn("{task.description}", table_column=Column(max_width=22, no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
         TextColumn("passed,"),
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    bars = Progress(*columns, console=messages, transient=True)
+    return Progress(*columns, console=messages, transient=True)
 
-    def teller(unit: str) -> Callable[..., None]:
-        task = bars.add_task(unit, total=None, visible=False)
-        return lambda done, total, *_, says=unit: bars.update(
-            task, completed=done, total=total, description=printable(says), visible=True
-        )
 
-    with bars if messages.is_interactive else nullcontext():
-        yield tuple(teller(unit) for unit in units)
+def _bar(bars: Any, unit: str) -> Callable[..., None]:
+    task = bars.add_task(unit, total=None, visible=False, count="")
+
+    def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
+        if not done:
+            bars.reset(task)
+        count = f"{done}/{total}" if total else ""
+        bars.update(task, completed=done, total=total or None, description=printable(says), visible=True, count=count)
+
+    return tell
+
+
+class _Lines:
+    """A line every ``EVERY`` seconds, and after the first so many when a stage begins."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._now: Callable[[], str] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Lines:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def counter(self, unit: str) -> Callable[..., None]:
+        stage: tuple[float, int] | None = None  # when it began, and with how many done: a run may be resumed
+
+        def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
+            nonlocal stage
+            now, is_new = time.monotonic(), stage is None or not done
+            began, first = stage = (now, done) if stage is None or not done else stage
+
+            def line() -> str:
+                now = time.monotonic()
+                count = f"{done}/{total} " if total else ""
+                left = (now - began) / (done - first) * (total - done) if done > first else None
+                ending = "" if left is None else f", about {_clock(left)} left"
+                return f"progress: {count}{says}; {_clock(now - self._begun)} passed{ending}"
+
+            self._now = line
+            if is_new and now - self._begun > EVERY:
+                messages.say(line())
+
+        return tell
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY):
+            if self._now is not None:
+                messages.say(self._now())
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

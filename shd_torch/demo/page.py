@@ -21,7 +21,7 @@ COMPARISONS: Final[dict[str, tuple[Method, Method]]] = {
 """Each the first method's accuracy less the second's, seed by seed."""
 
 YOUR_OWN: Final = """\
-shd-torch export --model path/or/hub-id --out teacher.onnx
+shd-torch export path/or/hub-id --out teacher.onnx
 shd-torch shrink path --data tokens.npy --heads 4 --layers 3 --out student
 shd precompute teacher.onnx --inputs data.npz --student student --logits topk --out cache
 shd verify cache --teacher teacher.onnx --inputs data.npz"""

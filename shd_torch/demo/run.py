@@ -87,7 +87,7 @@ def run_demo(
     console.rule("2. a student that starts as the squeezed teacher")
     images = _write_data(out, digits)
     graph, folder = out / "teacher.onnx", out / "student"
-    _run(console, "shd-torch", "export", "--model", out / "teacher", "--out", graph)
+    _run(console, "shd-torch", "export", out / "teacher", "--out", graph)
     sizes = ("--heads", STUDENT_HEADS, "--layers", STUDENT_LAYERS, "--samples", CALIBRATION)
     _run(console, "shd-torch", "shrink", out / "teacher", "--data", images, *sizes, "--out", folder)
     start = _describe_start(folder, digits)
@@ -186,7 +186,8 @@ def _run(console: Console, program: str, *arguments: object) -> None:
     words = [str(argument) for argument in arguments]
     console.print(f"$ {program} {' '.join(words)}", style="bold", highlight=False, soft_wrap=True)
     package = {"shd": "shd_ref", "shd-torch": "shd_torch"}[program]
-    done = subprocess.run([sys.executable, "-c", f"from {package}.cli import main; main()", *words], check=False)
+    program_words = [sys.executable, "-c", f"from {package}.cli import main; main()", *words]
+    done = subprocess.run(program_words, stdout=subprocess.DEVNULL if console.quiet else None, check=False)
     if done.returncode:
         message = f"{program} {words[0]} must succeed in the demo; it ended with {done.returncode}"
         raise ShdError("export-failed", message)

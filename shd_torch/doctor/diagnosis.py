@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.study.options import PlanOptions
 from shd_ref.teacher.study.ranking import Fidelity
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.beta import BetaRange, find_beta
@@ -27,7 +28,7 @@ from shd_torch.teacher.online import layer_kls
 from shd_torch.training.recipe import is_causal_model
 from shd_torch.training.rows import IGNORED
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,7 @@ def diagnose(
     wishes: Wishes | None = None,
     *,
     data_name: str | None = None,
-    on_batch: Progress | None = None,
-    on_warm_up: Progress | None = None,
-    on_step: Progress | None = None,
+    progress: Progress | None = None,
 ) -> Diagnosis:
     """Examine a pair: will attention supervision work for it?
 
@@ -162,14 +161,13 @@ def diagnose(
             configurations alone.
         wishes: a probe, and how.
         data_name: of the file, for a command that is shown.
-        on_batch: progress of the measurement.
-        on_warm_up: progress of the short training before beta is found.
-        on_step: progress of the probe.
+        progress: gets the numbers of steps done and in all, 0 where nothing is counted, and what is done.
 
     Raises:
         ShdError: ``read-failed``, ``argument-value``; what the measurements raise.
     """
-    wishes = wishes or Wishes()
+    wishes, tell = wishes or Wishes(), progress or (lambda *_: None)
+    tell(0, 0, "models are read")
     count = None if data is None else len(next(iter(data.values())))
     check_probe(wishes.probe, wishes.seeds, wishes.learning_rate, count)
     taught, learner = read_teacher(teacher), read_student(student)
@@ -193,7 +191,7 @@ def diagnose(
         learner.is_squeezed,
     )
     if data is not None and not any(one.effect == "blocks" for one in found.differences):
-        _measure(found, taught, learner, data, wishes, on_batch, on_warm_up, on_step)
+        _measure(found, taught, learner, data, wishes, tell)
     found.conclude()
     return found
 
@@ -212,14 +210,17 @@ def _measure(
     student: Student,
     data: Arrays,
     wishes: Wishes,
-    on_batch: Progress | None,
-    on_warm_up: Progress | None,
-    on_step: Progress | None,
+    tell: Progress,
 ) -> None:
     own = found.student_parts
     kinds = getattr(student.config, "is_encoder_decoder", False)  # whose attention calls are more than its layers
     layers = None if kinds else own.layers
-    sizes: dict[str, Any] = {"heads": own.heads, "layers": layers, "parameters": own.parameters}
+    asked: dict[str, Any] = {
+        "heads": own.heads,
+        "layers": layers,
+        "plan": PlanOptions(train_batch=wishes.batch_size, num_student_parameters=own.parameters),
+        "progress": tell,
+    }
     arrays = {name: part for name, part in data.items() if name != "labels"}
     for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if tokens in arrays and mask not in arrays:
@@ -227,7 +228,7 @@ def _measure(
     _check_tokens(arrays, None if found.teacher_parts is None else found.teacher_parts.vocabulary)
     if teacher.graph is not None:
         try:
-            found.study = study_graph(teacher.graph, arrays, **sizes, progress=on_batch)
+            found.study = study_graph(teacher.graph, arrays, **asked)
         except ShdError as error:
             if error.code != "heads-exceed":  # a graph's heads are known by now alone
                 raise
@@ -240,7 +241,7 @@ def _measure(
         _check_labels(batch["labels"], own)
     model = teacher.model
     try:
-        found.study = study_model(model, arrays, **sizes, next_token=is_causal_model(model), progress=on_batch)
+        found.study = study_model(model, arrays, **asked, next_token=is_causal_model(model))
     except ShdError as error:
         if not error.code.startswith(("export-", "graph-")):
             raise
@@ -264,12 +265,19 @@ def _measure(
         batch,
         batch_size=wishes.batch_size,
         learning_rate=wishes.learning_rate,
-        progress=on_warm_up,
+        progress=lambda done, total: tell(done, total, "steps to beta"),
     )
     if wishes.probe:
         beta = found.beta.middle if wishes.beta is None else wishes.beta
         options = ProbeOptions(wishes.probe, wishes.seeds, wishes.batch_size, wishes.learning_rate, beta)
-        found.probe = run_probe(student.make, live, found.objective, batch, options, on_step)
+        found.probe = run_probe(
+            student.make,
+            live,
+            found.objective,
+            batch,
+            options,
+            lambda done, total: tell(done, total, "steps of the probe"),
+        )
 
 
 def _check_labels(labels: Tensor, student: Parts) -> None:

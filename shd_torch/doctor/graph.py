@@ -19,7 +19,7 @@ from shd_ref.teacher.study.options import FidelityOptions, PlanOptions
 from shd_ref.teacher.study.ranking import FidelityReport
 
 Arrays = Mapping[str, NDArray[Any]]
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int, str], None]
 
 SAMPLES: Final = 32
 """Samples on which fidelity is measured, besides those that plans are matched on."""
@@ -53,9 +53,9 @@ def study_graph(
     *,
     heads: int,
     layers: int | None,
-    parameters: int,
+    plan: PlanOptions,
     next_token: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> GraphStudy:
     """Measure a teacher graph on samples.
 
@@ -64,9 +64,9 @@ def study_graph(
         arrays: inputs by name ``(N, ...)``; what the graph does not take is left out.
         heads: of the student.
         layers: of the student; None makes no forecast.
-        parameters: of the student.
+        plan: what training is forecast.
         next_token: judge by the teacher's own loss on the next tokens, not by the cosine of its output.
-        progress: called with batches done and in all.
+        progress: gets the numbers of batches done and in all, 0 where nothing is counted, and what is done.
 
     Raises:
         ShdError: as ``measure_fidelity`` and ``forecast_cache``.
@@ -86,12 +86,16 @@ def study_graph(
         samples=SAMPLES,
         calibration_samples=min(CALIBRATION, max(count // 2, 1)),
     )
-    fidelity = measure_fidelity(graph, fed, options, run, on_progress=progress)
+    progress(0, 0, "batches for fidelity")
+    fidelity = measure_fidelity(
+        graph, fed, options, run, on_progress=lambda done, total: progress(done, total, "batches for fidelity")
+    )
+    progress(0, 0, "maps are read")
     sinks, even = read_sinks(model, fed, run)
     forecast = None
     if layers is not None and layers <= len(sinks):
-        asked = PrecomputeOptions(heads, num_student_layers=layers)
-        forecast = forecast_cache(graph, fed, asked, run, PlanOptions(num_student_parameters=parameters))
+        progress(0, 0, "caches are forecast")
+        forecast = forecast_cache(graph, fed, PrecomputeOptions(heads, num_student_layers=layers), run, plan)
     return GraphStudy(fidelity, sinks, even, forecast)
 
 
@@ -138,7 +142,7 @@ def _rows(batch: Any, mask: str | None, shape: tuple[int, ...]) -> NDArray[np.bo
     return counted
 
 
-def study_model(model: Any, arrays: Arrays, **options: Any) -> GraphStudy:
+def study_model(model: Any, arrays: Arrays, progress: Progress = lambda *_: None, **options: Any) -> GraphStudy:
     """``study_graph`` of a Hugging Face teacher, whose graph is made for it and thrown away.
 
     Raises:
@@ -155,5 +159,6 @@ def study_model(model: Any, arrays: Arrays, **options: Any) -> GraphStudy:
 
     with tempfile.TemporaryDirectory(prefix="shd-doctor-") as folder:
         path = Path(folder) / "teacher.onnx"
+        progress(0, 0, "teacher is exported")
         export_teacher(model, example_inputs(model), path)
-        return study_graph(path, arrays, **options)
+        return study_graph(path, arrays, progress=progress, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
 
 from shd_ref.errors import ShdError
 from shd_torch.doctor.models import Student, Teacher
@@ -50,27 +50,15 @@ def find_inheritance(teacher: Teacher, student: Student, data: str | None) -> In
         choose_layers(own.layers, sizes.layers)
         fixed = {} if family.free_head_dim else {"head_dim": None}
         chosen = choose_sizes(own, family, **(asdict(sizes) | fixed))
+        usual = choose_sizes(own, family, **(asdict(sizes) | {"kv_heads": None, "head_dim": None}))
     except (ShdError, AttributeError, TypeError) as error:
         return Inheritance(False, None, f"no: {error}")
     if chosen != sizes:
         return Inheritance(False, None, "no: shrink makes other sizes of this teacher")
-    words = [
-        "shd-torch",
-        "shrink",
-        teacher.name,
-        *_options(own, sizes),
-        "--data",
-        data or "DATA",
-        "--out",
-        "squeezed",
-    ]
+    folder = teacher.name if Path(teacher.name).is_dir() else str(teacher.folder)  # of a hub id, where it lies
+    # What shrink takes by itself: these two as the heads imply, all else as the teacher has it.
+    implied = asdict(own) | {"kv_heads": usual.kv_heads, "head_dim": usual.head_dim}
+    changed = [(name, size) for name, size in asdict(sizes).items() if size != implied[name]]
+    options = [word for name, size in changed for word in (f"--{name.replace('_', '-')}", str(size))]
+    words = ["shd-torch", "shrink", folder, *options, "--data", data or "DATA", "--out", "squeezed"]
     return Inheritance(True, shlex.join(words), "yes: start as the squeezed teacher, and compare with this start")
-
-
-def _options(teacher: Any, student: Any) -> list[str]:
-    before, after = asdict(teacher), asdict(student)
-    words: list[str] = []
-    for name in ("heads", "layers", "hidden", "neurons"):
-        if after[name] != before[name]:
-            words += [f"--{name}", str(after[name])]
-    return words

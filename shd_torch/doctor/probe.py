@@ -107,12 +107,12 @@ def check_probe(steps: int, seeds: int, learning_rate: float, num_samples: int |
     Raises:
         ShdError: ``argument-value``.
     """
+    if not 0 < learning_rate < float("inf"):
+        raise ShdError("argument-value", f"learning_rate must be above 0; got {learning_rate}")
     if not steps:
         return
     if seeds < 2:
         raise ShdError("argument-value", f"seeds must be at least 2, as one has no interval; got {seeds}")
-    if not 0 < learning_rate < float("inf"):
-        raise ShdError("argument-value", f"learning_rate must be above 0; got {learning_rate}")
     if num_samples is None:
         raise ShdError("argument-value", "data must be given for a probe, which trains on it; got none")
     if num_samples < LEAST_SAMPLES:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 
 typer = pytest.importorskip("typer", reason="the commands need typer")
@@ -18,7 +22,8 @@ typer = pytest.importorskip("typer", reason="the commands need typer")
 from typer.testing import CliRunner  # noqa: E402  (after the skip)
 
 from shd_ref.cli import load_app  # noqa: E402
-from shd_ref.commands.derive import Without, add_command, option_of  # noqa: E402
+from shd_ref.commands.derive import Failed, Without, add_command, option_of  # noqa: E402
+from shd_ref.commands.terminal import console  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions, Shown  # noqa: E402
 
@@ -121,9 +126,74 @@ def test_part_of_a_dataclass_and_one_that_may_be_left_out() -> None:
     assert run(part, "--glaze", "sugar") == f"{Cake(5, glaze='sugar')}\n"
     assert run(left_out) == "None\n"
     assert run(left_out, "--eggs", "1") == f"{Cake(1)}\n"
-    assert "--heat must be given with --eggs" in run(left_out, "--heat", "1", code=1)
+    assert "--heat must go with --eggs" in run(left_out, "--heat", "1", code=1)
     with pytest.raises(ValueError, match="duplicate parameter name"):
         run(several, "--help")
+
+
+def test_an_option_that_nothing_would_read_is_refused() -> None:
+    """It would be lost without a word."""
+
+    def brew(
+        cup: Annotated[str, Shown("Cup.", choices=("none", "tea", "milk"))] = "none",
+        sugar: Annotated[int, Shown("Sugar.", needs="cup=tea|milk")] = 1,
+        lid: Annotated[bool, typer.Option("--lid")] = False,
+        colour: Annotated[str | None, Shown("Of the lid.", needs="lid")] = None,
+    ) -> None:
+        print(cup, sugar, colour)
+
+    assert run(brew, "--cup", "milk", "--sugar", "2", "--lid", "--colour", "red") == "milk 2 red\n"
+    assert "--sugar must go with --cup tea or milk; got 2 without it" in run(brew, "--sugar", "2", code=1)
+    assert "--colour must go with --lid; got red without it" in run(brew, "--colour", "red", code=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "precompute t --inputs d --out c --student-heads 2 --codec u4 --form factored",
+        "precompute t --inputs d --out c --student-heads 2 --logits-top 4",
+        "precompute t --inputs d --out c --student-heads 2 --matched-by similarity",
+        "precompute t --inputs d --out c --student-heads 2 --hidden-codec int8",
+        "verify c --records 9",
+        "report c --samples 9",
+        "export t --out o --beside b",
+        "doctor t s --batch-size 4",
+        "doctor t s --data d --beta 1",
+    ],
+)
+def test_options_of_what_is_not_done(words: str) -> None:
+    is_torch = words.startswith("doctor") or "--beside" in words
+    if is_torch:
+        pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
+    app = import_module("shd_torch.commands").app if is_torch else load_app()
+    result = CliRunner().invoke(app, words.split(), env=WIDE)
+    assert (result.exit_code, "must go with" in result.output) == (1, True), result.output
+
+
+def test_json_is_all_that_is_printed() -> None:
+    def weigh(bad: Annotated[bool, typer.Option("--bad")] = False) -> dict[str, Any]:
+        console.print("heavy")
+        document = {"grams": np.float32(2), "path": Path("p"), "cake": Cake(1), "counts": np.arange(2)}
+        if bad:
+            raise Failed(document)
+        return document
+
+    assert run(weigh) == "heavy\n"
+    said = run(weigh, "--json")
+    cake = {"num_eggs": 1, "sizes": [1, 2], "flavours": ["nut"], "glaze": "none", "heat": None, "recipe": "a secret"}
+    assert json.loads(said) == {"grams": 2.0, "path": "p", "cake": cake, "counts": [0, 1]}
+    assert run(weigh, "--json", "--bad", code=1) == said
+    assert run(weigh, "--bad", code=1) == "heavy\n"
+
+
+def test_every_command_has_json_and_long_ones_quiet() -> None:
+    pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
+    for command in (*load_app().registered_commands, *import_module("shd_torch.commands").app.registered_commands):
+        assert command.callback is not None
+        if command.name != "conformance":
+            names = inspect.signature(command.callback).parameters
+            short = {"inspect", "ls", "seal", "card", "linearize"}
+            assert ("json" in names, "quiet" in names) == (True, command.name not in short), command.name
 
 
 def test_an_error_names_the_option_of_its_argument() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ PRECOMPUTE = "precompute t.onnx --student-heads 2 --out new --inputs"
     ("words", "said"),
     [
         (f"{PRECOMPUTE} gone.npz", "--inputs must exist; got gone.npz"),
-        ("precompute gone.onnx --student-heads 2 --out new --inputs d.npz", "shd-torch export --model FOLDER --out"),
+        ("precompute gone.onnx --student-heads 2 --out new --inputs d.npz", "shd-torch export FOLDER --out"),
         (f"{PRECOMPUTE} latin.jsonl --tokenizer gone", "line 1 must be JSON in UTF-8"),
         (f"{PRECOMPUTE} file", "--inputs must be a folder or end in one of .npz"),
         (f"{PRECOMPUTE} bad.safetensors", "--inputs bad.safetensors must be a readable .safetensors file"),
@@ -116,6 +117,32 @@ def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn.endswith("\x1b[1A\x1b[2K")
 
 
+def test_lines_of_progress_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One now and then, one for a stage that begins late, and none of a short command, or with --quiet."""
+    lines: list[str] = []
+    said = threading.Event()
+    monkeypatch.setattr(terminal.messages, "say", lambda text: (lines.append(text), said.set()))
+    with terminal.show_progress("steps") as (tell,):
+        tell(0, 4)
+        tell(1, 4)
+    assert not lines
+    monkeypatch.setattr(terminal, "EVERY", 0.01)
+    with terminal.quiet_progress(True), terminal.show_progress("steps") as (tell,):
+        tell(0, 4)
+        assert not said.wait(0.1)
+    with terminal.show_progress("steps") as (tell,):
+        tell(1, 4)
+        assert said.wait(20)
+        tell(2, 4)
+        for _ in range(2):
+            said.clear()
+            assert said.wait(20)
+        tell(0, 0, says="graph is made")
+        assert any(line.startswith("progress: graph is made; 0:00:") for line in lines)
+    assert lines[0].startswith("progress: 1/4 steps; 0:00:")
+    assert any(line.startswith("progress: 2/4 steps; 0:00:") and line.endswith(" left") for line in lines)
+
+
 def test_ctrl_c_says_that_the_same_command_goes_on() -> None:
     def work() -> None:
         raise KeyboardInterrupt
@@ -138,7 +165,7 @@ def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         ((*shrink, "--data", "lines.jsonl", "--heads", "2"), "teacher must be a folder that save_pretrained wrote"),
         ((*shrink, "--data", "gone.npz", "--heads", "2"), "--data must be a readable .npz; got gone.npz"),
         ((*shrink, "--data", "d.npz", "--heads", "2", "--compare", "gone.npy"), "--compare must be a readable .npy"),
-        (("export", "--model", "./gone", "--out", "x.onnx"), "--model must be a folder that save_pretrained wrote"),
+        (("export", "./gone", "--out", "x.onnx"), "model must be a folder that save_pretrained wrote"),
     ):
         assert said in run(app, *words)
     assert "specification" in run(app, "--version", code=0)

@@ -136,7 +136,7 @@ except ImportError as error:
     code = """
 import sys
 from shd_torch.cli import main
-for words in ("--help", "export --model m --out o"):
+for words in ("--help", "export m --out o"):
     sys.argv = ["shd-torch", *words.split()]
     try:
         main()

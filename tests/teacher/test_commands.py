@@ -87,7 +87,7 @@ def test_options_of_text_are_refused_without_a_tokenizer(
     out = {"precompute": ("--out", tmp_path / "c"), "report": ("--out", tmp_path / "r.html")}.get(command, ())
     if command in ("verify", "report"):
         words: tuple[str | Path, ...] = (command, made / "c", *out, *option)
-        assert f"{option[0]} must be given with --inputs" in shd(*words, code=1)
+        assert f"{option[0]} must go with --inputs" in shd(*words, code=1)
         words = (*words, "--teacher", made / "t.onnx", "--inputs", made / "d.npz")
     else:
         words = (command, *run_of(made), *out, *option)

@@ -35,7 +35,7 @@ def run(app: object, *words: object, code: int = 0) -> str:
 def test_export_inspect_precompute_verify(name: str, tmp_path: Path) -> None:
     hf_model(name, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     teacher, cache, data = tmp_path / "teacher.onnx", tmp_path / "cache", tmp_path / "data.npz"
-    assert "shd inspect" in run(shd_torch, "export", "--model", tmp_path / "model", "--out", teacher)
+    assert "shd inspect" in run(shd_torch, "export", tmp_path / "model", "--out", teacher)
     table = run(shd, "inspect", teacher)
     assert table.count("yes") == 1
     sites = json.loads(run(shd, "inspect", teacher, "--json"))["sites"]
@@ -73,7 +73,7 @@ def test_errors_are_one_message(tmp_path: Path) -> None:
     assert "error (graph-invalid)" in run(shd, "inspect", tmp_path / "broken.onnx", code=1)
     assert "is not a cache" in run(shd, "verify", tmp_path, code=1)
     assert "given together" in run(shd, "verify", tmp_path, "--teacher", "x.onnx", code=1)
-    assert "error (export-failed)" in run(shd_torch, "export", "--model", tmp_path, "--out", tmp_path / "t", code=1)
+    assert "error (export-failed)" in run(shd_torch, "export", tmp_path, "--out", tmp_path / "t", code=1)
 
 
 @pytest.mark.parametrize(("program", "app"), [("shd", shd), ("shd-torch", shd_torch)])
@@ -98,4 +98,4 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 def test_errors_of_hostile_paths_are_shown_as_they_are(tmp_path: Path) -> None:
     absent = tmp_path / "x[/b][red]:smile:"
-    assert str(absent) in run(shd_torch, "export", "--model", absent, "--out", tmp_path / "t.onnx", code=1)
+    assert str(absent) in run(shd_torch, "export", absent, "--out", tmp_path / "t.onnx", code=1)

@@ -43,7 +43,7 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     try:
         model = onnx.load(file, load_external_data=False)
     except (OSError, ValueError) as error:  # the latter for a name with NUL
-        remedy = "shd-torch export --model FOLDER --out teacher.onnx makes one of a Hugging Face model"
+        remedy = "shd-torch export FOLDER --out teacher.onnx makes one of a Hugging Face model"
         raise ShdError("graph-invalid", f"teacher graph {file} must be a readable file: {error}: {remedy}") from error
     except DecodeError as error:
         raise ShdError(

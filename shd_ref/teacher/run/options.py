@@ -57,6 +57,8 @@ class Shown:
         choices: the values that it takes, where they are few.
         least: the smallest number that it takes.
         metavar: what stands for its value in ``--help``.
+        needs: the field without which this one means nothing, or ``field=value|value``: a command refuses the option
+            where that is not given, or is none of these.
     """
 
     help: str
@@ -64,6 +66,7 @@ class Shown:
     choices: tuple[str, ...] = ()
     least: int | None = None
     metavar: str | None = None
+    needs: str | None = None
 
 
 MERGING: Final = "What is merged"
@@ -78,7 +81,7 @@ SITES_HELP: Final = Shown(
     "Attention sites by number or name, as shd inspect lists them: 0,2,4-7, encoder*, self, cross. Default: all.",
     MERGING,
 )
-CALIBRATION_HELP: Final = Shown("Samples that matched plans are chosen on.", MERGING, least=1)
+CALIBRATION_HELP: Final = Shown("Samples that matched plans are chosen on.", MERGING, least=1, needs="plan=matched")
 
 
 _OF_ATTENTION: Final = (
@@ -156,7 +159,10 @@ class PrecomputeOptions:
     matched_by: Annotated[
         str,
         Shown(
-            "What matched plans minimise: residual (of the output) or similarity (of the maps).", MERGING, MATCHED_BY
+            "What matched plans minimise: residual (of the output) or similarity (of the maps).",
+            MERGING,
+            MATCHED_BY,
+            needs="plan=matched",
         ),
     ] = "residual"
     calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
@@ -176,7 +182,13 @@ class PrecomputeOptions:
         ),
     ] = "maps"
     factored_codec: Annotated[
-        str, Shown("Codec of queries and keys: int8 (1 byte a number) or float16 (2).", STORING, FACTORED_CODECS)
+        str,
+        Shown(
+            "Codec of queries and keys: int8 (1 byte a number) or float16 (2).",
+            STORING,
+            FACTORED_CODECS,
+            needs="form=factored",
+        ),
     ] = DEFAULT_FACTORED_CODEC
     codec: Annotated[
         str,
@@ -184,6 +196,7 @@ class PrecomputeOptions:
             "Codec of maps: sqrt8-row, sqrt8-abs (1 byte an entry), u4 (1/2), bf16 (2), float32 (4).",
             STORING,
             CODECS,
+            needs="form=maps",
         ),
     ] = "sqrt8-row"
     compression: Annotated[
@@ -209,12 +222,26 @@ class PrecomputeOptions:
         ),
     ] = "none"
     logits_top: Annotated[
-        int, Shown("Classes that a row keeps with their probabilities; the rest is one number.", TARGETS, least=0)
+        int,
+        Shown(
+            "Classes that a row keeps with their probabilities; the rest is one number.",
+            TARGETS,
+            least=0,
+            needs="logits=topk|sampled",
+        ),
     ] = 32
     logits_draws: Annotated[
-        int, Shown("Classes that a sampled row draws from the rest, with the run's seed.", TARGETS, least=1)
+        int,
+        Shown(
+            "Classes that a sampled row draws from the rest, with the run's seed.",
+            TARGETS,
+            least=1,
+            needs="logits=sampled",
+        ),
     ] = 32
-    logits_bits: Annotated[int, Shown("Bits of a kept probability, 4 to 16.", TARGETS, least=4)] = 8
+    logits_bits: Annotated[
+        int, Shown("Bits of a kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk|sampled")
+    ] = 8
     logits_temperature: Annotated[
         float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
     ] = 1.0
@@ -253,7 +280,13 @@ class PrecomputeOptions:
         ),
     ] = ()
     hidden_codec: Annotated[
-        str, Shown("Codec of hidden states: int8 (a scale for each token) or float16.", TARGETS, HIDDEN_CODECS)
+        str,
+        Shown(
+            "Codec of hidden states: int8 (a scale for each token) or float16.",
+            TARGETS,
+            HIDDEN_CODECS,
+            needs="hidden",
+        ),
     ] = "float16"
 
     @property

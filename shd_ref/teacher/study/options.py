@@ -101,7 +101,10 @@ class FidelityOptions:
     matched_by: Annotated[
         tuple[str, ...],
         Shown(
-            "What matched plans minimise: residual (of the output), similarity (of the maps).", MERGING, MATCHED_BY
+            "What matched plans minimise: residual (of the output), similarity (of the maps).",
+            MERGING,
+            MATCHED_BY,
+            needs="plan=matched",
         ),
     ] = ("residual",)
     calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES

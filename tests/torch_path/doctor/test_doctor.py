@@ -244,7 +244,15 @@ def test_what_a_user_sees(pair: Path, short: None, monkeypatch: pytest.MonkeyPat
     lines = result.stdout.splitlines()
     assert lines[0].startswith("probably not, because they differ in LayerScale (teacher yes")
     assert max(map(len, lines)) <= 80
-    for word in ("fidelity", "best plan", "first token", "cache, maps", "memory of a step", "image_kd with SHD"):
+    for word in (
+        "fidelity",
+        "best plan",
+        "first token",
+        "cache, maps",
+        "memory of a step",
+        "(batch 8)",
+        "image_kd with SHD",
+    ):
         assert word in result.stdout
     assert "no: the teacher is a dinov2, the student a vit" in " ".join(result.stdout.split())
 

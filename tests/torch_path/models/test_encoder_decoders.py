@@ -94,9 +94,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     teacher = MAKERS[request.param](4, 2, seed=1).eval()
     if request.param == "t5":  # by the command, as a user would
         teacher.save_pretrained(folder / "model")
-        done = CliRunner().invoke(
-            app, ["export", "--model", str(folder / "model"), "--out", str(folder / "teacher.onnx")]
-        )
+        done = CliRunner().invoke(app, ["export", str(folder / "model"), "--out", str(folder / "teacher.onnx")])
         assert done.exit_code == 0, done.output
     else:  # by the older exporter; the hub's models of this family go by the newer one
         trace(teacher, example_inputs(teacher), folder / "teacher.onnx")

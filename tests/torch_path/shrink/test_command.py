@@ -44,7 +44,7 @@ def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
     student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     assert sum(part.numel() for part in student.parameters()) == report["student"]["parameters"]
     assert "matrices stay in closed form; more --samples may help" in output
-    assert f"next: shd-torch export --model {tmp_path / 'teacher'} --out teacher.onnx\n" in output
+    assert f"next: shd-torch export {tmp_path / 'teacher'} --out teacher.onnx\n" in output
     assert (
         f"next: shd precompute teacher.onnx --inputs {tmp_path / 'data.npz'} --student {tmp_path / 'student'} "
         in output

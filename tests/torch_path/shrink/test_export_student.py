@@ -28,7 +28,7 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     """Heads merged, one attention and two activations dropped; the command finds its loader by itself."""
     teacher, data = make_teacher("bert").float(), make_data("bert")
     made = shrink(teacher, data, heads=2, drop_attention=[1], drop_activations=[0, 1], out=tmp_path / "student")
-    words = ["export", "--model", str(tmp_path / "student"), "--student", "--out", str(tmp_path / "student.onnx")]
+    words = ["export", str(tmp_path / "student"), "--student", "--out", str(tmp_path / "student.onnx")]
     result = RUNNER.invoke(app, [*words, "--beside", str(tmp_path / "none.onnx")])
     assert result.exit_code == 1
     assert "read-failed" in result.output
