@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import logging
 import os
-import re
 import statistics
 import time
 import warnings
@@ -31,7 +30,6 @@ from shd_ref.tolerances import load_tolerances
 
 OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
 FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
 
 
@@ -226,7 +224,7 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
 
     Raises:
         ShdError: ``dependency-missing`` (transformers), ``export-failed`` where nothing can be loaded,
-            ``read-failed`` for a folder whose files lie elsewhere.
+            ``read-failed`` for a hub id that is not found, and a folder whose files lie elsewhere.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ShdError(
@@ -235,30 +233,25 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
         )
     import transformers
 
-    is_folder = Path(model).is_dir()
-    if not is_folder and not _HUB_ID.fullmatch(str(model)):
-        # The hub would be asked five times.
-        raise ShdError("export-failed", f"model must be a folder that save_pretrained wrote; got {model}")
-    from shd_torch.shrink.folders import check_files, find_class, load_student
+    from shd_torch.shrink.folders import check_files, find_class, find_folder, load_student
 
-    if is_folder:
-        check_files(Path(model))
-        if _is_dropped(Path(model)):
-            return load_student(model).to(dtype)  # type: ignore[no-any-return]
-    options: dict[str, Any] = {"local_files_only": is_folder, "trust_remote_code": False}
+    folder = find_folder(model, "model")
+    check_files(folder)
+    if _is_dropped(folder):
+        return load_student(folder).to(dtype)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(model, **options)
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
         model_class = find_class(next(iter(config.architectures or ()), None)) or transformers.AutoModel
         # Attention is named, since a configuration may name kernels that are downloaded and run; the export
         # chooses another. Pickled weights would run what they hold.
         loaded: nn.Module = model_class.from_pretrained(
-            model, dtype=dtype, use_safetensors=True, attn_implementation="eager", **options
+            folder, dtype=dtype, use_safetensors=True, attn_implementation="eager", **options
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and safetensors raise what they meet
         raise ShdError(
             "export-failed",
-            "model must be a folder that save_pretrained wrote, or a hub id that can be reached, with weights as "
-            f"safetensors; got {model}: {error}",
+            f"model must be a folder that save_pretrained wrote, with weights as safetensors; got {model}: {error}",
         ) from error
     return loaded.eval()
 

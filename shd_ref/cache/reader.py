@@ -66,11 +66,12 @@ class CacheReader:
         self.sealed = seal is not None
         committed = [] if seal is not None else committed_shards(self._storage.names(RECEIPTS_NAME))
         if seal is None and not allow_partial:
+            total = self.manifest.shards.num_shards
+            remedy = f"shd seal {self.folder}" if len(committed) == total else "give the same shd precompute again"
             raise ShdError(
                 "cache-incomplete",
-                f"{self._storage.locate(SEAL_NAME)} must exist: {len(committed)} of "
-                f"{self.manifest.shards.num_shards} shards are committed; write the rest and seal "
-                "the cache, or read what there is with allow_partial=True",
+                f"{self._storage.locate(SEAL_NAME)} must exist: {len(committed)} of {total} shards are committed; "
+                f"{remedy}, or read what there is with allow_partial=True",
                 "CACHE-56",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,14 @@ from typing import Any
 import torch
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink.folders import implementation_of, load_student, load_weights, model_class, read_config
+from shd_torch.shrink.folders import (
+    find_folder,
+    implementation_of,
+    load_student,
+    load_weights,
+    model_class,
+    read_config,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,25 +98,3 @@ def read_student(source: str) -> Student:
             "when they are read: save it again with save_pretrained",
         )
     return Student(source, folder, config, has_weights, is_squeezed)
-
-
-def find_folder(source: str | os.PathLike[str], argument: str) -> Path:
-    """A folder as it is; of a hub id its files, of which only JSON and safetensors are fetched.
-
-    Raises:
-        ShdError: ``read-failed``.
-    """
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # of a name that is none, of a hub that is not reached
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ShdError(
-            "read-failed",
-            f"{argument} must be a folder that save_pretrained wrote, or a hub id that can be reached; got "
-            f"{str(source)!r}: {first}",
-        ) from error

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,68 @@ from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
 from shd_torch.shrink.families import FAMILIES, check_config
+
+HUB_SECONDS = 5.0
+"""How long the hub may take to say that it is there."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_FETCHED: dict[str, Any] = {
+    "allow_patterns": ["*.json", "*.safetensors"],
+    "ignore_patterns": ["*/*", "consolidated*"],  # the same weights for other programs
+}
+
+
+def find_folder(source: str | os.PathLike[str], argument: str) -> Path:
+    """A folder as it is; of a hub id its files, of which only JSON and safetensors are fetched.
+
+    Without a network, or with ``HF_HUB_OFFLINE``, a hub id is found in the hub's cache.
+
+    Args:
+        source: a folder or a hub id.
+        argument: what errors call it.
+
+    Raises:
+        ShdError: ``read-failed``.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    message = f"{argument} must be a folder that save_pretrained wrote, or a hub id; got {str(source)!r}, "
+    if not _HUB_ID.fullmatch(str(source)):
+        raise ShdError("read-failed", message + "which is no folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    problem = _ask_hub(str(source))
+    if isinstance(problem, HfHubHTTPError):
+        reason = f"a folder that is not there, and the hub answers {problem.response.status_code}"
+        raise ShdError("read-failed", f"{message}{reason}: check the name, or log in (hf auth login)") from problem
+    try:
+        return Path(snapshot_download(str(source), local_files_only=problem is not None, **_FETCHED))
+    except Exception as error:  # of a file that is not in the cache, of a network that breaks down
+        reason = "a folder that is not there, and the hub cannot be reached"
+        advice = f"download it where there is a network (hf download {source}), and name the folder"
+        raise ShdError("read-failed", f"{message}{reason}: {advice}") from error
+
+
+def _ask_hub(name: str) -> Exception | None:
+    """None where the hub has the model, else what it answers, or that it does not in ``HUB_SECONDS``."""
+    from huggingface_hub import HfApi
+
+    answers: list[Exception | None] = [TimeoutError()]
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+            answers.append(None)
+        except Exception as error:  # of the network, by whichever package makes the request
+            answers.append(error)
+
+    # A name is looked up without any limit of time, so it is not waited for.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    return answers[-1]
 
 
 def load_teacher(source: str | os.PathLike[str]) -> Any:

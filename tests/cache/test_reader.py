@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ def test_partial_cache_is_refused_unless_allowed(tmp_path: Path) -> None:
     with pytest.raises(ShdError, match=r"SEALED\.json must exist: 1 of 4 shards are committed") as caught:
         CacheReader(tmp_path)
     assert caught.value.code == "cache-incomplete"
+    assert "give the same shd precompute again" in str(caught.value)
     reader = CacheReader(tmp_path, allow_partial=True)
     assert not reader.sealed
     assert reader.keys() == [key_of(index) for index in job().shard_samples(1)]
@@ -35,6 +37,12 @@ def test_partial_cache_is_refused_unless_allowed(tmp_path: Path) -> None:
     with pytest.raises(ShdError, match="the cache is partial") as caught:
         reader.read(absent)
     assert caught.value.code == "sample-missing"
+
+
+def test_a_cache_that_lacks_the_seal_alone_names_the_command(folder: Path) -> None:
+    (folder / "SEALED.json").unlink()
+    with pytest.raises(ShdError, match=f"4 of 4 shards are committed; shd seal {re.escape(str(folder))}, or"):
+        CacheReader(folder)
 
 
 def test_cache_without_a_shard_is_empty_but_readable(tmp_path: Path) -> None:

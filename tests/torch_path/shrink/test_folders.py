@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from support.shrink.models import make_data, make_teacher
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink import load_student, load_teacher, shrink
-from shd_torch.shrink.folders import new_folder, save_student
+from shd_torch.doctor.models import read_student, read_teacher
+from shd_torch.export import load_hf_model
+from shd_torch.shrink import folders, load_student, load_teacher, shrink
+from shd_torch.shrink.folders import find_folder, new_folder, save_student
 
 WEIGHTS = "model.safetensors"
 
@@ -164,6 +167,33 @@ def test_snapshots_of_the_hubs_cache_link_to_its_blobs(teacher_folder: Path, tmp
     copied = tmp_path / "student" / "tokenizer.json"
     assert copied.read_text() == "{}"
     assert not copied.is_symlink()
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["refused", "silent"])
+def test_a_hub_that_is_not_reached(
+    answers: bool, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "HUB_SECONDS", 0.5)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        if answers:
+            hub.listen()  # and never says a word
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        for read in (load_hf_model, read_teacher, read_student):
+            with pytest.raises(ShdError, match=r"cannot be reached: download it .*hf download some/model") as error:
+                read("some/model")
+            assert error.value.code == "read-failed"
+        with pytest.raises(ShdError, match="which is no folder"):
+            find_folder("some/model/of mine", "model")
+        kept = tmp_path / "models--some--model"
+        shutil.copytree(teacher_folder, kept / "snapshots" / ("0a" * 20))
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("0a" * 20)
+        assert find_folder("some/model", "model") == kept / "snapshots" / ("0a" * 20)
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(teacher_folder, Path("some/model"))
+        assert find_folder("some/model", "model") == Path("some/model")
 
 
 @pytest.mark.parametrize(
