@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from shd_ref.conformance.adapter import as_adapter
 from shd_ref.conformance.known_failures import KnownFailures, KnownFailuresError
 from shd_ref.conformance.program import Program, ProgramError, make_request
 from shd_ref.conformance.report import Report
 from shd_ref.conformance.runner import cases, judge
 from shd_ref.conformance.specification import DTYPES
 from shd_ref.conformance.vectors import VectorError
-from shd_ref.conformance.watched import Limited, Verdict, is_child, judge_watched, tell_parent
 from shd_ref.printable import printable
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
-
-
-class _UsageError(Exception):
-    """Nothing could be judged; the message says what to change."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.conformance") -> int:
@@ -46,79 +37,50 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
         parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be above 0; got {options.timeout:g}")
-    if is_child():
-        tell_parent(lambda begin: _judge(options, begin))
-    how = f"--impl {options.impl}"
-    verdict = judge_watched(arguments, how, options.timeout) if options.impl else _judge(options)
-    sys.stdout.write(printable(verdict.out))
-    sys.stderr.write(printable(verdict.err))
-    return verdict.status
-
-
-def _judge(options: argparse.Namespace, begin: Callable[[str], None] | None = None) -> Verdict:
-    """Judge in this process; ``begin`` hears of every call of a Python implementation."""
     try:
-        if options.list:
-            lines = [f"{item.id}  {' '.join(item.spec)}\n" for item in cases(options.only, vectors=options.vectors)]
-            return Verdict(PASSED, "".join(lines), "")
-        known = KnownFailures.read(options.known_failures) if options.known_failures else None
-        with _open_implementation(options, begin) as (implementation, name, how):
-            reports = [
-                judge(
-                    implementation,
-                    dtype=dtype,
-                    only=options.only,
-                    known=known,
-                    vectors=options.vectors,
-                    name=name,
-                )
-                for dtype in options.dtype or ["float64"]
-            ]
-        if options.save_calls:
-            _save_calls(Path(options.save_calls), reports)
-        if options.report:
-            document = {"runs": [report.to_json() for report in reports]}
-            Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except (_UsageError, ProgramError, VectorError, KnownFailuresError, OSError) as error:
-        return Verdict(UNUSABLE, "", f"shd_ref.conformance: {error}\n")
-    return Verdict(_exit_code(reports), "".join(report.summary(how) + "\n\n" for report in reports), "")
+        status, text = _judge(options)
+    except (ProgramError, VectorError, KnownFailuresError, OSError) as error:
+        sys.stderr.write(printable(f"shd_ref.conformance: {error}\n"))
+        return UNUSABLE
+    sys.stdout.write(printable(text))
+    return status
 
 
-def load_implementation(path: str) -> Any:
-    """The module ``package.module``, or an object in it, ``package.module:name``; a class is called first.
+def _judge(options: argparse.Namespace) -> tuple[int, str]:
+    """The exit status, and the words for standard output."""
+    if options.list:
+        items = cases(options.only, vectors=options.vectors)
+        return PASSED, "".join(f"{item.id}  {' '.join(item.spec)}\n" for item in items)
+    known = KnownFailures.read(options.known_failures) if options.known_failures else None
+    program, how = _open_implementation(options)
+    with program:
+        reports = [
+            judge(
+                program,
+                dtype=dtype,
+                only=options.only,
+                known=known,
+                vectors=options.vectors,
+                name=program.name,
+            )
+            for dtype in options.dtype or ["float64"]
+        ]
+    if options.save_calls:
+        _save_calls(Path(options.save_calls), reports)
+    if options.report:
+        document = {"runs": [report.to_json() for report in reports]}
+        Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return _exit_code(reports), "".join(report.summary(how) + "\n\n" for report in reports)
 
-    Modules are looked for in the current folder too.
-    """
-    module_name, _, attribute = path.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # Somebody else's module may fail in any way while it is imported.
-        raise _UsageError(f"--impl {path} cannot be imported: {type(error).__name__}: {error}") from error
-    for step in attribute.split(".") if attribute else ():
-        if not hasattr(found, step):
-            raise _UsageError(f"--impl {path}: {module_name} has no {attribute}")
-        found = getattr(found, step)
-    try:
-        return found() if isinstance(found, type) else found
-    except (Exception, SystemExit) as error:  # so may its constructor
-        raise _UsageError(f"--impl {path} cannot be constructed: {type(error).__name__}: {error}") from error
 
-
-@contextlib.contextmanager
-def _open_implementation(
-    options: argparse.Namespace, begin: Callable[[str], None] | None
-) -> Iterator[tuple[Any, str, str]]:
-    """The implementation, its name in the report, and the options that name it."""
+def _open_implementation(options: argparse.Namespace) -> tuple[Program, str]:
+    """The implementation in a process of its own, and the options that name it."""
     if options.impl:
-        adapter = as_adapter(load_implementation(options.impl))
-        yield Limited(adapter, options.timeout, begin or (lambda _: None)), options.impl, f"--impl {options.impl}"
-        return
+        command = [sys.executable, "-m", "shd_ref.conformance.host", options.impl]
+        how = f"--impl {options.impl}"
+        return Program(command, timeout=options.timeout, name=how), how
     command = shlex.split(options.program) if len(options.arguments) == 0 else [options.program, *options.arguments]
-    with Program(command, timeout=options.timeout) as program:
-        yield program, program.name, f"--program {shlex.quote(shlex.join(command))}"
+    return Program(command, timeout=options.timeout), f"--program {shlex.quote(shlex.join(command))}"
 
 
 def _make_parser(prog: str) -> argparse.ArgumentParser:

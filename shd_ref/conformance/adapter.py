@@ -7,11 +7,27 @@ an object with one method ``run_operation``. ``specs/conformance.md`` shows both
 from __future__ import annotations
 
 import unittest
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from itertools import product
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.conformance.specification import error_codes
+
+Array: TypeAlias = NDArray[Any]
+
+
+PLAIN = frozenset({int, bool, str, type(None)})
+"""Types of values without parts."""
+
+
+_LARGE = 1 << 24
+"""Bytes from which on an answer is not kept to see whether it changes."""
 
 
 class OwnDtype(np.ndarray[Any, np.dtype[Any]]):
@@ -118,6 +134,7 @@ class Subject:
     adapter: Adapter
     dtype: str
     calls: list[Call] = field(default_factory=list)
+    _earlier: deque[tuple[str, list[Array], list[bytes]]] = field(default_factory=lambda: deque(maxlen=4))
 
     def run(self, operation: str, inputs: Mapping[str, Any]) -> Any:
         """One call.
@@ -125,28 +142,51 @@ class Subject:
         Raises:
             Missing, RefusedError, BrokenError: what the implementation did instead of answering.
         """
-        before = _copy(inputs)
-        call = Call(operation, before)
+        call = Call(operation, _copy(inputs))
         self.calls.append(call)
         try:
             call.answer = self.adapter.run_operation(operation, inputs, self.dtype)
         except NotImplementedError as error:
             raise Missing(f"{operation} is missing: {error}") from error
-        except (BrokenError, Missing):
+        except (BrokenError, Missing, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
-            code = getattr(error, "code", None)
-            if code == "dependency-missing":
-                raise Missing(f"{operation} is missing: {error}") from error
-            if isinstance(code, str) and code:
-                raise RefusedError(code, str(error)) from error
-            raise BrokenError(f"raised {type(error).__name__} without a code: {error}") from error
-        changed = [name for name, value in inputs.items() if not _equal(value, before[name])]
-        if changed:
-            raise BrokenError(
-                f"changed its argument {', '.join(changed)}: a caller's arrays are not its own", "MAP-8"
-            )
+        except BaseException as error:
+            problem = _read_error(operation, error)
+            if isinstance(problem, RefusedError):
+                self._check_memory(call, inputs)
+            raise problem from error
+        self._check_memory(call, inputs)
         return call.answer
+
+    def _check_memory(self, call: Call, inputs: Mapping[str, Any]) -> None:
+        """A caller's arrays are not changed, and what was answered stays as it was (MAP-8, NUM-9)."""
+        if getattr(self.adapter, "remote", False):
+            return  # it has none of these arrays
+        changed = [name for name, value in inputs.items() if not _equal(value, call.inputs[name])]
+        if changed:
+            names = ", ".join(changed)
+            raise BrokenError(f"changed its argument {names}: a caller's arrays are not its own", "MAP-8")
+        for operation, arrays, before in self._earlier:
+            if before != [array.tobytes() for array in arrays]:
+                raise BrokenError(f"changed what an earlier call of {operation} had answered", "NUM-9")
+        answered, given = _arrays(call.answer), _arrays(inputs)
+        if any(np.may_share_memory(*pair) for pair in product(answered, given)):
+            raise BrokenError("answered with memory of an argument: what a caller writes there changes both", "NUM-9")
+        small = [array for array in answered if array.nbytes < _LARGE]
+        self._earlier.append((call.operation, small, [array.tobytes() for array in small]))
+
+
+def _read_error(operation: str, error: BaseException) -> Exception:
+    """What an exception says: a refusal is an ``Exception`` with a code of chapter ERR, and nothing else is."""
+    code = getattr(error, "code", None) if isinstance(error, Exception) else None
+    if not isinstance(code, str) or not code:
+        return BrokenError(f"raised {type(error).__name__} without a code: {error}")
+    code = str.__str__(code)
+    if code == "dependency-missing":
+        return Missing(f"{operation} is missing: {error}")
+    if code not in error_codes():
+        return BrokenError(f"raised {type(error).__name__} with the code {code!r}, which is not in ERR-2: {error}")
+    return RefusedError(code, str(error))
 
 
 def as_adapter(implementation: Any) -> Adapter:
@@ -199,13 +239,33 @@ def _has_field(value: Any, name: str) -> bool:
     return not isinstance(value, np.ndarray | np.generic | list) and hasattr(value, name)
 
 
+def fields_of(value: Any) -> Mapping[str, Any]:
+    """The named fields of a record: of a named tuple, a dataclass or a plain object; of anything else none."""
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if callable(value) or isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
+        return {}
+    return {name: item for name, item in vars(value).items() if not name.startswith("_")}
+
+
+def _arrays(value: Any) -> list[Array]:
+    """All arrays of an argument or an answer."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    if type(value) in PLAIN:
+        return []
+    if not isinstance(value, list | tuple):
+        value = (value if isinstance(value, Mapping) else fields_of(value)).values()
+    return [array for item in value for array in _arrays(item)]
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, Mapping):
-        return {name: _copy(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_copy(item) for item in value)
+    if type(value) not in PLAIN and isinstance(value, Mapping):
+        return {name: _copy(item) for name, item in value.items()}
     return value
 
 

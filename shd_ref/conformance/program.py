@@ -8,39 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import queue
+import selectors
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from shd_ref.conformance.adapter import BrokenError, OwnDtype
-from shd_ref.conformance.specification import VECTORS_VERSION, spec_edition
+from shd_ref.conformance.adapter import BrokenError, Missing, RefusedError
+from shd_ref.conformance.specification import VECTORS_VERSION, error_codes, spec_edition
+from shd_ref.conformance.wire import MAX_ANSWER, decode, encode, shorten
 
 PROTOCOL = "1"
 
+START_LIMIT = 60.0
+"""Seconds for a program to start, where an answer has fewer: a library may take long to load."""
+
 _CHUNK = 1 << 16
 _KEPT_STDERR = 2000
-_SPECIALS = {"-inf": -np.inf, "inf": np.inf, "nan": np.nan}
 
 
 class ProgramError(RuntimeError):
     """A program that cannot be judged at all: it does not start, or does not know the protocol."""
-
-
-class _AnswerError(Exception):
-    """The program refused the inputs; has the ``code`` that the judge looks for."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Program:
@@ -48,24 +39,35 @@ class Program:
 
     Args:
         command: the program and its arguments.
-        timeout: seconds for one answer, and for the handshake.
+        timeout: seconds for one answer.
         max_answer: bytes of the longest line that is read.
         max_restarts: how often a program that crashed, hung or answered garbage is started again.
+        name: in reports, until the program says one; default the command.
     """
 
+    remote = True  # the judge's arrays are not in its memory
+
     def __init__(
-        self, command: Sequence[str], *, timeout: float = 20.0, max_answer: int = 1 << 26, max_restarts: int = 10
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float = 20.0,
+        max_answer: int = MAX_ANSWER,
+        max_restarts: int = 10,
+        name: str | None = None,
     ) -> None:
         self.command = list(command)
         self.timeout = timeout
         self.max_answer = max_answer
-        self.name = " ".join(command)
+        self.name = name or " ".join(command)
         self.operations: tuple[str, ...] = ()
         self.dtypes: tuple[str, ...] = ()
         self._restarts_left = max_restarts
         self._max_restarts = max_restarts
         self._process: _Process | None = None
         self._last_id = 0
+        self._last_inputs: Mapping[str, Any] = {}
+        self._exact = False
 
     def __enter__(self) -> Program:
         self._process = self._start()
@@ -86,15 +88,24 @@ class Program:
             raise NotImplementedError(f"the program does not list the dtype {dtype}")
         process = self._running()
         self._last_id += 1
-        request = make_request(operation, inputs, dtype, self._last_id)
+        request = make_request(operation, inputs, dtype, self._last_id, exact=self._exact)
+        if self._exact:
+            again = [name for name, value in inputs.items() if value is self._last_inputs.get(name)]
+            request["again"] = again
+            self._last_inputs = dict(inputs)
         try:
             answer = process.ask(request, self.timeout, self.max_answer)
-            return self._read_answer(answer)
+            if answer.get("id") != self._last_id:
+                raise BrokenError(f"answered question {answer.get('id')!r} when asked question {self._last_id}")
         except BrokenError:
             # What it may still say belongs to no question: start it again.
             process.stop()
             self._process = None
             raise
+        try:
+            return _read_answer(answer)
+        except RecursionError:
+            raise BrokenError("answered with lists in lists too deep to be read") from None
 
     def _running(self) -> _Process:
         if self._process is None:
@@ -119,63 +130,70 @@ class Program:
             "vectors_version": VECTORS_VERSION,
         }
         try:
-            answer = process.ask(hello, self.timeout, self.max_answer)
+            answer = process.ask(hello, max(self.timeout, START_LIMIT), self.max_answer)
+            if isinstance(answer.get("error"), Mapping):
+                process.stop()
+                raise ProgramError(f"{self.name} {answer['error'].get('message')}")
             self._read_hello(answer)
-        except (BrokenError, ProgramError) as error:
+        except BrokenError as error:
             process.stop()
-            raise ProgramError(f"no handshake from {' '.join(self.command)}: {error}") from error
+            raise ProgramError(f"no handshake from {self.name}: {error}") from error
         return process
 
     def _read_hello(self, answer: Mapping[str, Any]) -> None:
         if answer.get("type") != "hello" or answer.get("protocol") != PROTOCOL:
-            raise ProgramError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {_shorten(json.dumps(answer))}")
+            raise BrokenError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {shorten(json.dumps(answer))}")
         for key in ("operations", "dtypes"):
             names = answer.get(key)
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ProgramError(f"expected a list of names as {key!r}; got {_shorten(repr(names))}")
+                raise BrokenError(f"expected a list of names as {key!r}; got {shorten(repr(names))}")
         self.operations, self.dtypes = tuple(answer["operations"]), tuple(answer["dtypes"])
-        self.name = str(answer.get("name") or self.name)
+        self.name, self._exact = str(answer.get("name") or self.name), answer.get("arrays") == "bytes"
 
-    def _read_answer(self, answer: Mapping[str, Any]) -> Any:
-        if answer.get("id") != self._last_id:
-            raise BrokenError(f"answered question {answer.get('id')!r} when asked question {self._last_id}")
-        error = answer.get("error")
-        if isinstance(error, Mapping):
-            if error.get("code") == "not-implemented":
-                raise NotImplementedError(str(error.get("message", "")))
-            if isinstance(error.get("code"), str):
-                raise _AnswerError(error["code"], str(error.get("message", "")))
-        outputs = answer.get("outputs")
-        if not isinstance(outputs, Mapping):
-            raise BrokenError(
-                f"answered with neither 'outputs' nor an 'error' that has a code: {_shorten(json.dumps(answer))}"
-            )
-        return {name: decode(value) for name, value in outputs.items()}
+
+def _read_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
+    error, broken, outputs = (answer.get(name) for name in ("error", "broken", "outputs"))
+    if isinstance(broken, Mapping):  # a host saw what no other program is asked about
+        spec = broken.get("spec")
+        raise BrokenError(str(broken.get("message", "")), spec if isinstance(spec, str) else None)
+    if isinstance(error, Mapping) and isinstance(error.get("code"), str):
+        code, message = error["code"], str(error.get("message", ""))
+        if code == "not-implemented":
+            raise NotImplementedError(message)
+        if code == "dependency-missing":
+            raise Missing(message)
+        if code not in error_codes():
+            raise BrokenError(f"answered with the error code {code!r}, which is not in ERR-2: {message}")
+        raise RefusedError(code, message)
+    if not isinstance(outputs, Mapping):
+        raise BrokenError(
+            f"answered with neither 'outputs' nor an 'error' that has a code: {shorten(json.dumps(answer))}"
+        )
+    return {name: decode(value) for name, value in outputs.items()}
 
 
 class _Process:
-    """A running program, with threads that read and write so that no pipe can block the judge."""
+    """A running program; one thread reads and writes as its pipes allow, so that none of them can block the judge."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._popen = subprocess.Popen(
             command,
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # Its own group, so that its children end with it.
             start_new_session=True,
         )
-        self._chunks: queue.Queue[bytes] = queue.Queue(maxsize=8)
-        self._to_write: queue.Queue[bytes | None] = queue.Queue()
-        self._buffer = bytearray()
-        self._stderr = bytearray()
-        self._stopped = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, daemon=True)
-            for target in (self._read_stdout, self._read_stderr, self._write_stdin)
-        ]
-        for thread in self._threads:
-            thread.start()
+        pipes = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
+        self._pipes = [pipe for pipe in pipes if pipe]
+        self._in, self._out, self._err = (pipe.fileno() for pipe in self._pipes)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._out, selectors.EVENT_READ)
+        self._selector.register(self._err, selectors.EVENT_READ)
+        for number in (self._in, self._out, self._err):
+            os.set_blocking(number, False)
+        self._unsent, self._buffer, self._stderr = bytearray(), bytearray(), bytearray()
 
     def ask(self, message: Mapping[str, Any], timeout: float, max_answer: int) -> Mapping[str, Any]:
         """Send one line and wait for one line.
@@ -183,41 +201,49 @@ class _Process:
         Raises:
             BrokenError: no line in time, the end of the output, a line that is too long or not a JSON object.
         """
-        self._to_write.put(json.dumps(message).encode() + b"\n")
-        line = self._read_line(time.monotonic() + timeout, timeout, max_answer)
+        deadline = time.monotonic() + timeout
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self._send()
+        line = self._read_line(deadline, timeout, max_answer)
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise BrokenError(
-                f"answered a line that is not JSON ({error}): {_shorten(repr(bytes(line[:300])))}"
+                f"answered a line that is not JSON ({error}): {shorten(repr(bytes(line[:300])))}"
             ) from None
         if not isinstance(answer, dict):
-            raise BrokenError(f"must answer a JSON object a line; got {_shorten(repr(answer))}")
+            raise BrokenError(f"must answer a JSON object a line; got {shorten(repr(answer))}")
         return answer
 
     def close(self) -> None:
         """Let the program see the end of its input and stop by itself; end it where it does not."""
-        self._to_write.put(None)
+        self._pipes[0].close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=2.0)
         self.stop()
 
     def stop(self) -> None:
         """End the program and everything it started."""
-        self._stopped.set()
-        self._to_write.put(None)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg"):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            else:
-                self._popen.kill()
+            os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        for thread in self._threads:
-            thread.join(timeout=5.0)
-        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
-            if pipe:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _send(self) -> None:
+        """Write as much as the pipe takes, and watch it for room for the rest."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._in, self._unsent)]
+        except BlockingIOError:
+            if self._in not in self._selector.get_map():
+                self._selector.register(self._in, selectors.EVENT_WRITE)
+            return
+        except OSError:  # A program that ended or closed its input cannot be written to; the reader says so.
+            self._unsent.clear()
+        if self._in in self._selector.get_map():
+            self._selector.unregister(self._in)
 
     def _read_line(self, deadline: float, timeout: float, max_answer: int) -> bytearray:
         searched = 0
@@ -229,135 +255,46 @@ class _Process:
             if end >= 0:
                 line, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
                 return line
-            try:
-                chunk = self._chunks.get(timeout=max(deadline - time.monotonic(), 0.001))
-            except queue.Empty:
-                chunk = None
             # An endless drip of bytes is not an answer either.
-            if chunk is None or (chunk and time.monotonic() > deadline and b"\n" not in chunk):
+            left = deadline - time.monotonic()
+            ready = {key.fd for key, _ in self._selector.select(left)} if left > 0 else set()
+            if not ready:
                 raise BrokenError(f"no answer within {timeout:g} seconds{self._said()}")
-            if not chunk:
-                raise BrokenError(self._describe_end())
-            self._buffer += chunk
+            if self._in in ready:
+                self._send()
+            if self._err in ready:
+                self._read_stderr()
+            if self._out in ready:
+                chunk = os.read(self._out, _CHUNK)
+                if not chunk:
+                    raise BrokenError(self._describe_end())
+                self._buffer += chunk
 
     def _describe_end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=1.0)
-        # What it wrote before it ended may still be on its way.
-        self._threads[1].join(timeout=1.0)
+        with contextlib.suppress(BlockingIOError):
+            while self._read_stderr():
+                pass
         status = self._popen.poll()
         how = "closed its output" if status is None else f"ended with status {status}"
         return f"the program {how} instead of answering{self._said()}"
 
+    def _read_stderr(self) -> bool:
+        chunk = os.read(self._err, _CHUNK)
+        if not chunk and self._err in self._selector.get_map():
+            self._selector.unregister(self._err)
+        self._stderr = (self._stderr + chunk)[-_KEPT_STDERR:]
+        return bool(chunk)
+
     def _said(self) -> str:
         text = bytes(self._stderr).decode("utf-8", errors="replace").strip()
-        return f"; the end of its stderr: {_shorten(text[-300:])}" if text else ""
-
-    def _read_stdout(self) -> None:
-        pipe = self._popen.stdout
-        if pipe is None:
-            return
-        while not self._stopped.is_set():
-            try:
-                chunk = os.read(pipe.fileno(), _CHUNK)
-            except (OSError, ValueError):
-                chunk = b""
-            # A full queue holds the program back, so that a flood fills no memory.
-            while not self._stopped.is_set():
-                try:
-                    self._chunks.put(chunk, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if not chunk:
-                return
-
-    def _read_stderr(self) -> None:
-        pipe = self._popen.stderr
-        if pipe is None:
-            return
-        while True:
-            try:
-                chunk = os.read(pipe.fileno(), _CHUNK)
-            except (OSError, ValueError):
-                return
-            if not chunk:
-                return
-            self._stderr = (self._stderr + chunk)[-_KEPT_STDERR:]
-
-    def _write_stdin(self) -> None:
-        pipe = self._popen.stdin
-        if pipe is None:
-            return
-        while True:
-            line = self._to_write.get()
-            # A program that ended or closed its input cannot be written to; the reader says so.
-            with contextlib.suppress(OSError, ValueError):
-                if line is None:
-                    pipe.close()
-                    return
-                pipe.write(line)
-                pipe.flush()
+        return f"; the end of its stderr: {shorten(text[-300:])}" if text else ""
 
 
-def make_request(operation: str, inputs: Mapping[str, Any], dtype: str, number: int = 1) -> dict[str, Any]:
-    """The question that asks a program for one call."""
-    encoded = {name: encode(value) for name, value in inputs.items()}
+def make_request(
+    operation: str, inputs: Mapping[str, Any], dtype: str, number: int = 1, *, exact: bool = False
+) -> dict[str, Any]:
+    """The question that asks a program for one call; ``exact`` as in ``wire.encode``."""
+    encoded = {name: encode(value, exact=exact) for name, value in inputs.items()}
     return {"type": "call", "id": number, "operation": operation, "dtype": dtype, "inputs": encoded}
-
-
-def encode(value: Any) -> Any:
-    """An argument as JSON: arrays spelled out as ``{"shape", "dtype", "data"}``, special numbers as strings."""
-    if isinstance(value, np.ndarray):
-        kind = {"b": "bool", "f": "float", "c": "complex128"}.get(value.dtype.kind, "int64")
-        if isinstance(value, OwnDtype):
-            kind = value.dtype.name
-        flat = value.real if kind == "complex128" else value
-        return {
-            "shape": list(value.shape),
-            "dtype": kind,
-            "data": [_number(item) for item in flat.reshape(-1).tolist()],
-        }
-    if isinstance(value, np.generic):
-        return encode(value.item())
-    if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
-    if isinstance(value, Mapping):
-        return {"record": {name: encode(item) for name, item in value.items()}}
-    if isinstance(value, float) and not np.isfinite(value):
-        return {"number": _number(value)}
-    return value
-
-
-def decode(value: Any) -> Any:
-    """An output from JSON: ``{"shape", "data"}`` as an array, anything else as it is.
-
-    Raises:
-        BrokenError: an array whose data does not fill its shape, or is not numbers.
-    """
-    if isinstance(value, Mapping):
-        if "shape" not in value or "data" not in value:
-            return {name: decode(item) for name, item in value.items()}
-        try:
-            data = [_SPECIALS[item] if isinstance(item, str) else item for item in value["data"]]
-            array, shape = np.array(data, dtype=np.float64), value["shape"]
-            # NumPy takes -1 for a size that it finds out; an answer says its sizes.
-            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-                raise ValueError("a shape is a list of sizes from 0 on")
-            return array.reshape(shape)
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
-            text = _shorten(json.dumps(value))
-            raise BrokenError(f"answered an array that cannot be read ({error!r}): {text}") from error
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    return _SPECIALS.get(value, value) if isinstance(value, str) else value
-
-
-def _number(item: Any) -> Any:
-    if isinstance(item, float) and not math.isfinite(item):
-        return "nan" if np.isnan(item) else "inf" if item > 0 else "-inf"
-    return item
-
-
-def _shorten(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -53,6 +53,13 @@ def _continued(line: str) -> str:
 
 
 @cache
+def error_codes() -> frozenset[str]:
+    """The codes with which bad input is refused: those of the table of ERR-2."""
+    table = _read_text().partition("- **ERR-2**")[2].partition("- **ERR-3**")[0]
+    return frozenset(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE))
+
+
+@cache
 def load_mistakes() -> dict[str, str]:
     """Well-known mistakes by name, each as words that complete "this equals what you get if ..."."""
     loaded: dict[str, str] = json.loads((specs_folder() / "mistakes.json").read_text(encoding="utf-8"))

@@ -90,7 +90,7 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
         check: validate the values of the argument, which costs a device sync.
 
     Returns:
-        The softened maps, same shape and dtype; the argument itself at temperature 1.
+        The softened maps, same shape and dtype.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
@@ -100,7 +100,8 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
     check_map_axes(attn_probs, "attn_probs")
     check_probs(attn_probs, "attn_probs", check=check, row_sums=row_sums, ndim=None)
     probs = attn_probs.to(compute_dtype(attn_probs))
-    return soften_probs(probs, check_temperature(temperature), row_sums).to(map_dtype(attn_probs))
+    softened = soften_probs(probs, check_temperature(temperature), row_sums).to(map_dtype(attn_probs))
+    return softened.clone() if softened is attn_probs else softened
 
 
 def soften_probs(probs: Tensor, temperature: float, row_sums: str = "one") -> Tensor:
