@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Final
@@ -68,6 +69,7 @@ def open_session(
     provider: str = "CPUExecutionProvider",
     num_threads: int | None = None,
     weights: Weights | None = None,
+    most_bytes: int | None = None,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` on exactly this provider.
 
@@ -78,6 +80,7 @@ def open_session(
         provider: ``"cpu"``, ``"cuda"``, or onnxruntime's name of an execution provider.
         num_threads: threads inside one operator, 1 to ``MAX_THREADS``; default: onnxruntime's choice.
         weights: those that the model lacks, from ``take_weights``; sessions of one teacher share them.
+        most_bytes: memory that its tensors may take on the CPU, in opening it and in each run; default: all there is.
 
     Raises:
         ShdError: ``provider-unavailable``, ``argument-value``; ``graph-invalid`` where onnxruntime rejects the model;
@@ -99,6 +102,15 @@ def open_session(
     if name != PROVIDERS["cpu"]:
         # Of a provider that cannot be loaded, onnxruntime's own log says in ten lines what the error says.
         onnxruntime.set_default_logger_severity(4)
+    more: dict[str, Any] = {}
+    if most_bytes is not None:
+        # The process has one such memory; only these sessions use it, and each keeps the one that it was opened with.
+        arena, kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+        bounds = onnxruntime.OrtArenaCfg({"max_mem": most_bytes, "arena_extend_strategy": 1})
+        onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", arena, 0, kind), bounds)
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        # What follows from constants is then computed in a run, within its bounds, and not before it.
+        more["disabled_optimizers"] = ["ConstantFolding"]
     lent: dict[str, Any] = {}
     if isinstance(model, str | Path):
         source: bytes | str = str(model)
@@ -117,7 +129,7 @@ def open_session(
         if folder is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
-        session = onnxruntime.InferenceSession(source, options, providers=[name], enable_fallback=False)
+        session = onnxruntime.InferenceSession(source, options, providers=[name], enable_fallback=False, **more)
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         if name != PROVIDERS["cpu"]:
             raise ShdError("provider-unavailable", f"{_remedy(name, [])} ({error})") from error
@@ -131,6 +143,34 @@ def open_session(
         raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
     session.shd_lent = lent  # onnxruntime reads these buffers in place, and does not keep them alive
     return session
+
+
+def run_bounded(
+    session: Any, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], seconds: float
+) -> list[NDArray[Any]]:
+    """Some outputs of a session, from ``open_session``, that gives its memory back after the run.
+
+    Raises:
+        TimeoutError: where it runs longer, as a loop of its own may; it has then ended.
+        Exception: what onnxruntime raises.
+    """
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = 4
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    timer = threading.Timer(seconds, setattr, (options, "terminate", True))
+    timer.daemon = True
+    timer.start()
+    try:
+        outputs: list[NDArray[Any]] = session.run(list(names), dict(feeds), options)
+    except Exception as error:  # onnxruntime's errors share no base class but Exception
+        if options.terminate:
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+    return outputs
 
 
 def run_session(session: Any, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shd_ref.attention import check_probs
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.measure import Layout
-from shd_ref.teacher.graph.shapes import Probe, probe_feeds
+from shd_ref.teacher.graph.shapes import EndlessError, Probe, probe_feeds
 from shd_ref.teacher.opening.parts import all_nodes, all_tensors
 from shd_ref.teacher.packages import onnx
 from shd_ref.tolerances import load_tolerances
@@ -273,6 +273,8 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
                 rows, keys = trial.inputs_as_long(name)
                 found[name] = replace(finding, row_inputs=rows, key_inputs=keys)
         return found
+    except EndlessError as error:
+        return dict.fromkeys(maps, Finding(str(error)))
     except ShdError as error:
         problem = str(error)
     except Exception as error:  # onnxruntime raises its own types, which share no base class
@@ -294,6 +296,8 @@ def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
     if probe.frozen_batch is None and not any(isinstance(specs[name].shape[0], int) for name in sampled):
         try:
             return Trial(probe.run, feeds, sampled, allowed, grows=True)
+        except EndlessError:
+            raise
         except Exception:  # as above; inputs that hold samples on other axes do not grow with these
             pass
     return Trial(probe.run, feeds, sampled, allowed, grows=False)
@@ -318,6 +322,8 @@ def _different_samples(probe: Probe) -> dict[str, NDArray[Any]]:
 def _gives_numbers(probe: Probe, feeds: Arrays) -> bool:
     try:
         return all(np.isfinite(array).all() for array in probe.run(feeds).values())
+    except EndlessError:
+        raise
     except Exception:  # as above
         return False
 

@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
+from shd_ref.errors import ShdError
 from shd_ref.teacher.packages import onnx
 
 Axis: TypeAlias = int | str | None
@@ -49,14 +50,23 @@ class InputSpec:
 
 
 def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
-    """The inputs that a caller must feed: those of the graph that no initialiser fills."""
+    """The inputs that a caller must feed: those of the graph that no initialiser fills.
+
+    Raises:
+        ShdError: ``graph-invalid`` for one that is no tensor.
+    """
     filled = {tensor.name for tensor in model.graph.initializer}
     specs = []
     for value in model.graph.input:
         if value.name in filled:
             continue
         tensor = value.type.tensor_type
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        try:
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        except KeyError as error:
+            raise ShdError(
+                "graph-invalid", f"input {value.name!r} of the teacher graph must be a tensor: export it again"
+            ) from error
         axes = [axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None for axis in tensor.shape.dim]
         specs.append(InputSpec(value.name, str(np.dtype(dtype)), tuple(axes)))
     return tuple(specs)

@@ -24,7 +24,7 @@ from shd_ref.teacher.packages import ir
 Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
 """Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
 
-_MOST_INDICES: Final = 2**26  # 512 MB
+_MOST_INDICES: Final = 2**25  # 256 MB, several times
 
 _HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 0}
 

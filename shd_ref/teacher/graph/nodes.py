@@ -44,8 +44,8 @@ _CONSTANT_OPS: Final = _LAYOUT | _SHRINKING | _BY_ENTRY | {"Concat", "Gemm", "Ma
 """What weights are computed with in graphs that no optimiser has folded: adapters that are merged as the graph runs,
 norms and scales of weights, gates that are learned numbers."""
 
-_MOST_HELD: Final = 2**29  # entries of all constants that one of them is computed from
-_MOST_PRODUCTS: Final = 2**40  # multiplications of one product: half a minute or less
+_MOST_HELD: Final = 2**27  # entries of all constants that one of them is computed from; more for large weights
+_MOST_PRODUCTS: Final = 2**38  # multiplications of one product: ten seconds or so
 _VERDICT: Final = "shd_ref.is_constant"
 
 
@@ -59,7 +59,7 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
     if value is None or not is_constant(value):
         return None
     found: dict[ir.Value, NDArray[Any]] = {}
-    held = 0
+    held, most = 0, _MOST_HELD
     waiting = [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         node = waiting[-1].producer()
@@ -75,8 +75,9 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
         try:
             if stated is not None:
                 found[current] = stated.numpy()
+                most += 8 * found[current].size
             elif node is not None:
-                held = _count_held(node, [found[each] for each in inputs], held)
+                held = _count_held(node, [found[each] for each in inputs], held, most)
                 found.update(zip(node.outputs, _compute(node, found), strict=False))
         except ShdError:
             raise
@@ -100,7 +101,7 @@ def _compute(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray
     return [np.asarray(output) for output in outputs]
 
 
-def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int) -> int:
+def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int) -> int:
     """Entries that are held with this operator's result; what it costs is known before it is computed."""
     sizes = [array.size for array in inputs]
     entries, products = max(sizes, default=0), 0
@@ -117,10 +118,10 @@ def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int) -> int:
         columns = right[-1] if len(right) > 1 else 1
         entries = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns
         products = entries * left[-1]
-    if held + entries > _MOST_HELD or products > _MOST_PRODUCTS:
+    if held + entries > most or products > _MOST_PRODUCTS:
         raise ShdError(
             "graph-invalid",
-            f"constants of the graph must be computed from one another within {_MOST_HELD} entries and "
+            f"constants of the graph must be computed from one another within {most} entries and "
             f"{_MOST_PRODUCTS} multiplications; node {node.name!r} ({node.op_type}) needs more: export the model "
             "with its constants folded",
         )

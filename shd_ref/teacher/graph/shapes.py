@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -13,15 +14,21 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
 from shd_ref.teacher.opening.inference import infer_shapes
-from shd_ref.teacher.opening.weights import take_weights
+from shd_ref.teacher.opening.weights import Weights, take_weights
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.session import open_session, run_bounded
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _PROBE_SIZES: Final = InputSizes(batch=2, length=3)
 _LONGEST_FROZEN: Final = 4096
 _MOST_TRIED: Final = 6
+_LEAST_SECONDS: Final = 10.0
+_ENTRIES_PER_SECOND: Final = 2**23  # of weights: a slow disk reads them faster, and a slow core a probe's products
+_PAIRS_PER_SECOND: Final = 2**18  # of positions
+_LEAST_BYTES: Final = 2**30
+_BYTES_PER_ENTRY: Final = 16  # of weights, as they are and packed for products
+_BYTES_PER_PAIR: Final = 2**11  # of positions: 512 maps
 _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
 
@@ -122,11 +129,18 @@ def _drawn(
     return np.stack([draw(sample, rest) for sample in samples[: shape[batch_axis]]], axis=batch_axis)
 
 
+class EndlessError(ShdError):
+    """A probe took too long, and would again."""
+
+
 class Probe:
     """A graph that runs on tiny inputs and gives any of its tensors, on the CPU.
 
     Opening it finds sizes that it runs on: a batch of 2 and length 3, or what the graph fixes. A graph traced with
     open axes may still have the example's length, and its batch, in its constants: those are tried next.
+
+    The graph is not trusted, and may loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB,
+    with more of both for large weights and for a length that the graph fixes.
 
     Args:
         model: from ``load_teacher``; not changed.
@@ -140,7 +154,7 @@ class Probe:
         frozen_batch: the batch size that they fix; None where it is open.
 
     Raises:
-        ShdError: ``graph-unsupported`` where the graph does not run.
+        ShdError: ``graph-unsupported`` where the graph does not run, or takes too long.
     """
 
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
@@ -148,14 +162,21 @@ class Probe:
         del probe.graph.output[:]
         probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         self._names = tuple(names)
-        self._session = open_session(probe, num_threads=1, weights=weights)
+        self._entries = sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
         self.specs = input_specs(model)
         self.sizes = _PROBE_SIZES.fitted(self.specs)
         other = InputSizes(_PROBE_SIZES.batch + 1, _PROBE_SIZES.length + 1).fitted(self.specs)
         self.frozen_length = self.sizes.length if self.sizes.length == other.length else None
         self.frozen_batch = self.sizes.batch if self.sizes.batch == other.batch else None
+        self._session = self._open(probe, weights, self.sizes)
+        deadline = time.monotonic() + self._seconds
         self.largest, failure = self._try(self.sizes)
-        for sizes in () if failure is None else self._other_sizes(model):
+        others = [] if failure is None else self._other_sizes(model)
+        if others:
+            self._session = self._open(probe, weights, max(others, key=lambda sizes: (sizes.length, sizes.batch)))
+        for sizes in others:
+            if time.monotonic() > deadline:
+                break
             self.largest, problem = self._try(sizes)
             if problem is None:
                 self.frozen_length = sizes.length
@@ -177,9 +198,27 @@ class Probe:
         return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The tensors by name, on inputs such as ``probe_feeds`` makes."""
-        outputs = self._session.run(list(self._names), dict(feeds))
+        """The tensors by name, on inputs such as ``probe_feeds`` makes.
+
+        Raises:
+            EndlessError: where this takes too long.
+            Exception: what onnxruntime raises.
+        """
+        try:
+            outputs = run_bounded(self._session, self._names, feeds, self._seconds)
+        except TimeoutError as error:
+            raise EndlessError(
+                "graph-unsupported",
+                f"the graph must run on a few short samples within {self._seconds:.0f} s, and does not: a loop inside it "
+                "may have no end; export the model without control flow, or run this on a faster machine",
+            ) from error
         return {name: np.asarray(output) for name, output in zip(self._names, outputs, strict=True)}
+
+    def _open(self, probe: onnx.ModelProto, weights: Weights, sizes: InputSizes) -> Any:
+        pairs = sizes.batch * sizes.length**2  # entries of one head's maps
+        self._seconds = _LEAST_SECONDS + self._entries / _ENTRIES_PER_SECOND + pairs / _PAIRS_PER_SECOND
+        most = _LEAST_BYTES + _BYTES_PER_ENTRY * self._entries + _BYTES_PER_PAIR * pairs
+        return open_session(probe, num_threads=1, weights=weights, most_bytes=most)
 
     def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
         """The integer on which it runs at these sizes, or what went wrong."""
@@ -187,19 +226,21 @@ class Probe:
         for largest in (1, 0):
             try:
                 self.run(probe_feeds(self.specs, sizes, largest=largest))
+            except EndlessError:
+                raise
             except Exception as error:  # onnxruntime raises its own types, which share no base class
                 failure = error
             else:
                 return largest, None
         return 1, failure
 
-    def _other_sizes(self, model: onnx.ModelProto) -> Iterator[InputSizes]:
+    def _other_sizes(self, model: onnx.ModelProto) -> list[InputSizes]:
         """Lengths that may be frozen into the constants, each with the probe's batch and with a batch of one."""
-        if self.frozen_length is not None:
-            return
-        for length in _frozen_lengths(model):
-            for batch in dict.fromkeys((self.sizes.batch, 1)):
-                yield InputSizes(batch, length).fitted(self.specs)
+        return [
+            InputSizes(batch, length).fitted(self.specs)
+            for length in (_frozen_lengths(model) if self.frozen_length is None else ())
+            for batch in dict.fromkeys((self.sizes.batch, 1))
+        ]
 
 
 def _remedy(specs: Sequence[InputSpec]) -> str:

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.graph import shapes
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
@@ -194,6 +195,50 @@ def test_a_few_nodes_that_make_much_of_nothing_are_refused(name: str, tmp_path: 
         find_sites(load_teacher(path))
     assert caught.value.code == "graph-invalid"
     assert "entries" in str(caught.value)
+
+
+def teacher_with_loop(body: list[onnx.NodeProto], trips: int) -> onnx.ModelProto:
+    """A loop over a tensor of one zero before the attention, from ``carried`` to ``made``."""
+    kinds = {"trip": TensorProto.INT64, "go": TensorProto.BOOL, "stays": TensorProto.BOOL}
+    values = {name: helper.make_tensor_value_info(name, kind, []) for name, kind in kinds.items()}
+    values |= {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("carried", "made")}
+    inputs, outputs = ("trip", "go", "carried"), ("stays", "made")
+    nodes = [helper.make_node("Identity", ["go"], ["stays"]), *body]
+    graph = helper.make_graph(nodes, "body", [values[name] for name in inputs], [values[name] for name in outputs])
+    model = encoder_layer()
+    for node in model.graph.node:
+        node.input[:] = ["moved" if name == "x" else name for name in node.input]
+    model.graph.initializer.extend([whole("trips", trips), whole("axis", [0])])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "true"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.float32), "start"))
+    added = [
+        helper.make_node("Loop", ["trips", "true", "start"], ["looped"], body=graph),
+        helper.make_node("ReduceSum", ["looped", "axis"], ["sum"]),
+        helper.make_node("Add", ["x", "sum"], ["moved"]),
+    ]
+    for number, node in enumerate(added):
+        model.graph.node.insert(number, node)
+    return model
+
+
+def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = helper.make_node("Add", ["carried", "carried"], ["made"])
+    (site,) = find_sites(teacher_with_loop([step], 3))
+    assert site.supported
+    monkeypatch.setattr(shapes, "_LEAST_SECONDS", 0.3)
+    (site,) = find_sites(teacher_with_loop([step], 10**12))
+    assert not site.supported
+    assert "may have no end" in str(site.reason)
+
+
+def test_a_run_that_would_fill_the_memory_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_LEAST_BYTES", 2**22)
+    double = helper.make_node("Concat", ["carried", "carried"], ["made"], axis=0)
+    (site,) = find_sites(teacher_with_loop([double], 12))
+    assert site.supported
+    (site,) = find_sites(teacher_with_loop([double], 24))  # 64 MB
+    assert not site.supported
+    assert "does not run on a probe" in str(site.reason)
 
 
 @pytest.mark.parametrize("depth", [30, 300])
