@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
-from shd_torch.capture.outputs import read_hidden_states, read_logits
-from shd_torch.data.dataset import CacheJoin, check_cache
+from shd_torch.capture.outputs import read_hidden_states, read_logits, read_output
+from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
@@ -47,8 +47,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     """``transformers.Trainer`` with terms on attention, logits and hidden states beside the student's own loss.
 
     That of attention is ``beta * KL(merged map || student map)``. The student keeps its fused attention; its queries
-    and keys are captured while it trains. Evaluation, checkpoints and everything else are the base class's: a
-    checkpoint's model is the student alone. Ranks and accumulated batches with different numbers of rows add up to
+    and keys are captured while it trains. A student that returns no loss, as it has no head or its batch no labels,
+    is trained by the terms alone; its ``eval_loss`` is then their weighted sum, where live teachers or a
+    ``SupervisedDataset`` teach in evaluation too. Checkpoints and everything else are the base class's: the model of
+    a checkpoint is the student alone. Ranks and accumulated batches with different numbers of rows add up to
     the whole batch (``batch_share``), for each term by the rows that it counts. A ``SupervisedStream`` gives each
     rank its share; what makes no whole step for every rank is left out at its end.
 
@@ -74,7 +76,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             whose cache then supervises. Several are averaged, each term over those that have what it needs.
         temperature: T_a of both maps.
         balancer: scales the term on attention to a part of the base loss before beta, each micro-batch of all ranks
-            by itself.
+            by itself; there must be such a loss.
         kl: more keywords of ``attention_kl``: ``backend``, ``value``, ``support``, ``product_dtype``, ``check``.
             ``check`` is on at the first step only, unless it is given; it is that of all terms.
         **kwargs: as for ``transformers.Trainer``.
@@ -100,6 +102,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._is_self_taught: bool = self.can_return_loss  # as CLIP is; the attribute changes in prediction_step
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
         if beta is None and recipe is None and kd is None and hidden is None:
@@ -137,6 +140,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher; got "
                 "neither",
             )
+        if self.eval_dataset is not None and self.args.eval_strategy != "no":
+            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            for each in sets:
+                self._check_eval(each)
         self._record = StepRecord()
         self._shares: dict[str, Tensor] = {}  # of the micro-batch that is running
         self.projectors = self._make_projectors()
@@ -226,11 +233,40 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return prepared
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """As the base class does it; of supervised data the samples alone."""
+        """As the base class does it; of supervised data the samples alone where the student has its own loss."""
         chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]  # a mapping by name
-        return super().get_eval_dataloader(leave_samples(chosen, "eval_dataset"))
+        self._check_eval(chosen)
+        if self._takes_labels or not isinstance(chosen, SupervisedDataset):
+            return super().get_eval_dataloader(leave_samples(chosen, "eval_dataset"))
+        usual = self.data_collator
+        is_joined = isinstance(usual, SupervisedCollator)
+        alone = usual.collate if is_joined else self._get_collator_with_removed_columns(usual, "evaluation")
+        self.data_collator = SupervisedCollator(alone, chosen.cache.manifest, chosen.layers)
+        try:
+            return super().get_eval_dataloader(chosen)
+        finally:
+            self.data_collator = usual
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """As the base class does it; without a loss of the student's own that of the terms, if a teacher is there."""
+        if self._has_own_loss(inputs):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        seen = {name: value for name, value in inputs.items() if not name.startswith("label")}
+        usual = self.label_names, self.can_return_loss
+        self.label_names, self.can_return_loss = [], bool(self.teachers) or "supervision" in inputs
+        try:
+            loss, outputs, _ = super().prediction_step(model, seen, prediction_loss_only, ignore_keys)
+        finally:
+            self.label_names, self.can_return_loss = usual
+        return loss, outputs, None
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As the base class does it; of supervised data the samples alone."""
@@ -246,10 +282,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
             # A rank that stepped alone would wait for the others for ever.
             taken, self.control.should_epoch_stop = [], True
-        counts = ["positions"]
-        counts += ["samples"] if self.kd is not None or self.recipe is not None else []
-        counts += [name for name in ("kd", "hidden", "recipe") if getattr(self, name) is not None]
-        self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in taken) for name in counts}
+        self._count_step(taken)
         return super().get_batch_samples(iter(taken), len(taken), device)
 
     def compute_loss(
@@ -259,11 +292,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The student's own loss, and in training the terms beside it."""
+        """The student's own loss, where it has one, and in training the terms beside it."""
         given = dict(inputs)
         stored, counts = given.pop("supervision", None), given.pop("alpha_counts", None)
         if not model.training:
-            return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+            if self._has_own_loss(given):
+                return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+            self._count_step([inputs])
         taught: list[Any] = [] if stored is None else [stored.to(self.args.device, non_blocking=True)]
         seen = {name: value for name, value in given.items() if not name.startswith("labels")}
         if self.teachers or self.recipe is not None:
@@ -274,12 +309,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         asked = {} if self.hidden is None else {"output_hidden_states": True}
         with nullcontext() if self.beta is None else capture_attention(model, layers) as captured:
             if self.recipe is None:
-                # The base class takes the labels out of what it is given.
-                base, outputs = super().compute_loss(model, given | asked, True, num_items_in_batch)
+                base, outputs = self._own_loss(model, given | asked, num_items_in_batch)
             else:
                 outputs = model(**(seen | asked))
         # The base class divides by the number of micro-batches what is not a part of the whole step yet.
-        parts = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
+        is_whole = not model.training or self._is_scaled(num_items_in_batch)
+        parts = 1 if is_whole else self.current_gradient_accumulation_steps
         terms: list[_Term] = []
         self._shares.clear()
         if self.recipe is not None:
@@ -288,22 +323,64 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if captured is not None:
             masks = {layer: mask_of_rows(given, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
             keywords = LayerKeywords(**({"check": self._checks} | self.kl))
+            if not model.training:
+                keywords["value"] = "exact"  # a surrogate is for gradients
             of_attention = [each for each in taught if each.layers]
             kls = layer_kls(captured, of_attention, loss_mask=masks, temperature=self.temperature, **keywords)
-            terms.append(self._attention_term(kls, base / parts, inputs))
-            self._record.count_alphas(counts, online, count_rows(inputs))
+            terms.append(self._attention_term(kls, None if base is None else base / parts, inputs))
+            if model.training:
+                self._record.count_alphas(counts, online, count_rows(inputs))
         if self.kd is not None:
             terms.append(self._kd_term(taught, outputs, inputs))
         if self.hidden is not None:
             terms.append(self._hidden_term(taught, outputs, inputs))
-        logged, weights, loss = {"base_loss": base / parts}, {}, base
-        for term in terms:
-            logged |= term.logged
-            weights[term.weight_name] = term.weight
-            if not term.is_base:
-                loss = loss + parts * term.weight * term.value
-        self._record.add(logged, weights)
+        losses = [] if base is None else [base]
+        losses += [parts * term.weight * term.value for term in terms if not term.is_base]
+        loss = torch.stack(losses).sum()
+        if model.training:
+            logged = {} if base is None else {"base_loss": base / parts}
+            for term in terms:
+                logged |= term.logged
+            self._record.add(logged, {term.weight_name: term.weight for term in terms})
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _takes_labels(self) -> bool:
+        """Whether a student of this kind can have a loss of its own."""
+        return bool(self.label_names) or self.compute_loss_func is not None or self._is_self_taught
+
+    def _has_own_loss(self, given: Mapping[str, Any]) -> bool:
+        """Whether the base class makes a loss of this batch."""
+        is_labelled = any(given.get(name) is not None for name in self.label_names)
+        return is_labelled or self.compute_loss_func is not None or self._is_self_taught
+
+    def _own_loss(self, model: nn.Module, given: dict[str, Any], num_items: Any) -> tuple[Tensor | None, Any]:
+        """The student's own loss, None where it returns none, and its outputs."""
+        if self._has_own_loss(given):
+            # The base class takes the labels out of what it is given.
+            base, outputs = super().compute_loss(model, given, True, num_items)
+            return base, outputs
+        outputs = model(**{name: value for name, value in given.items() if not name.startswith("label")})
+        loss = outputs[0] if isinstance(outputs, tuple) and outputs else read_output(outputs, "loss")
+        return (loss if isinstance(loss, Tensor) and loss.ndim == 0 else None), outputs
+
+    def _count_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Note the rows of a step's micro-batches, by the term that counts them."""
+        counts = ["positions"]
+        counts += ["samples"] if self.kd is not None or self.recipe is not None else []
+        counts += [name for name in ("kd", "hidden", "recipe") if getattr(self, name) is not None]
+        self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in batches) for name in counts}
+
+    def _check_eval(self, dataset: Any) -> None:
+        """Refuse an evaluation that could measure nothing."""
+        taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
+        if not (self._takes_labels or taught or self.compute_metrics is not None):
+            student = type(self.accelerator.unwrap_model(self.model)).__name__
+            raise ShdError(
+                "argument-value",
+                f"eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher, as a {student} has no loss "
+                "of its own; got neither, nor compute_metrics",
+            )
 
     def _check_decoder(self, seen: Mapping[str, Any]) -> None:
         """Refuse a batch from which the student alone could tell what its decoder reads, by shifting the labels."""
@@ -316,12 +393,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 "model=student)",
             )
 
-    def _attention_term(self, kls: Mapping[int, Tensor], base: Tensor, inputs: Mapping[str, Any]) -> _Term:
+    def _attention_term(self, kls: Mapping[int, Tensor], base: Tensor | None, inputs: Mapping[str, Any]) -> _Term:
         assert self.beta is not None
         share = self._share(inputs, "positions")
         value = share * torch.stack(list(kls.values())).sum()
         weight = self._weigh(self.beta)
         if self.balancer is not None:
+            if base is None:
+                raise ShdError(
+                    "argument-value",
+                    "balancer must have a loss of the student's own to scale to; got a student or a batch without: "
+                    "give labels or a recipe, or leave the balancer out",
+                )
             # Both as parts of the whole step, or the scale would depend on how it is divided.
             weight = weight * self.balancer.scale(base, value)
         layers = {f"shd_loss_layer_{layer}": share * each for layer, each in kls.items()}

@@ -18,6 +18,8 @@ from support.binding.trainer_cases import LENGTHS, make_model, make_samples, mak
 
 from shd_torch import (
     BetaSchedule,
+    HiddenTerm,
+    KdTerm,
     LossBalancer,
     OnlineTeacher,
     ShdError,
@@ -256,3 +258,90 @@ def test_what_a_stream_cannot_do_is_refused(trainer_cache: Path, tmp_path: Path)
     with pytest.raises(ShdError, match="must leave dispatch_batches off") as one_rank:
         make_trainer(tmp_path, train=stream, beta=0.5, arguments=dispatched)
     assert one_rank.value.code == "argument-value"
+
+
+def without_labels(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = pad([sample | {"labels": sample["input_ids"]} for sample in samples])
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def headless(heads: int, seed: int) -> Any:
+    """A base model, which returns no loss and no logits."""
+    return make_model(heads, seed).model
+
+
+WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+PARTS = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize("collate", [pad, without_labels])
+def test_terms_alone_are_a_loss(tmp_path: Path, collate: Any) -> None:
+    """Of a student without a head, also where its batches have labels; and its evaluation is their sum."""
+    teacher = OnlineTeacher(headless(4, 1), 2, 2, hidden_layers=(2,))
+    terms: dict[str, Any] = {"beta": 0.3, "hidden": HiddenTerm([(2, 2)], weight=0.5), "teacher": teacher}
+    trained = {}
+    for name, arguments in (("whole", WHOLE), ("parts", PARTS), ("bf16", PARTS | {"bf16": True})):
+        trainer = make_trainer(
+            tmp_path,
+            train=make_samples(),
+            model=headless(2, 2),
+            collate=collate,
+            eval_dataset=make_samples(),
+            arguments=arguments | {"remove_unused_columns": collate is without_labels},
+            **terms,
+        )
+        before = trainer.evaluate()["eval_loss"] if name == "whole" else None
+        trainer.train()
+        logged = trainer.state.log_history[-2]
+        expected = 0.3 * logged["shd_loss"] + 0.5 * logged["hidden_loss"]
+        assert logged["loss"] == pytest.approx(expected, rel=1e-4)
+        assert "base_loss" not in logged
+        assert before is None or before == pytest.approx(expected, rel=1e-4)
+        trained[name] = weights(trainer), logged
+    for name, value in trained["parts"][0].items():
+        torch.testing.assert_close(value, trained["whole"][0][name], rtol=1e-4, atol=1e-6, msg=name)
+    assert trained["bf16"][1]["loss"] == pytest.approx(trained["whole"][1]["loss"], rel=0.05)
+
+
+def test_a_cache_teaches_and_evaluates_a_student_without_a_head(trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    trainer = make_trainer(
+        tmp_path,
+        train=joined,
+        model=headless(2, 2),
+        collate=without_labels,
+        eval_dataset=joined,
+        beta=0.3,
+        arguments=WHOLE,
+        kl={"value": "surrogate"},
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert 0 < trainer.evaluate()["eval_loss"] < before
+    assert trainer.predict(joined).predictions is not None
+
+
+def test_kd_needs_no_labels(tmp_path: Path) -> None:
+    teacher = OnlineTeacher(make_model(4, seed=1), 2, 2)
+    given: dict[str, Any] = {"collate": without_labels, "arguments": WHOLE, "eval_dataset": make_samples()}
+    trainer = make_trainer(tmp_path, train=make_samples(), teacher=teacher, kd=KdTerm(weight=0.5), **given)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    logged = trainer.state.log_history[-2]
+    assert logged["loss"] == pytest.approx(0.5 * logged["kd_loss"], rel=1e-5)
+    assert before == pytest.approx(logged["loss"], rel=1e-5)
+
+
+def test_what_a_student_without_a_head_cannot_do(trainer_cache: Path, tmp_path: Path) -> None:
+    joined, plain = SupervisedDataset(make_samples(), trainer_cache), make_samples()
+    given: dict[str, Any] = {"train": joined, "beta": 0.3, "eval_dataset": plain, "collate": without_labels}
+    message = "eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher, as a LlamaModel has no loss"
+    with pytest.raises(ShdError, match=message):
+        make_trainer(tmp_path, model=headless(2, 2), arguments={"eval_strategy": "steps"}, **given)
+    trainer = make_trainer(tmp_path, model=headless(2, 2), balancer=LossBalancer(0.1), **given)
+    with pytest.raises(ShdError, match=message):
+        trainer.evaluate()
+    with pytest.raises(ShdError, match="balancer must have a loss of the student's own"):
+        trainer.train()
+    trainer = make_trainer(tmp_path, model=headless(2, 2), compute_metrics=lambda _: {"of": 1.0}, **given)
+    assert "eval_loss" not in trainer.evaluate()
