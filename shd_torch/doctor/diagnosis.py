@@ -258,6 +258,13 @@ def _measure(
     if live is None:
         return
     found.objective = choose_objective(start, model, few)
+    if found.objective is None:
+        found.untried = (
+            "the student has no head, and its last hidden states are not of the teacher's width, so that nothing but "
+            "attention could be compared: name a class with a head in its config.json, as architectures, or train it "
+            "with SHDTrainer (beta and hidden) and judge it by your task"
+        )
+        return
     found.beta = find_beta(
         found.objective,
         start,

@@ -12,8 +12,10 @@ from torch import Tensor
 import shd_torch.recipes as recipes
 from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
-from shd_torch.capture.outputs import read_logits
-from shd_torch.recipes import SHD, Terms
+from shd_torch.capture.outputs import read_logits, read_output
+from shd_torch.kd import hidden_loss
+from shd_torch.recipes import SHD, Term, Terms
+from shd_torch.recipes.terms import join
 from shd_torch.training.recipe import is_causal_model
 
 Batch = Mapping[str, Tensor]
@@ -24,7 +26,7 @@ class Objective:
     """A base loss.
 
     Attributes:
-        recipe: of ``shd_torch.recipes``.
+        recipe: of ``shd_torch.recipes``; ``hidden_loss`` for a student without a head.
         measure: the term whose value on held-out data says how good a student is.
         labels: where they are from, in words.
         reason: why this one.
@@ -37,15 +39,20 @@ class Objective:
     reason: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def terms(self, logits: Tensor, taught: Tensor | None, batch: Batch, shd: SHD | None = None) -> Terms:
+    def terms(self, output: Any, taught_output: Any, batch: Batch, shd: SHD | None = None) -> Terms:
         """Its terms on a batch.
 
         Args:
-            logits: of the student.
-            taught: of the teacher, where the recipe reads them.
+            output: of the student.
+            taught_output: of the teacher.
             batch: inputs, and ``labels`` where they are given.
             shd: the term on attention.
         """
+        if self.recipe == "hidden_loss":
+            states = output.last_hidden_state, taught_output.last_hidden_state
+            value = hidden_loss(*states, distance="cosine", loss_mask=mask_of(batch), check=False)
+            return join(shd, **{self.measure: Term(value, 1.0)})
+        logits, taught = output.logits, read_logits(taught_output)
         labels = batch.get("labels")
         if labels is None and logits.ndim == 2:
             assert taught is not None  # choose_objective saw them
@@ -59,7 +66,7 @@ class Objective:
         return found
 
 
-def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective:
+def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | None:
     """The recipe for a pair, from what both return on a batch.
 
     Args:
@@ -67,16 +74,22 @@ def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective:
         teacher: the same.
         batch: inputs of both, with ``labels`` where there are any.
 
+    Returns:
+        The recipe; None for a student without a head whose last hidden states are not of the teacher's shape, so that
+        nothing could say how good it is.
+
     Raises:
-        ShdError: ``argument-value`` for a student without a head, or with nothing to learn but attention.
+        ShdError: ``argument-value`` for a student with nothing to learn but attention.
     """
     with torch.no_grad():
-        own, other = (read_logits(model(**inputs_of(batch))) for model in (student, teacher))
+        outputs = [model(**inputs_of(batch)) for model in (student, teacher)]
+    own, other = map(read_logits, outputs)
     if own is None:
-        raise ShdError(
-            "argument-value",
-            f"student must have a head that returns logits to be trained; got {type(student).__name__}: name the "
-            "class with a head in its config.json, as architectures",
+        shapes = [getattr(read_output(output, "last_hidden_state"), "shape", None) for output in outputs]
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            return None
+        return Objective(
+            "hidden_loss", "hidden_distance", "none", "no head; the last hidden states of both are compared"
         )
     same = other is not None and own.shape == other.shape
     has_labels = "labels" in batch
@@ -104,13 +117,17 @@ def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective:
 
 def student_terms(objective: Objective, student: Any, taught: Any, batch: Batch, beta: float | None) -> Terms:
     """The terms of a student on a batch that the teacher has seen; beta None leaves SHD out."""
-    inputs, logits = inputs_of(batch), read_logits(taught.output)
+    inputs = inputs_of(batch)
     if beta is None:
-        return objective.terms(student(**inputs).logits, logits, batch)
+        return objective.terms(student(**inputs), taught.output, batch)
     with capture_attention(student, layers=taught.layers) as captured:
-        own = student(**inputs).logits
-    mask = batch["attention_mask"].bool() if "attention_mask" in batch else None
-    return objective.terms(own, logits, batch, SHD(captured, taught, beta, loss_mask=mask))
+        own = student(**inputs)
+    return objective.terms(own, taught.output, batch, SHD(captured, taught, beta, loss_mask=mask_of(batch)))
+
+
+def mask_of(batch: Batch) -> Tensor | None:
+    """``(B, L)``, True = a position of the sample; None where all are."""
+    return batch["attention_mask"].bool() if "attention_mask" in batch else None
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:

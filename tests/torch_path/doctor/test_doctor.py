@@ -21,7 +21,7 @@ import shd_torch.doctor.beta
 import shd_torch.doctor_command
 from shd_ref.errors import ShdError
 from shd_torch.commands import app
-from shd_torch.doctor import Probe, diagnose, diagnosis
+from shd_torch.doctor import Probe, Wishes, diagnose, diagnosis
 from shd_torch.doctor.beta import find_beta
 from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.parts import Parts, parts_of
@@ -308,6 +308,33 @@ def test_a_teacher_that_cannot_teach_live(pair: Path, tmp_path: Path, monkeypatc
     assert found.untried is None
     assert "the student cannot be read" in str(found.failure)
     assert found.verdict.answer == "no"
+
+
+def test_a_student_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is judged by its last hidden states, where they have the teacher's shape; else by nothing."""
+    from transformers import BertModel
+
+    monkeypatch.setattr(diagnosis, "study_model", lambda *_, **__: None)
+    monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
+    for name, sizes in {
+        "teacher": {},
+        "student": {"heads": 2, "layers": 1},
+        "narrow": {"heads": 2, "hidden_size": 12},
+    }.items():
+        BertModel(make_teacher("bert", **sizes).config).save_pretrained(tmp_path / name)
+    data = {"input_ids": make_data("bert", samples=24)["input_ids"].numpy()}
+    wishes = Wishes(probe=2, seeds=2, batch_size=8)
+    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "student"), data, wishes)
+    assert (found.failure, found.untried) == (None, None)
+    assert found.objective is not None
+    assert (found.objective.recipe, found.objective.measure) == ("hidden_loss", "hidden_distance")
+    assert found.probe is not None
+    assert all(0 < value < 2 for value in (*found.probe.without, *found.probe.with_shd))
+    assert found.probe.without != found.probe.with_shd
+    assert found.verdict.rests_on == "probe"
+    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "narrow"), data, wishes)
+    assert (found.probe, found.objective) == (None, None)
+    assert "has no head" in str(found.untried)
 
 
 def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
