@@ -240,7 +240,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._check_eval(chosen)
         if self._takes_labels or not isinstance(chosen, SupervisedDataset):
             return super().get_eval_dataloader(leave_samples(chosen, "eval_dataset"))
-        usual = self.data_collator
+        usual: Any = self.data_collator
         is_joined = isinstance(usual, SupervisedCollator)
         alone = usual.collate if is_joined else self._get_collator_with_removed_columns(usual, "evaluation")
         self.data_collator = SupervisedCollator(alone, chosen.cache.manifest, chosen.layers)
