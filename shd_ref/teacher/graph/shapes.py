@@ -209,8 +209,8 @@ class Probe:
         except TimeoutError as error:
             raise EndlessError(
                 "graph-unsupported",
-                f"the graph must run on a few short samples within {self._seconds:.0f} s, and does not: a loop inside it "
-                "may have no end; export the model without control flow, or run this on a faster machine",
+                f"the graph must run on a few short samples within {self._seconds:.0f} s, and does not: a loop "
+                "inside it may have no end; export the model without control flow, or run this on a faster machine",
             ) from error
         return {name: np.asarray(output) for name, output in zip(self._names, outputs, strict=True)}
 
