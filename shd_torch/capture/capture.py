@@ -27,10 +27,10 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
 from shd_torch.capture.call import AttentionCall, LogitsCall
 from shd_torch.capture.compiling import never_compiled
-from shd_torch.capture.coverage import find_unseen
 from shd_torch.capture.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.hugging_face import read_hf_call
 from shd_torch.capture.kinds import find_call_kinds
+from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.taps import RawCall, add_call, is_recording, record
 from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax
@@ -38,12 +38,6 @@ from shd_torch.supervision.mask import AttentionRule
 from shd_torch.supervision.taught_layers import Kinds, TaughtLayers
 
 Call: TypeAlias = AttentionCall | LogitsCall
-
-_REMEDY = (
-    "use a model that calls torch.nn.functional.scaled_dot_product_attention (by that name), set "
-    "attn_implementation to 'sdpa', or call shd_torch.record_query_key (or record_attention) in its attention; "
-    "a student with 'eager' attention must not be compiled before it is captured"
-)
 
 
 class Captured:
@@ -141,12 +135,12 @@ class Captured:
         self.num_calls = 0
 
     @never_compiled
-    def take(self, raws: Sequence[RawCall], grad_enabled: bool) -> None:
+    def take(self, layers: Sequence[Layer], grad_enabled: bool) -> None:
         """Keep the calls of the layers that were asked for."""
-        self.num_calls = len(raws)
+        self.num_calls = len(layers)
         opened: dict[int, Tensor] = {}  # block masks by their identity, which holds as long as the calls
-        for index in range(len(raws)) if self._layers is None else self._layers:
-            raw = raws[index]
+        for index in range(len(layers)) if self._layers is None else self._layers:
+            raw = layers[index][0]
             if grad_enabled and not raw.grad_enabled:
                 raise ShdError(
                     "capture-failed",
@@ -182,7 +176,7 @@ class AttentionCapture:
         self._expected, kept = _read_layers(layers)
         self._kept = kept
         self._taught = layers if isinstance(layers, TaughtLayers) else None
-        self._first_count = 0
+        self._same = SameLayers(student)
         self._checked_count = 0  # of calls that are known to be those of every layer
         self._is_count_given = self._expected is not None or (
             self._taught is not None and self._taught.num_student_layers is not None
@@ -244,34 +238,39 @@ class AttentionCapture:
         grad_enabled = torch.is_grad_enabled()
         with ExitStack() as hooks:
             keep_padded_zeros(self._student, hooks)
-            with record(values=self._keep_values) as recording:
+            with record(self._student, values=self._keep_values) as recording:
                 result = original(*args, **kwargs)
         result = fill_own_padding(self._student, args, kwargs, result)
         name, calls = type(self._student).__name__, recording.calls
-        if self._taught is not None and calls:
-            self._taught.check_calls(len(calls), name)
-            calls = self._order_by_kind(self._taught, calls, name)
-        num_calls = len(calls)
-        check_calls(num_calls, self._expected, self._kept, name)
+        each = self._expected == len(calls)  # call is meant, also of modules that make several
+        layers: list[Layer] = [[call] for call in calls] if each else number_layers(calls, self._student)
+        if self._taught is not None and layers:
+            self._taught.check_calls(len(layers), name)
+            layers = self._order_by_kind(self._taught, layers, name)
+        check_calls(len(layers), self._expected, self._kept, name)
+        check_single(layers, range(len(layers)) if self._kept is None else self._kept, self._student)
         if self._kept is not None:
-            self._first_count = self._first_count or num_calls
-            check_same_count(num_calls, self._first_count, name)
-        if not self._is_count_given and num_calls != self._checked_count:
+            self._same.check(layers, self._kept)
+        if not self._is_count_given and len(layers) != self._checked_count:
             encoder_ran = kwargs.get("encoder_outputs") is None
-            check_every_layer(self._student, recording.calls, encoder_ran)
-            self._checked_count = num_calls
+            remedy = (
+                f"give their count (layers={len(calls)}) or capture the part of the model that is seen (such as its "
+                "decoder)"
+            )
+            check_every_layer(self._student, calls, encoder_ran, remedy)
+            self._checked_count = len(layers)
         try:
-            self.captured.take(calls, grad_enabled)
+            self.captured.take(layers, grad_enabled)
         except BaseException:
             self.captured.clear()  # half a pass does not count as one
             raise
         return result
 
-    def _order_by_kind(self, taught: TaughtLayers, calls: list[RawCall], name: str) -> list[RawCall]:
+    def _order_by_kind(self, taught: TaughtLayers, layers: list[Layer], name: str) -> list[Layer]:
         if not taught.kinds:
-            return calls
-        kinds = find_call_kinds(calls, self._student, [kind for kind, _ in taught.kinds])
-        return taught.order_calls(calls, kinds, name)
+            return layers
+        kinds = find_call_kinds([layer[0] for layer in layers], self._student, [kind for kind, _ in taught.kinds])
+        return taught.order_calls(layers, kinds, name)
 
 
 class _WatchedForward:
@@ -305,13 +304,16 @@ def capture_attention(
 ) -> AttentionCapture:
     """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
-    The last forward pass wins. Outputs are bit-identical to those without capture. Attention calls are
-    numbered in the order they run; calls whose tensors do not have the four axes ``(B, H, L, d)`` are not counted.
-    Where every layer attends once, that is layer order. An encoder-decoder makes the calls of its encoder's layers
-    first, then self- and cross-attention of each decoder layer in turn: with n encoder layers, decoder layer i is
-    calls ``n + 2 i`` and ``n + 2 i + 1``; the ``layers`` of a supervision that tells kinds of attention apart number
-    the calls of each kind by themselves. A student may be compiled, before or after, and wrapped in any way: capture
-    the module that is called, or one inside it. A deep copy of it (such as an average of its weights) is its own.
+    The last forward pass wins. Outputs are bit-identical to those without capture. A layer is a run of a module that
+    attends, numbered in the order they run: a shared module counts each time, and calls of the student itself are a
+    layer each. Not counted are calls whose tensors do not have the four axes ``(B, H, L, d)``, and a head that pools
+    all positions with one query: capture it by itself. A module that makes several calls each time it runs
+    (differential attention) counts once and is refused, unless its number is left out or the count of all calls is
+    given. An encoder-decoder makes the calls of its encoder's layers first, then self- and cross-attention of each
+    decoder layer in turn: with n encoder layers, decoder layer i is calls ``n + 2 i`` and ``n + 2 i + 1``; the
+    ``layers`` of a supervision that tells kinds of attention apart number the calls of each kind by themselves. A
+    student may be compiled, before or after, and wrapped in any way: capture the module that is called, or one inside
+    it. A deep copy of it (such as an average of its weights) is its own.
 
     What is kept is by reference, except for FlexAttention: its ``BlockMask`` is opened to booleans, one byte an entry
     of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once for all
@@ -319,7 +321,7 @@ def capture_attention(
 
     Args:
         student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
-        layers: how many attention calls a forward pass must make, or the zero-based numbers of those to keep (the
+        layers: how many layers (or calls) a forward pass must make, or the zero-based numbers of those to keep (the
             student's side of ``layer_map``); default all. The ``layers`` of a batch's supervision also say how many
             calls there must be.
         keep_values: also keep each call's values and output, as a teacher's are needed.
@@ -332,8 +334,9 @@ def capture_attention(
 
     Raises:
         ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``; from the student's forward pass,
-            ``capture-failed`` where nothing was recorded, a layer is missing, layers attend by code that cannot be
-            seen (unless the number of calls is given), a tensor of unknown meaning takes part, or reentrant
+            ``capture-failed`` where nothing was recorded, a layer is missing or makes several calls, layers attend by
+            code that cannot be seen (unless the number of calls is given), a number means another module than in the
+            first pass, a tensor of unknown meaning takes part, or reentrant
             activation checkpointing hides its graph, and ``cache-mismatch`` where the supervision was made for
             another number of layers.
 
@@ -460,7 +463,7 @@ def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: froze
         return read_hf_call(raw, opened, ignored_arguments)
     assert raw.query is not None
     assert raw.key is not None
-    name = "a fused call" if raw.module is None else type(raw.module).__name__
+    name = "a fused call" if raw.source is None else type(raw.source).__name__
     check_query_key(raw.query, raw.key, f"queries and keys of {name}", code="capture-failed")
     mask = raw.attn_mask
     if mask is not None:
@@ -471,7 +474,7 @@ def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: froze
         AttentionRule(mask, bool(raw.is_causal), scale=raw.scale, softcap=raw.softcap),
         value=raw.value,
         output=raw.output,
-        module=raw.module,
+        module=raw.source,
     )
 
 
@@ -490,46 +493,3 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
             f"layers must be a count of at least 1 or distinct zero-based layer numbers; got {layers!r}",
         )
     return (numbers[0], None) if isinstance(layers, int) else (None, numbers)
-
-
-@never_compiled
-def check_every_layer(student: nn.Module, calls: Sequence[RawCall], encoder_ran: bool) -> None:
-    """Layers that attend by code which is not watched make no call, and shift the numbers of those that do."""
-    unseen = find_unseen(student, calls, encoder_ran=encoder_ran)
-    if unseen:
-        names = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
-        raise ShdError(
-            "capture-failed",
-            f"a forward pass of {type(student).__name__} must show the attention of every layer; got {len(calls)} "
-            f"calls for more layers, of which these are among the unseen or cannot be told: {names}. The numbers of "
-            f"calls would mean other layers: where that is meant, give their count (layers={len(calls)}) or capture "
-            f"the part of the model that is seen (such as its decoder); else {_REMEDY}",
-        )
-
-
-def check_same_count(calls: int, first: int, name: str) -> None:
-    """Calls are known by their numbers, which mean something only where every pass makes the same calls."""
-    if calls != first:
-        raise ShdError(
-            "capture-failed",
-            f"a forward pass of {name} must make {first} attention calls, as the first one did; got {calls}: their "
-            "numbers would mean other layers, so switch off what skips some (layer drop, a fast path)",
-        )
-
-
-def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
-    """A forward pass must make attention calls, as many as expected, those to keep among them."""
-    if calls == 0:
-        raise ShdError("capture-failed", f"a forward pass of {name} must show its attention; got 0 calls: {_REMEDY}")
-    if expected is not None and calls != expected:
-        raise ShdError(
-            "capture-failed",
-            f"a forward pass of {name} must make layers={expected} attention calls; got {calls}: give the numbers of "
-            f"those to keep as layers, or {_REMEDY}",
-        )
-    if kept is not None and max(kept) >= calls:
-        raise ShdError(
-            "capture-failed",
-            f"layers must lie in 0..{calls - 1}, as a forward pass of {name} makes {calls} attention calls; "
-            f"got {list(kept)}",
-        )

@@ -25,7 +25,7 @@ def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught: Sequen
         taught: the kinds that are asked for; a student without cross attention has one of them.
     """
     names = {id(module): name for name, module in student.named_modules()}
-    paths = ["" if call.module is None else names.get(id(call.module), "") for call in calls]
+    paths = ["" if call.source is None else names.get(id(call.source), "") for call in calls]
     crosses = [_is_cross(call, path) for call, path in zip(calls, paths, strict=True)]
     if not any(crosses):
         own = [kind for kind in taught if kind != "cross"]
@@ -45,16 +45,16 @@ def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught: Sequen
 def _is_cross(call: RawCall, path: str) -> bool:
     if call.is_cross is not None:
         return call.is_cross
-    if call.query is not None and call.key is not None and call.query.shape[2] != call.key.shape[2]:
+    if call.num_rows != call.num_keys:
         return True
-    if getattr(call.module, "is_cross_attention", False) is True:
+    if getattr(call.source, "is_cross_attention", False) is True:
         return True
     # What follows the last layer number is what a layer calls its parts; before it are the names of whole models.
     return bool(_CROSS.search(re.split(r"\.\d+\.", "." + path)[-1] if re.search(r"\d", path) else path))
 
 
 def _own_kind(call: RawCall, otherwise: str) -> str:
-    said = getattr(call.module, "is_decoder", None)
+    said = getattr(call.source, "is_decoder", None)
     return ("decoder" if said else "encoder") if isinstance(said, bool) else otherwise
 
 

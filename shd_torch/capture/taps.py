@@ -63,12 +63,42 @@ class RawCall:
         self.grad_enabled = torch.is_grad_enabled()
         self.is_cross: bool | None = None  # whether keys are of another sequence, where a tap can tell
         self.before: RawCall | None = None
+        self.run: ModuleRun | None = None
+
+    @property
+    def source(self) -> nn.Module | None:
+        """The module that made the call; None where that is the recorded model itself."""
+        return self.module if self.module is not None or self.run is None else self.run.module
+
+    @property
+    def num_rows(self) -> int:
+        """L, the number of queries."""
+        rows = self.logits if self.query is None else self.query
+        assert rows is not None
+        return rows.shape[2]
+
+    @property
+    def num_keys(self) -> int:
+        """S."""
+        if self.key is not None:
+            return self.key.shape[2]
+        assert self.logits is not None
+        return self.logits.shape[3]
+
+
+class ModuleRun:
+    """One run of a module, inside ``outer``. A compiled graph makes it unread, so that it has no guard on it."""
+
+    def __init__(self, module: nn.Module, outer: ModuleRun | None) -> None:
+        self.module = module
+        self.outer = outer
 
 
 class _Recorder:
     """What one thread records; one object for good."""
 
     def __init__(self) -> None:
+        self.run: ModuleRun | None = None  # the module under way
         self.active = False
         self.wants_values = False
         self.last: RawCall | None = None
@@ -98,8 +128,11 @@ class Recording:
 
 
 @contextmanager
-def record(*, values: bool = False) -> Iterator[Recording]:
-    """Note every attention call of this thread inside the block, with ``values`` also values and outputs."""
+def record(model: nn.Module, *, values: bool = False) -> Iterator[Recording]:
+    """Note every attention call of this thread inside the block, with ``values`` also values and outputs.
+
+    Calls are known by the modules of ``model`` that make them.
+    """
     recording = Recording()
     with _lock:
         recorder = _threads.recorder
@@ -111,6 +144,7 @@ def record(*, values: bool = False) -> Iterator[Recording]:
             with ExitStack() as stack:
                 if not saved["active"]:
                     _install(stack)
+                _watch_runs(model, stack)
                 yield recording
             last = recorder.last
         finally:
@@ -136,6 +170,7 @@ def is_recording() -> bool:
 def add_call(call: RawCall) -> None:
     """Note a call at the head of the list."""
     recorder = _threads.recorder
+    call.run = recorder.run
     call.before, recorder.last = recorder.last, call
 
 
@@ -192,6 +227,28 @@ def _install(stack: ExitStack) -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     if "transformers" in sys.modules:
         _install_interface(stack)
+
+
+@never_compiled
+def _watch_runs(model: nn.Module, stack: ExitStack) -> None:
+    """Know the module under way: of every part of a model but PyTorch's own without parts, which never attend."""
+    for module in model.modules():
+        if module is not model and (type(module).__module__.partition(".")[0] != "torch" or any(module.children())):
+            stack.callback(module.register_forward_pre_hook(_enter_run).remove)
+            stack.callback(module.register_forward_hook(_leave_run).remove)
+
+
+def _enter_run(module: nn.Module, args: Any) -> None:
+    recorder = _threads.recorder
+    recorder.run = ModuleRun(module, recorder.run)
+
+
+def _leave_run(module: nn.Module, args: Any, output: Any) -> None:
+    recorder = _threads.recorder
+    run = recorder.run
+    while run is not None and run.module is not module:  # one that failed, and was caught
+        run = run.outer
+    recorder.run = None if run is None else run.outer
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, function: Any) -> None:
@@ -252,13 +309,15 @@ def _read_sdpa(
 
 @_once
 def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
+    # A compiled graph would hold it unopened, and run past the taps inside of it.
+    @never_compiled
     @functools.wraps(original)
     def attend(
         query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, *args: Any, **kwargs: Any
     ) -> Any:
         # Asked for weights it multiplies (B * H, L, d) by hand; else it calls scaled_dot_product_attention, which is
-        # tapped by itself. A compiled graph has no use for weights, and nothing is replaced while one is traced.
-        if torch.compiler.is_compiling() or not is_recording():
+        # tapped by itself.
+        if not is_recording():
             return original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
         projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
         products: list[tuple[Tensor, ...]] = []
@@ -267,7 +326,8 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
             for name in ("bmm", "baddbmm"):
                 _replace(stack, torch, name, _watch(products, getattr(torch, name), threading.get_ident()))
             result = original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
-        if products:  # the first is of queries and keys, the second of weights and values
+        if products and _threads.recorder.last is before:  # else this tap was passed twice, by a TorchFunctionMode
+            # The first is of queries and keys, the second of weights and values.
             *mask, scaled, transposed = products[0]
             heads = [t.reshape(-1, num_heads, *t.shape[1:]) for t in (scaled, transposed.mT)]
             bias = None if not mask else mask[0]

@@ -11,6 +11,7 @@ from torch import nn
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_torch.capture import Captured
+from shd_torch.capture.layers import number_layers
 from shd_torch.capture.projections import ProjectionWatch
 from shd_torch.capture.taps import record
 from shd_torch.rivals.copy import AttentionCopy
@@ -125,18 +126,19 @@ def _widths(cls: type[Rival], student: Seen, teacher: Seen, pair: tuple[int, int
 @torch.no_grad()
 def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: int) -> dict[int, Any]:
     """Matched rounds of each teacher layer that is paired, by its number."""
-    with eval_mode(teacher), record(values=True) as recording, ProjectionWatch(teacher) as watch:
+    with eval_mode(teacher), record(teacher, values=True) as recording, ProjectionWatch(teacher) as watch:
         teacher(**batch)
     numbers = tuple(sorted({layer for _, layer in pairs}))
     captured = Captured(numbers)
-    captured.take(recording.calls, grad_enabled=False)
+    layers = number_layers(recording.calls, teacher)
+    captured.take(layers, grad_enabled=False)
     mask = batch.get("attention_mask")
     counted = mask.bool() if mask is not None and mask.ndim == 2 else None
     plans = {}
     for layer in numbers:
         call = captured.layer(layer)
         assert call.value is not None
-        projection = watch.find(recording.calls[layer])[0].matrix(teacher)
+        projection = watch.find(layers[layer][0])[0].matrix(teacher)
         one = Factored.teacher(call.query, call.key, rule=call.rule)
         values = call.value[:, :, : call.key.shape[2]]
         gram = gram_tensor_from_qk(one, values, projection, query_mask=counted).sum(0)

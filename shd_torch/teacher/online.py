@@ -19,11 +19,19 @@ from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map as pair_layers
 from shd_ref.merging.plans import check_count
 from shd_torch.capture.call import AttentionCall
-from shd_torch.capture.capture import Captured, check_calls, check_same_count
+from shd_torch.capture.capture import Captured
 from shd_torch.capture.compiling import never_compiled, run_eagerly
+from shd_torch.capture.layers import (
+    Layer,
+    SameLayers,
+    check_calls,
+    check_every_layer,
+    check_single,
+    number_layers,
+)
 from shd_torch.capture.outputs import read_hidden_states, read_logits, without
 from shd_torch.capture.projections import Projection, ProjectionWatch
-from shd_torch.capture.taps import RawCall, record
+from shd_torch.capture.taps import record
 from shd_torch.checks import check_option
 from shd_torch.kd.rows import Record
 from shd_torch.kd.targets import cut_teacher, mean_logits
@@ -112,7 +120,8 @@ class OnlineTeacher:
             the student where a started capture watches that one, as the last pass wins.
         num_student_heads: H_s, from 1 to H_t.
         layer_map: the number of student layers, paired as ``shd_torch.maps.layer_map`` does, or explicit pairs
-            ``(student layer, teacher layer)``, zero-based; teacher layers are its attention calls in their order.
+            ``(student layer, teacher layer)``, zero-based; teacher layers are numbered as in
+            ``capture_attention``, and with explicit pairs some may attend by code that cannot be seen.
         plan: as in ``squeeze_heads``, or the rounds of each teacher layer that is paired, by its number.
         strategy: as in ``squeeze_heads``.
         alpha_rule: as in ``solve_alpha``.
@@ -167,7 +176,7 @@ class OnlineTeacher:
         self.hidden_layers = read_hidden_layers(hidden_layers)
         self._targets = TargetReader(targets or LiveTargets())
         self.with_teachers = tuple(with_teachers)
-        self._num_calls = 0
+        self._same = SameLayers(model)
         self._projections: dict[int, Projection] = {}
         self._pairs: tuple[tuple[int, int], ...] = ()
 
@@ -216,8 +225,9 @@ class OnlineTeacher:
             The supervision of this batch, its report and the teacher's output.
 
         Raises:
-            ShdError: ``capture-failed`` where attention or an output projection is not found or the number of calls
-                changes; ``layers-invalid``, ``heads-exceed``, ``not-finite`` and what else ``squeeze_heads`` raises.
+            ShdError: ``capture-failed`` where attention or an output projection is not found, a layer makes several
+                calls, or a number means another layer than in the first batch; ``layers-invalid``, ``heads-exceed``,
+                ``not-finite`` and what else ``squeeze_heads`` raises.
         """
         first = not self._pairs
         check = first if check is None else check
@@ -267,17 +277,20 @@ class OnlineTeacher:
         """The first batch: pair the layers and find the output projections."""
         watch = ProjectionWatch(self.model)
         # Compiled code would show the watch nothing.
-        with run_eagerly(), record(values=True) as recording, watch:
+        with run_eagerly(), record(self.model, values=True) as recording, watch:
             output = self.model(*args, **kwargs)
-        name, num_calls = type(self.model).__name__, len(recording.calls)
-        check_calls(num_calls, None, None, name)
+        name, layers = type(self.model).__name__, number_layers(recording.calls, self.model)
+        check_calls(len(layers), None, None, name)
         if isinstance(self._layer_map, int):
-            pairs = pair_layers(num_calls, self._layer_map)
+            remedy = "name the pairs (layer_map=[(0, 0), ...], student first)"
+            check_every_layer(self.model, recording.calls, kwargs.get("encoder_outputs") is None, remedy)
+            pairs = pair_layers(len(layers), self._layer_map)
         else:
             num_student_layers = 1 + max((student for student, _ in self._layer_map), default=0)
-            pairs = pair_layers(num_calls, num_student_layers, self._layer_map)
+            pairs = pair_layers(len(layers), num_student_layers, self._layer_map)
+        check_single(layers, {teacher for _, teacher in pairs}, self.model)
         for layer in {teacher for _, teacher in pairs}:
-            found = watch.find(recording.calls[layer])
+            found = watch.find(layers[layer][0])
             if layer in self._given:
                 found = [Projection(self._given[layer], is_linear=False)]
             if len(found) != 1:
@@ -288,18 +301,20 @@ class OnlineTeacher:
                     f"output_projections={{{layer}: ...}}",
                 )
             self._projections[layer] = found[0]
-        self._num_calls, self._pairs = num_calls, pairs
-        return self._read(recording.calls), output
+        self._pairs = pairs
+        return self._read(layers), output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
-        with record(values=True) as recording:
+        with record(self.model, values=True) as recording:
             output = self.model(*args, **kwargs)
-        check_same_count(len(recording.calls), self._num_calls, type(self.model).__name__)
-        return self._read(recording.calls), output
+        layers = number_layers(recording.calls, self.model)
+        return self._read(layers), output
 
-    def _read(self, raws: Sequence[RawCall]) -> dict[int, AttentionCall]:
+    def _read(self, layers: Sequence[Layer]) -> dict[int, AttentionCall]:
+        self._same.check(layers, self._projections)
+        check_single(layers, self._projections, self.model)
         captured = Captured(tuple(self._projections))
-        captured.take(raws, grad_enabled=False)
+        captured.take(layers, grad_enabled=False)
         return {layer: captured.layer(layer) for layer in self._projections}
 
     def _squeeze_layer(

@@ -183,7 +183,7 @@ def test_products_of_another_thread_are_not_taken_for_attention(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "baddbmm", multiply)
     mask = torch.zeros(5, 5, dtype=torch.bool)
-    with record(values=True) as recording:
+    with record(attention, values=True) as recording:
         attention(hidden, hidden, hidden, attn_mask=mask)
     (call,) = recording.calls
     assert call.value is not None

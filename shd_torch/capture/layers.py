@@ -1,0 +1,202 @@
+"""The layers of a forward pass: attention calls by the modules that made them, and layers that made none.
+
+A layer is a run of a module in which it attends, numbered in the order they ran. A shared module that runs
+several times is as many layers, and the calls that the model itself makes are a layer each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from shd_ref.errors import ShdError
+from shd_torch.capture.compiling import never_compiled
+from shd_torch.capture.taps import RawCall
+
+Layer: TypeAlias = Sequence[RawCall]
+
+_REMEDY = (
+    "use a model that calls torch.nn.functional.scaled_dot_product_attention (by that name), set "
+    "attn_implementation to 'sdpa', or call shd_torch.record_query_key (or record_attention) in its attention; "
+    "a student with 'eager' attention must not be compiled before it is captured"
+)
+
+
+@never_compiled
+def number_layers(calls: Sequence[RawCall], model: nn.Module) -> list[Layer]:
+    """The calls of each layer, one where it can be taught.
+
+    A pooling head is none: one query for all positions, in a module that stands in no list of layers.
+
+    Args:
+        calls: of one forward pass.
+        model: whose modules made them.
+    """
+    runs: dict[tuple[int, int], list[RawCall]] = {}
+    layers = []
+    for call in calls:
+        run = [] if call.run is None else runs.setdefault((id(call.run), id(call.module)), [])
+        if not run:
+            layers.append(run)
+        run.append(call)
+    pooled = [layer for layer in layers if layer[0].num_rows == 1 < layer[0].num_keys]
+    if pooled:
+        paths = _find_paths(model, (layer[0].source for layer in layers))
+        numbered = [re.search(r"\.\d+\.", f".{path}.") is not None for path in paths]
+        if any(numbered):
+            return [layer for layer, inside in zip(layers, numbered, strict=True) if inside or layer not in pooled]
+    return list(layers)
+
+
+def check_single(layers: Sequence[Layer], numbers: Iterable[int], model: nn.Module) -> None:
+    """A layer that is taught must make one call, whose maps are the layer's."""
+    for number in numbers:
+        if len(layers[number]) > 1:
+            (path,) = _find_paths(model, [layers[number][0].source])
+            raise ShdError(
+                "capture-failed",
+                f"{path}, layer {number} of {type(model).__name__}, must make one attention call each time it runs; "
+                f"got {len(layers[number])}, none of which holds the maps of the layer (as in differential attention "
+                "or attention by chunks), so it can neither be squeezed nor taught: leave its number out, or, to "
+                f"read every call by itself, give capture_attention their count (layers={sum(map(len, layers))})",
+            )
+
+
+class SameLayers:
+    """Layers are known by their numbers, which must mean the same modules in every pass of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._sources: list[nn.Module | None] = []
+        self._paths: list[str] = []
+
+    def check(self, layers: Sequence[Layer], numbers: Iterable[int]) -> None:
+        """Refuse a pass whose layers of these numbers are others than in the first one."""
+        sources, name = [layer[0].source for layer in layers], type(self._model).__name__
+        if not self._paths:
+            self._sources, self._paths = sources, _find_paths(self._model, sources)
+        if len(sources) != len(self._sources):
+            raise ShdError(
+                "capture-failed",
+                f"a forward pass of {name} must make {len(self._sources)} attention calls, as the first one did; "
+                f"got {len(sources)}: their numbers would mean other layers, so switch off what skips some (layer "
+                "drop, a fast path)",
+            )
+        if all(source is first for source, first in zip(sources, self._sources, strict=True)):
+            return
+        paths = _find_paths(self._model, sources)  # of modules that were replaced, which is no other layer
+        for number in numbers:
+            if paths[number] != self._paths[number]:
+                raise ShdError(
+                    "capture-failed",
+                    f"layer {number} of {name} must be {self._paths[number]} in every forward pass, as in the first "
+                    f"one; got {paths[number]}: switch off what skips layers (layer drop, a router)",
+                )
+
+
+def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
+    """A forward pass must make attention calls, as many as expected, those to keep among them."""
+    if calls == 0:
+        raise ShdError("capture-failed", f"a forward pass of {name} must show its attention; got 0 calls: {_REMEDY}")
+    if expected is not None and calls != expected:
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {name} must make layers={expected} attention calls; got {calls}: give the numbers of "
+            f"those to keep as layers, or {_REMEDY}",
+        )
+    if kept is not None and max(kept) >= calls:
+        raise ShdError(
+            "capture-failed",
+            f"layers must lie in 0..{calls - 1}, as a forward pass of {name} makes {calls} attention calls; "
+            f"got {list(kept)}",
+        )
+
+
+@never_compiled
+def check_every_layer(model: nn.Module, calls: Sequence[RawCall], encoder_ran: bool, remedy: str) -> None:
+    """Layers that attend by code which is not watched make no call, and shift the numbers of those that do.
+
+    Args:
+        model: the module that ran.
+        calls: of one forward pass.
+        encoder_ran: False where the decoder was given the encoder's outputs.
+        remedy: for who means to leave them out.
+    """
+    unseen = _find_unseen(model, calls, encoder_ran=encoder_ran)
+    if unseen:
+        names = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+        raise ShdError(
+            "capture-failed",
+            f"a forward pass of {type(model).__name__} must show the attention of every layer; got {len(calls)} "
+            f"calls for more layers, of which these are among the unseen or cannot be told: {names}. The numbers of "
+            f"calls would mean other layers: where that is meant, {remedy}; else {_REMEDY}",
+        )
+
+
+def _find_paths(model: nn.Module, modules: Iterable[nn.Module | None]) -> list[str]:
+    """Names of modules inside a model; that of the model itself is its class."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [paths.get(id(module)) or type(module or model).__name__ for module in modules]
+
+
+def _find_unseen(student: nn.Module, calls: Sequence[RawCall], *, encoder_ran: bool) -> list[str]:
+    """Names of layers that attend by their own code, where others of the same stack or the decoder were seen.
+
+    A layer is an entry of a list of modules with a module named after attention in it. A stack that nothing was seen
+    of may not have run (a vision tower that got no picture), unless it is the encoder of a decoder that was seen.
+
+    Args:
+        student: the module that ran.
+        calls: of one forward pass.
+        encoder_ran: False where the decoder was given the encoder's outputs.
+    """
+    stacks = {
+        path: layers for path, stack in _find_stacks(student, "") if (layers := _find_attending_layers(path, stack))
+    }
+    callers = {id(call.source) for call in calls}
+    unseen: dict[str, list[str]] = {
+        path: [name for name, layer in layers.items() if not any(id(part) in callers for part in layer.modules())]
+        for path, layers in stacks.items()
+    }
+    seen = {path for path, names in unseen.items() if len(names) < len(stacks[path])}
+    return [
+        name
+        for path, names in unseen.items()
+        if path in seen or (encoder_ran and _is_encoder_of(path, seen))
+        for name in names
+    ]
+
+
+def _find_stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of modules that lie in no other."""
+    for name, child in module.named_children():
+        inside = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList):
+            yield inside, child
+        else:
+            yield from _find_stacks(child, inside)
+
+
+def _find_attending_layers(path: str, stack: nn.ModuleList) -> dict[str, nn.Module]:
+    return {f"{path}.{number}": layer for number, layer in enumerate(stack) if _attends(layer)}
+
+
+def _attends(layer: nn.Module) -> bool:
+    # A layer whose attention ``shrink`` dropped may keep the module around it.
+    parts = list(layer.modules())
+    dropped = any(getattr(part, "attention_is_dropped", False) for part in parts)
+    return not dropped and any("attention" in type(part).__name__.lower() for part in parts)
+
+
+def _is_encoder_of(path: str, seen: set[str]) -> bool:
+    """Whether a stack belongs to an unseen ``encoder`` beside a ``decoder`` that was seen."""
+    parts, others = path.split("."), [other.split(".") for other in seen]
+    for index in (index for index, part in enumerate(parts) if part == "encoder"):
+        encoder, decoder = parts[: index + 1], [*parts[:index], "decoder"]
+        starts = [other[: index + 1] for other in others]
+        if decoder in starts and encoder not in starts:
+            return True
+    return False
