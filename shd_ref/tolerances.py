@@ -24,6 +24,11 @@ def degenerate_threshold() -> float:
     return float(load_tolerances()["constants"]["degenerate"])
 
 
+def tie_width() -> float:
+    """How near numbers count as equal where one is chosen, relative to a size that the text names (PLAN-9)."""
+    return float(load_tolerances()["constants"]["tie"])
+
+
 def row_sum_tolerance(dtype_name: str) -> float:
     """How far from one a counted row of probabilities of this dtype may sum (MAP-3)."""
     table = load_tolerances()["row_sum"]

@@ -17,6 +17,7 @@ from shd_ref.merging.alpha import ALPHA_PER, merge_error, solve_pair
 from shd_ref.merging.mixing import check_teacher
 from shd_ref.merging.pairwise import Head, make_pool, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts
+from shd_ref.tolerances import tie_width
 
 MATCHED_BY: tuple[str, ...] = ("residual", "similarity")
 
@@ -72,7 +73,7 @@ def matched_plan(
 
 
 def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
-    """Exactly ``num_pairs`` disjoint pairs with the largest sum of scores (PLAN-9, PLAN-10).
+    """Exactly ``num_pairs`` disjoint pairs with the largest sum of scores, the first of several (PLAN-9, PLAN-10).
 
     Args:
         scores: ``(H, H)``; the entries above the diagonal are read.
@@ -81,13 +82,31 @@ def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
     networkx = _import_networkx()
     heads = len(scores)
     graph = networkx.Graph()
-    graph.add_weighted_edges_from((p, q, scores[p, q]) for p in range(heads) for q in range(p + 1, heads))
+    rows, columns = np.triu_indices(heads, 1)
+    # Whole numbers, with which the search is exact. Below the score's last bit there is one bit a pair, the first
+    # pair's highest: of equally good sets the one whose list comes first is best.
+    lowest = len(rows) - 1
+    for number, score in enumerate(settle_scores(scores[rows, columns])):
+        weight = (score << len(rows)) + (1 << (lowest - number))
+        graph.add_edge(int(rows[number]), int(columns[number]), weight=weight)
     # One extra vertex for each head that stays alone: a perfect matching then holds num_pairs pairs of heads.
     extra = range(heads, 2 * heads - 2 * num_pairs)
-    graph.add_weighted_edges_from((head, alone, 0.0) for head in range(heads) for alone in extra)
+    graph.add_weighted_edges_from((head, alone, 0) for head in range(heads) for alone in extra)
     matching = networkx.max_weight_matching(graph, maxcardinality=True)
     pairs = [(min(pair), max(pair)) for pair in matching]
     return tuple(sorted((int(p), int(q)) for p, q in pairs if q < heads))
+
+
+def settle_scores(scores: Array) -> list[int]:
+    """Scores in whole 2^-40 of the largest magnitude; those that rounding alone may tell apart are equal (PLAN-9)."""
+    size = float(np.abs(scores).max(initial=0.0)) or 1.0
+    settled = [0] * len(scores)
+    first = np.inf
+    for number in np.argsort(-scores, kind="stable"):
+        if first - scores[number] > tie_width() * size:
+            first = float(scores[number])
+        settled[number] = round(first / size * 2**40)
+    return settled
 
 
 def score_pair(head_p: Head, head_q: Head, mask: Mask | None, by: str, alpha_per: str) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.attention import Array
 from shd_ref.errors import ShdError
+from shd_ref.tolerances import tie_width
 
 Forms: TypeAlias = NDArray[np.floating[Any] | np.complexfloating[Any, Any]]
 
@@ -54,6 +55,8 @@ def factor_forms(forms: Forms, rank: int, left_moment: Array, right_moment: Arra
     groups, rows, _ = forms.shape
     whitened = (root1 @ forms @ root2).reshape(groups * rows, -1)
     u, singular, v = np.linalg.svd(whitened, full_matrices=False)
+    turn = leading_phases(v.conj().T)
+    u, v = u * turn, v * turn.conj()[:, None]
     kept = min(rank, len(singular))
     half = np.sqrt(singular[:kept])
     left = inverse1 @ (u[:, :kept] * half).reshape(groups, rows, kept)
@@ -62,6 +65,14 @@ def factor_forms(forms: Forms, rank: int, left_moment: Array, right_moment: Arra
     left, right = np.pad(left, ((0, 0), (0, 0), (0, missing))), np.pad(right, ((0, 0), (0, missing)))
     total = float((singular**2).sum())
     return Factors(left, right, float((singular[kept:] ** 2).sum()) / total if total > 0.0 else 0.0)
+
+
+def leading_phases(vectors: Forms) -> Forms:
+    """For each column ``(D, k)`` the number of length 1 that makes its largest entry positive (HEAD-13)."""
+    sizes = np.abs(vectors)
+    first = (sizes >= (1.0 - tie_width()) * sizes.max(axis=0, initial=0.0)).argmax(axis=0)
+    leading = vectors[first, np.arange(vectors.shape[1])]
+    return np.where(leading == 0.0, 1.0, leading.conj() / np.where(leading == 0.0, 1.0, np.abs(leading)))
 
 
 def _root(moment: Array, ridge: float) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_ref.tolerances import tie_width
 
 
 class Linear(NamedTuple):
@@ -96,7 +97,8 @@ def keep_neurons(
 ) -> KeptNeurons:
     """Both layers with the ``count`` most important neurons, which keep their order (FFN-5).
 
-    Ties go to the neuron with the smaller number. A gated FFN cuts its gate by the same ``kept``.
+    Ties, and what rounding alone tells apart, go to the neuron with the smaller number. A gated FFN cuts its gate by
+    the same ``kept``.
     """
     first, second = _linear(first, "first"), _linear(second, "second")
     scores = as_float(importance, "importance", ndim=1)
@@ -108,7 +110,10 @@ def keep_neurons(
             f"{second.weight.shape}",
             "FFN-5",
         )
-    kept = np.sort(np.argsort(-scores, kind="stable")[:count])
+    last = np.sort(scores)[-count]
+    near = np.abs(scores - last) <= tie_width() * np.abs(last)
+    above = (scores > last) & ~near
+    kept = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
     cut = Linear(first.weight[kept], None if first.bias is None else first.bias[kept])
     return KeptNeurons(cut, Linear(second.weight[:, kept], second.bias), tuple(int(neuron) for neuron in kept))
 

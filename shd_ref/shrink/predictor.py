@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_ref.tolerances import tie_width
 
 MEANINGS: tuple[str, ...] = ("retained", "pruned")
 DEGREES: tuple[int, ...] = (1, 2, 3, 4)
@@ -148,8 +149,9 @@ def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
     """The degree with the least error of cross-validation, the smaller one on a tie (PRED-4)."""
     if not degrees:
         raise ShdError("argument-value", "degrees must name at least one degree; got none", "PRED-4")
-    errors = {degree: cross_validate(points, degree) for degree in sorted(degrees)}
-    return min(errors, key=errors.__getitem__)
+    errors = {degree: cross_validate(points, degree) for degree in degrees}
+    equal = min(errors.values()) + tie_width() * float(np.abs(_check_points(points)[:, 2]).max())
+    return min(degree for degree, error in errors.items() if error <= equal)
 
 
 def best_split(
@@ -177,7 +179,7 @@ def best_split(
     attention = np.arange(min(num_layers, kept), max(0, kept - num_layers) - 1, -1)  # more attention blocks first
     ratios = np.stack([attention, kept - attention]) / num_layers
     values = predictor.predict(*(ratios if predictor.meaning == "retained" else 1.0 - ratios))
-    best = int(np.argmax(values))
+    best = int(np.argmax(values >= values.max() - tie_width() * np.abs(values).max()))
     return Split(int(attention[best]), int(kept - attention[best]), float(values[best]))
 
 

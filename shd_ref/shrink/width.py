@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_ref.shrink.factors import leading_phases
 
 NORMS: tuple[str, ...] = ("rms", "layer")
 
@@ -81,6 +82,7 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
     values, vectors = np.linalg.eigh(turn.T @ ((s + s.T) / 2) @ turn)
     order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]
     basis = turn @ vectors[:, order]
+    basis = basis * leading_phases(basis)
     if norm == "layer":
         basis = basis @ _zero_mean_axes(width).T
     total = float(np.trace(turn.T @ s @ turn))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shd_ref.tolerances import degenerate_threshold
+
 RIDGE = 1e-4
 """Share of the inputs' mean square that holds a refitted matrix to the closed form (ALIGN-2)."""
 RIDGES = (RIDGE, 1e-2, 1.0, 1e2)
@@ -30,6 +32,7 @@ class OutputFit:
         self.biased, self.ridge = bias is not None, ridge
         self.chosen: float | None = ridge
         self.fitted, self.held = _Sums(self.start), _Sums(self.start)
+        self._held_size = 0.0
 
     def add(self, inputs: Tensor, targets: Tensor, held: Tensor | None = None) -> None:
         """Rows that count: what the matrix reads ``(n, F)`` and what it should give ``(n, D)``.
@@ -39,12 +42,14 @@ class OutputFit:
         z = inputs.double()
         if self.biased:
             z = torch.cat([z, z.new_ones(len(z), 1)], dim=1)
-        left = targets.double() - z @ self.start
+        goal = targets.double()
+        left = goal - z @ self.start
         if held is None or self.ridge is not None:
             self.fitted.add(z, left)
             return
         self.fitted.add(z[~held], left[~held])
         self.held.add(z[held], left[held])
+        self._held_size += float(goal[held].square().sum())
 
     def solve(self) -> tuple[Tensor, Tensor | None]:
         """The refitted matrix and bias."""
@@ -54,12 +59,15 @@ class OutputFit:
         return (found[:-1], found[-1]) if self.biased else (found, None)
 
     def _choose_ridge(self) -> float | None:
-        """What leaves the least error on the held-out samples; the largest ridge where there are none."""
+        """What leaves the least error on the held-out samples; the largest ridge where there are none.
+
+        What rounding alone tells apart counts as equal; then the closed form stays, or the larger ridge is taken.
+        """
         if not self.held.rows or not self.fitted.rows:
             return RIDGES[-1]
         errors = {ridge: self.held.error(self._change(self.fitted, ridge)) for ridge in RIDGES}
-        best = min(errors, key=errors.__getitem__)
-        return best if errors[best] < 0.0 else None
+        most = min(0.0, *errors.values()) + degenerate_threshold() * self._held_size
+        return None if most >= 0.0 else max(ridge for ridge in RIDGES if errors[ridge] <= most)
 
     def _change(self, sums: _Sums, ridge: float) -> Tensor:
         hold = torch.zeros(len(self.start), dtype=sums.inner.dtype, device=sums.inner.device)

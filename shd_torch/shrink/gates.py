@@ -14,6 +14,7 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_torch.shrink.dropped import Dropped
 from shd_torch.shrink.families import Family, family_of, find_part
+from shd_torch.shrink.layer import most_important
 
 KINDS = ("attention", "activations")
 
@@ -54,7 +55,8 @@ def _least(scores: tuple[float, ...], kind: str, kept: int | None, least: int) -
     """The layers that go where ``kept`` stay."""
     number = len(scores)
     count = number if kept is None else check_integer(kind, kept, min(least, number), number, "DEPTH-9")
-    return tuple(sorted(sorted(range(number), key=lambda layer: -scores[layer])[count:]))
+    staying = most_important(torch.tensor(scores, dtype=torch.float64), count).tolist()
+    return tuple(layer for layer in range(number) if layer not in staying)
 
 
 class Gates(nn.Module):

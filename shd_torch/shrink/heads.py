@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.tolerances import tie_width
 from shd_torch.shrink.merges import HeadMerge
 from shd_torch.shrink.weights import AttentionWeights
 
@@ -222,6 +223,7 @@ def _factor(forms: Tensor, rank: int, left: Roots | None, right: Roots) -> tuple
         left = eye, eye
     whitened = (left[0].to(forms.dtype) @ forms @ right[0].to(forms.dtype)).reshape(groups * rows, columns)
     u, singular, vh = torch.linalg.svd(whitened, full_matrices=False)
+    u, vh = u * leading_phases(vh.mH), vh / leading_phases(vh.mH)[:, None]
     kept = min(rank, len(singular))
     half = singular[:kept].sqrt()
     made_left = forms.new_zeros(groups, rows, rank)
@@ -229,6 +231,14 @@ def _factor(forms: Tensor, rank: int, left: Roots | None, right: Roots) -> tuple
     made_left[..., :kept] = left[1].to(forms.dtype) @ (u[:, :kept] * half).reshape(groups, rows, kept)
     made_right[:, :kept] = right[1].to(forms.dtype) @ (vh[:kept].mH * half)
     return made_left, made_right
+
+
+def leading_phases(vectors: Tensor) -> Tensor:
+    """For each column ``(D, k)`` the number of length 1 that makes its largest entry positive (HEAD-13)."""
+    sizes = vectors.abs()
+    first = (sizes >= (1.0 - tie_width()) * sizes.amax(0)).int().argmax(0)
+    leading = vectors.gather(0, first[None])[0]
+    return torch.where(leading == 0, 1.0, leading.conj() / leading.abs().masked_fill(leading == 0, 1.0))
 
 
 def _roots(moment: Tensor) -> Roots:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shd_ref.tolerances import tie_width
 from shd_torch.shrink.align import OutputFit
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.dropped import Dropped
@@ -199,7 +200,12 @@ def neuron_importance(squares: Tensor, matrix: Tensor) -> Tensor:
 
 def most_important(importance: Tensor, count: int) -> Tensor:
     """The numbers of the neurons that stay, in their order; of equal ones the first (FFN-5)."""
-    return importance.argsort(descending=True, stable=True)[:count].sort().values
+    if not count:
+        return importance.new_zeros(0, dtype=torch.int64)
+    last = importance.sort().values[-count]
+    near = (importance - last).abs() <= tie_width() * last.abs()
+    above = (importance > last) & ~near
+    return (above | (near & (near.cumsum(0) <= count - above.sum()))).nonzero()[:, 0]
 
 
 def keep_neurons(reader: tuple[Tensor, Tensor | None], kept: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, Pair, merge_plan, plan_groups
+from shd_ref.tolerances import tie_width
 from shd_torch.maps.gram import merge_gram, solve_gram_pair
 
 PLANS: tuple[str, ...] = ("auto", "matched", "balanced", "progressive")
@@ -96,7 +98,7 @@ def _match_rounds(pool: Tensor, num_student_heads: int, num_kv_heads: int) -> tu
 
 
 def _match_group(pool: Tensor, group: list[int], count: int) -> list[Pair]:
-    """``count`` disjoint pairs of a group with the least sum of errors (PLAN-9)."""
+    """``count`` disjoint pairs of a group with the least sum of errors, the first of several (PLAN-9)."""
     try:
         import networkx
     except ImportError:
@@ -104,12 +106,19 @@ def _match_group(pool: Tensor, group: list[int], count: int) -> list[Pair]:
             "dependency-missing", "plan='matched' needs networkx: pip install 'squeezing-heads[oracles]'", "ERR-5"
         ) from None
     graph = networkx.Graph()
-    graph.add_weighted_edges_from(
-        (p, q, -_pair_error(pool, p, q)) for i, p in enumerate(group) for q in group[i + 1 :]
-    )
+    edges = [(p, q) for i, p in enumerate(group) for q in group[i + 1 :]]
+    errors = {pair: _pair_error(pool, *pair) for pair in edges}
+    size = max(map(abs, errors.values()), default=0.0) or 1.0
+    least = -math.inf
+    for pair in sorted(edges, key=errors.__getitem__):
+        if errors[pair] - least > tie_width() * size:
+            least = errors[pair]
+        # Exact, and of equally good sets of pairs the first has the largest sum (PLAN-9).
+        first = 2 ** (len(edges) - 1 - edges.index(pair))
+        graph.add_edge(*pair, weight=first - (round(least / size * 2**40) << len(edges)))
     # One extra vertex for each head that stays alone: a perfect matching then has `count` pairs of heads.
     for number in range(len(group) - 2 * count):
-        graph.add_weighted_edges_from((head, ("alone", number), 0.0) for head in group)
+        graph.add_weighted_edges_from((head, ("alone", number), 0) for head in group)
     matching = networkx.max_weight_matching(graph, maxcardinality=True)
     pairs = [tuple(pair) for pair in matching if not any(isinstance(end, tuple) for end in pair)]
     return sorted((min(pair), max(pair)) for pair in pairs)

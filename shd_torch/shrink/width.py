@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_torch.shrink.families import Family, base_of, find_part, has_part, read_linear, write_linear
+from shd_torch.shrink.heads import leading_phases
 from shd_torch.shrink.weights import AttentionWeights
 
 
@@ -84,9 +85,9 @@ def principal_axes(moment: Tensor, width: int, norm: str) -> Tensor:
         raise ShdError("argument-value", f"hidden must be at least 2 with LayerNorms; got {width}", "WIDTH-4")
     start = _contrasts(channels, moment) if layer else torch.eye(channels, dtype=moment.dtype, device=moment.device)
     values, vectors = torch.linalg.eigh(start.mT @ ((moment + moment.mT) / 2) @ start)
-    kept = vectors[:, values.argsort(descending=True, stable=True)[: width - layer]]
-    basis: Tensor = start @ kept @ _contrasts(width, moment).mT if layer else start @ kept
-    return basis
+    kept = start @ vectors[:, values.argsort(descending=True, stable=True)[: width - layer]]
+    basis: Tensor = kept * leading_phases(kept)
+    return basis @ _contrasts(width, moment).mT if layer else basis
 
 
 def _contrasts(size: int, like: Tensor) -> Tensor:

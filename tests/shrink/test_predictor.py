@@ -99,6 +99,17 @@ def test_a_polynomial_is_found_again() -> None:
     assert cross_validate(points, 3) < 1e-7 < cross_validate(points, 2)
 
 
+def test_what_rounding_tells_apart_is_equal() -> None:
+    """The least of the degrees that fit, and of equal splits the one with more attention (PRED-4, PRED-5)."""
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+        a, t = random.random((2, 20))
+        points = np.stack([a, t, 70.0 + a + 2.0 * t + 1e-12 * random.normal(size=20)], axis=1)
+        assert choose_degree(points[random.permutation(20)], (3, 2, 1)) == 1
+        even = Predictor(1, (0.3, *(0.1 + 1e-15 * random.normal(size=2))))
+        assert [best_split(even, 12, k).attention for k in range(9, 16)] == [9, 10, 11, 12, 12, 12, 12]
+
+
 def test_budget_lines_end_where_a_type_is_used_up() -> None:
     rising = Predictor(1, (0.0, 1.0, 0.5))
     assert (best_split(rising, 4, 8).attention, best_split(rising, 4, 5).attention) == (4, 4)

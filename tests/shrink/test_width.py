@@ -36,6 +36,17 @@ def test_no_share_leaves_its_range() -> None:
         assert principal_axes(thin, 6).energy <= 1.0
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_signs_of_axes_are_chosen_by_rule(norm: str) -> None:
+    for _ in range(10):
+        rows = RANDOM.normal(size=(9, 6))
+        basis = principal_axes(moment(rows), 6, norm).basis
+        if norm == "rms":
+            assert (basis[np.abs(basis).argmax(axis=0), range(6)] > 0.0).all()
+        shaken = principal_axes(moment(rows) + 1e-13 * RANDOM.normal(size=(6, 6)), 6, norm).basis
+        np.testing.assert_allclose(shaken, basis, atol=1e-8)
+
+
 def test_folding_changes_nothing() -> None:
     matrix, scale, shift, bias = (RANDOM.normal(size=size) for size in ((6, 3), 6, 6, 3))
     folded, moved = fold_norm(matrix, scale, shift, bias)

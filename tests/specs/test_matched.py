@@ -52,6 +52,20 @@ def test_the_first_round_is_the_best_of_all(by: str, heads: int, student_heads: 
     assert sum(table[pair] for pair in plan[0]) == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.parametrize("by", ["residual", "similarity"])
+def test_of_equal_sets_the_first_is_taken(by: str) -> None:
+    """Three copies each of two heads: which pairs meet is all the same, so rounding must not say it."""
+    probs, outputs = teacher(2, batch=3)
+    order = [0, 1, 0, 1, 0, 1]
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        samples = rng.permutation(3)
+        maps, values = (part[samples][:, order] for part in (probs, outputs))
+        maps = maps * (1 + 1e-9 * rng.normal(size=maps.shape))
+        assert matched_plan([(maps, values)], 3, by) == (((0, 1), (2, 4), (3, 5)),)
+        assert matched_plan([(maps[:, [0] * 6], values[:, [0] * 6])], 3, by) == (((0, 1), (2, 3), (4, 5)),)
+
+
 def test_equal_heads_find_each_other() -> None:
     probs, outputs = teacher(3)
     order = [0, 1, 2, 1, 2, 0]

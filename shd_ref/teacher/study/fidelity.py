@@ -46,7 +46,7 @@ from shd_ref.teacher.study.difference import (
 )
 from shd_ref.teacher.study.intervals import Scores
 from shd_ref.teacher.study.options import FidelityOptions
-from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting
+from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting, rank_costs
 
 LEAST_SAMPLES: Final = 8
 """Fewer tell hardly anything apart: then samples that plans were matched on are judged too."""
@@ -137,7 +137,7 @@ def _summarise(
 ) -> tuple[Fidelity, ...]:
     """Each setting beside the best of its student heads, by cost."""
     # Equal costs keep the order of the settings: the source's own way comes first.
-    ordered = sorted(measured, key=lambda one: one[2].scores.value)
+    ordered = [measured[number] for number in rank_costs([losses.scores.value for *_, losses in measured])]
     results = []
     for setting, rules, losses in ordered:
         rivals = [one for one in ordered if one[0].num_student_heads == setting.num_student_heads]

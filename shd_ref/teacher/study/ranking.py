@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.tolerances import tie_width
 
 WEIGHED: Final = ("shd", "hard")
 """Strategies that compute weights, so that ``alpha_per`` makes a difference."""
@@ -87,7 +90,21 @@ class Fidelity:
     @property
     def is_tied(self) -> bool:
         """Whether these samples cannot tell it from the best: the interval of their difference reaches 0."""
-        return self.excess_margin is None or abs(self.excess) <= self.excess_margin
+        return self.excess_margin is None or abs(self.excess) <= max(self.excess_margin, rounding_of(self.cost))
+
+
+def rounding_of(cost: float) -> float:
+    """Costs that are no farther from this one count as equal: another processor may exchange them."""
+    return tie_width() * max(cost, tie_width())
+
+
+def rank_costs(costs: Sequence[float]) -> list[int]:
+    """The numbers of settings by cost, lowest first; equal costs keep their order."""
+    least, keys = -math.inf, {}
+    for number in sorted(range(len(costs)), key=costs.__getitem__):
+        least = least if costs[number] - least <= rounding_of(least) else costs[number]
+        keys[number] = least, number
+    return sorted(keys, key=keys.__getitem__)
 
 
 @dataclass(frozen=True)

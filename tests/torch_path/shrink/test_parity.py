@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from shd_ref import gram_tensor, merge_plan, softmax
 from shd_ref.shrink import align as ref_align
 from shd_ref.shrink import width as ref_width
+from shd_ref.shrink.ffn import Linear, keep_neurons
 from shd_ref.shrink.heads import HeadWeights, Rotary, attend, concatenate_heads, low_rank_heads, mix_queries
 from shd_ref.shrink.merges import HeadMerge as RefMerge
 from shd_ref.shrink.merges import grouped_plan, pooled_mixing
 from shd_torch.shrink.align import OutputFit
+from shd_torch.shrink.gates import Ranking
 from shd_torch.shrink.heads import SLOW_ANGLE, AttentionStatistics, squeeze_attention
+from shd_torch.shrink.layer import most_important
 from shd_torch.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.weights import AttentionWeights
 from shd_torch.shrink.width import principal_axes
@@ -99,6 +102,7 @@ def test_squeezed_attention(case: str, kv_heads: int, groups: Any, own_kv: int, 
     np.testing.assert_allclose(
         attend(x, to_numpy(found.weights), rotary=rotary), attend(x, wanted, rotary=rotary), atol=1e-9
     )
+    np.testing.assert_allclose(found.weights.key.numpy(), wanted.key, atol=1e-8)  # signs and phases too (HEAD-13)
 
 
 @pytest.mark.parametrize(("heads", "students", "kv_heads"), [(8, 4, 2), (8, 2, 2), (6, 4, 1), (7, 3, 1), (8, 3, 2)])
@@ -117,6 +121,25 @@ def test_merges(kind: str, heads: int, students: int, kv_heads: int) -> None:
     np.testing.assert_allclose(found.mixing.numpy(), wanted.mixing, atol=1e-9)
 
 
+def test_of_equal_plans_and_neurons_the_first_stay() -> None:
+    """Three copies each of two heads, and neurons that only rounding tells apart (PLAN-9, FFN-5, DEPTH-9)."""
+    pytest.importorskip("networkx")
+    random = np.random.default_rng(0)
+    maps, values = softmax(2 * random.normal(size=(5, 2, 6, 6))), random.normal(size=(5, 2, 6, 3))
+    order, output = [0, 1, 0, 1, 0, 1], np.tile(random.normal(size=(6, 9)), (3, 1))
+    gram = gram_tensor(maps[:, order], values[:, order], output).sum(axis=0)
+    for seed in range(8):
+        noise = np.random.default_rng(seed).normal
+        shaken = gram * (1 + 1e-15 * noise(size=gram.shape))
+        plan = merge_heads(torch.from_numpy(shaken), 3, "matched", 1).plan
+        assert plan == grouped_plan(shaken, 3, 1) == (((0, 1), (2, 4), (3, 5)),)
+        scores = np.array([2.0, 1.0, 3.0, 1.0, 1.0, 0.5, 1.0]) * (1 + 1e-9 * noise(size=7))
+        assert most_important(torch.from_numpy(scores), 4).tolist() == [0, 1, 2, 3]
+        eye = Linear(np.eye(7), None)
+        assert keep_neurons(eye, eye, scores, 4).kept == (0, 1, 2, 3)
+        assert Ranking(tuple(scores), (), None).drop(attention=4).attention == (4, 5, 6)
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_axes(norm: str) -> None:
     moment = moments(INPUTS)[0][:-1, :-1]
@@ -125,6 +148,8 @@ def test_axes(norm: str) -> None:
         found = principal_axes(torch.from_numpy(moment), width, norm).numpy()
         np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, atol=1e-9)
         np.testing.assert_allclose(found.T @ found @ found.T, found.T, atol=1e-9)
+        if norm == "rms":
+            np.testing.assert_allclose(found, wanted, atol=1e-9)  # signs too (WIDTH-3)
         if norm == "layer":
             np.testing.assert_allclose((INPUTS @ found).mean(-1), 0.0, atol=1e-12)
 
@@ -166,6 +191,18 @@ def test_a_ridge_is_chosen_on_samples_that_are_held_out() -> None:
     still = fit(40, None, np.zeros_like(moved))
     assert still[1] is None or still[1] >= 1.0
     assert still[0] < fit(40, 1e-4, np.zeros_like(moved))[0]
+
+
+def test_where_nothing_is_left_to_fit_the_closed_form_stays() -> None:
+    """Not one of the ridges, whose errors are rounding (ALIGN-7)."""
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        z, start = rng.normal(size=(80, 8)), rng.normal(size=(8, 2))
+        fit = OutputFit(torch.from_numpy(start), None, None)
+        left = 1e-9 * rng.normal(size=8)[:, None]  # what float32 leaves of equal streams
+        fit.add(torch.from_numpy(z), torch.from_numpy(z @ (start + left)), torch.arange(80) % 4 == 3)
+        fit.solve()
+        assert fit.chosen is None
 
 
 def test_too_few_samples_to_hold_any_out_are_held_to_the_closed_form() -> None:
