@@ -102,39 +102,62 @@ def squeeze_heads(
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     temperature = check_temperature(temperature)
     probs, outputs, mask = check_teacher(teacher_probs, value_outputs, query_mask, row_sums=row_sums)
-    batch, num_heads, rows, _ = probs.shape
-    rounds = merge_plan(num_heads, num_student_heads, "progressive" if plan is None else plan)
+    rounds = merge_plan(probs.shape[1], num_student_heads, "progressive" if plan is None else plan)
 
     softened = soften_rows(probs, temperature, row_sums=row_sums)
     solved_on = softened if alpha_from == "softened" else probs
+    mixing, solutions = solve_mixing(
+        solved_on, outputs, rounds, strategy=strategy, query_mask=mask, alpha_rule=alpha_rule, alpha_per=alpha_per
+    )
+    return SqueezeResult(
+        probs=in_dtype_of(teacher_probs, mix_maps(softened, mixing)),
+        mixing=mixing,
+        alphas=tuple(np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions),
+        residual=output_residual(probs, outputs, mixing, plan_groups(rounds, probs.shape[1]), mask),
+        num_clipped=sum(int(((s.raw < 0.0) | (s.raw > 1.0)).sum()) for r in solutions for s in r),
+        num_degenerate=sum(int(s.degenerate.sum()) for r in solutions for s in r),
+        plan=rounds,
+    )
+
+
+def solve_mixing(
+    probs: Array,
+    outputs: Array,
+    rounds: MergePlan,
+    *,
+    strategy: str,
+    query_mask: Mask | None,
+    alpha_rule: str,
+    alpha_per: str,
+) -> tuple[Array, list[list[AlphaSolution]]]:
+    """C of checked arrays, and the solutions of each round: all follows from the products of maps and value outputs.
+
+    Args:
+        probs: ``(B, H_t, L, S)``, or factors ``(B, H_t, L, m)`` of these products.
+        outputs: ``(B, H_t, S, D)``, or the other factors ``(B, H_t, m, D)``.
+        rounds: from ``merge_plan``.
+        strategy, query_mask, alpha_rule, alpha_per: as for ``squeeze_heads``.
+    """
+    batch, num_heads, rows, _ = probs.shape
     groups = plan_groups(rounds, num_heads)
     solutions: list[list[AlphaSolution]] = []
     mixing = np.broadcast_to(np.eye(num_heads)[None, :, :, None], (batch, num_heads, num_heads, rows))
     if strategy == "mean":
         mixing = np.full((batch, len(groups), num_heads, rows), 1.0 / num_heads)
     elif strategy == "simplex":
-        mixing = simplex_mixing(solved_on, outputs, groups, mask, alpha_per)
+        mixing = simplex_mixing(probs, outputs, groups, query_mask, alpha_per)
     else:
-        pool = make_pool(solved_on, outputs)
+        pool = make_pool(probs, outputs)
         for one_round in rounds:
             pool, solved = merge_round(
-                pool, one_round, strategy=strategy, query_mask=mask, rule=alpha_rule, alpha_per=alpha_per
+                pool, one_round, strategy=strategy, query_mask=query_mask, rule=alpha_rule, alpha_per=alpha_per
             )
             solutions.append(solved)
-    alphas = tuple(np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions)
-    if alphas:
-        mixing = compose_mixing(alphas, rounds, num_heads)
-    elif alpha_per == "map":
-        mixing = mixing[..., 0]  # every row has the same weights
-    return SqueezeResult(
-        probs=in_dtype_of(teacher_probs, mix_maps(softened, mixing)),
-        mixing=mixing,
-        alphas=alphas,
-        residual=output_residual(probs, outputs, mixing, groups, mask),
-        num_clipped=sum(int(((s.raw < 0.0) | (s.raw > 1.0)).sum()) for r in solutions for s in r),
-        num_degenerate=sum(int(s.degenerate.sum()) for r in solutions for s in r),
-        plan=rounds,
-    )
+    if solutions:
+        alphas = [np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions]
+        return compose_mixing(alphas, rounds, num_heads), solutions
+    # Every row has the same weights, unless they are asked for by row.
+    return mixing[..., 0] if alpha_per == "map" else mixing, solutions
 
 
 def check_teacher(

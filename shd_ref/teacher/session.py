@@ -70,6 +70,7 @@ def open_session(
     num_threads: int | None = None,
     weights: Weights | None = None,
     most_bytes: int | None = None,
+    keeps_memory: bool = True,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` on exactly this provider.
 
@@ -81,6 +82,7 @@ def open_session(
         num_threads: threads inside one operator, 1 to ``MAX_THREADS``; default: onnxruntime's choice.
         weights: those that the model lacks, from ``take_weights``; sessions of one teacher share them.
         most_bytes: memory that its tensors may take on the CPU, in opening it and in each run; default: all there is.
+        keeps_memory: of the host, from run to run: quicker, and as much as its largest run took.
 
     Raises:
         ShdError: ``provider-unavailable``, ``argument-value``; ``graph-invalid`` where onnxruntime rejects the model;
@@ -91,6 +93,7 @@ def open_session(
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised, not logged
+    options.enable_cpu_mem_arena = keeps_memory
     if num_threads is not None:
         options.intra_op_num_threads = num_threads
     if name == PROVIDERS["cuda"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,9 @@ class HiddenError:
         return f"{self.relative_mean:.2%} of a row's norm, at most {self.relative_max:.2%}"
 
 
+_TILE_BYTES: Final = 2**24
+"""Rows that are compared in float64 at once."""
+
 _Error = TypeVar("_Error", CodecError, LogitsError, HiddenError)
 
 
@@ -136,20 +139,28 @@ def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
         raise ShdError(
             "argument-shape", f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}", "CACHE-120"
         )
-    exact = probs.reshape(-1, probs.shape[-1]).astype(np.float64)
+    exact, coded = (maps.reshape(-1, maps.shape[-1]) for maps in (probs, decoded))
+    size = max(1, _TILE_BYTES // (8 * max(exact.shape[-1], 1)))
+    tiles = [_row_errors(exact[row : row + size], coded[row : row + size]) for row in range(0, len(exact), size)]
+    kl, tv = (np.concatenate(rows) for rows in zip(*tiles, strict=True)) if tiles else (np.empty(0), np.empty(0))
+    if not len(kl):
+        return CodecError(0.0, 0.0, 0.0, 0)
+    return CodecError(float(kl.mean()), float(kl.max()), float(tv.mean()), len(kl))
+
+
+def _row_errors(probs: NDArray[Any], decoded: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Divergence and total variation of the rows ``(rows, S)`` that have mass."""
+    exact = probs.astype(np.float64)
     exact[exact < SMALLEST_PROB] = 0.0
     counted = exact.sum(axis=-1) > 0
-    exact, coded = exact[counted], decoded.reshape(exact.shape)[counted].astype(np.float64)
-    if not len(exact):
-        return CodecError(0.0, 0.0, 0.0, 0)
+    exact, coded = exact[counted], decoded[counted].astype(np.float64)
     exact /= exact.sum(axis=-1, keepdims=True)
     ratios = np.ones_like(exact)
     with np.errstate(divide="ignore"):
         np.divide(exact, coded, out=ratios, where=exact > 0)
     log_ratios = np.log(ratios, out=ratios)
     kl = np.maximum((exact * log_ratios).sum(axis=-1), 0.0)  # rounding can leave -1e-17
-    tv = 0.5 * np.abs(exact - coded).sum(axis=-1)
-    return CodecError(float(kl.mean()), float(kl.max()), float(tv.mean()), len(exact))
+    return kl, 0.5 * np.abs(exact - coded).sum(axis=-1)
 
 
 def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     pass
 
 Arrays = Mapping[str, NDArray[Any]]
-Maps = NDArray[np.float64]
+Maps = NDArray[Any]
 """One for each of N samples: ``(N, H, L, S)``."""
 
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -52,7 +52,10 @@ _OTHER_AXIS: Final = (
     "samples on the first axis of every input and does not mix them"
 )
 
-
+SEVERAL: Final = (
+    "it has {number} maps a sample, such as those of windows of an image, and a record holds one: select other sites "
+    "(--sites), or take a teacher whose attention spans the whole sample"
+)
 NOT_TOLD: Final = (
     "its maps came out the same for all samples of a small trial, which then cannot show that samples stay apart; "
     "nothing is wrong, and precompute looks again on your data"
@@ -195,10 +198,7 @@ class Trial:
         if number > 1 and not rest and len(second) == number * len(self._places):
             parts = [maps.reshape(-1, number, *maps.shape[1:]) for maps in (first, second)]
             if self._samples == 1 or self._keeps_samples(parts[0], parts[1], self._places):
-                return (
-                    f"it has {number} maps a sample, such as those of windows of an image, and a record holds one: "
-                    "select other sites (--sites), or take a teacher whose attention spans the whole sample"
-                )
+                return SEVERAL.format(number=number)
         return _OTHER_AXIS
 
     def _why_different(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
@@ -345,10 +345,14 @@ def _by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> Ma
         array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
     if layout in ("heads-batch", "heads-folded"):
         array = array.swapaxes(0, 1)
-    # Infinity becomes a number whose square is one too.
-    return np.nan_to_num(array.astype(np.float64), posinf=_LARGEST, neginf=-_LARGEST)
+    return array
 
 
 def _distance(maps: Maps, other: Maps) -> float:
-    """Root mean square of the difference."""
-    return float(np.sqrt(np.mean((maps - other) ** 2)))
+    """Root mean square of the difference, in float64, of one head or sample at a time; NaN of nothing."""
+    total, count = 0.0, 0
+    for pair in zip(np.atleast_2d(maps), np.atleast_2d(other), strict=True):
+        # Infinity becomes a number whose square is one too.
+        one, two = (np.nan_to_num(array.astype(np.float64), posinf=_LARGEST, neginf=-_LARGEST) for array in pair)
+        total, count = total + float(((one - two) ** 2).sum()), count + one.size
+    return float(np.sqrt(total / count)) if count else float("nan")

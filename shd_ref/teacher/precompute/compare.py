@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.attention import value_outputs
+from shd_ref.attention import Array, as_float, check_probs, soften_rows
 from shd_ref.cache.codecs.codecs import encode
 from shd_ref.errors import ShdError
-from shd_ref.merging.mixing import SqueezeResult, squeeze_heads
+from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
+from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.rule import SqueezeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
 from shd_ref.teacher.run.outputs import LayerOutputs
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
 from shd_ref.tolerances import load_tolerances
+
+_TILE_BYTES: Final = 2**24
+"""Maps of the teacher that are in float64 at once (but at least a row of every head)."""
 
 QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
 
@@ -41,6 +45,16 @@ class Comparison:
     code_mismatch: float
     residual: float
     constant_residual: float
+
+    @classmethod
+    def merged(cls, layers: Sequence[Comparison]) -> Comparison:
+        """Of all layers."""
+        return cls(
+            map_difference=max(layer.map_difference for layer in layers),
+            code_mismatch=max(layer.code_mismatch for layer in layers),
+            residual=_mean(layer.residual for layer in layers),
+            constant_residual=_mean(layer.constant_residual for layer in layers),
+        )
 
 
 def compare_with_reference(
@@ -66,11 +80,11 @@ def compare_with_reference(
         else dict.fromkeys((each.student_layer for each in squeezed.layers), query_mask)
     )
     layers = [LayerOutputs.read(each, outputs, masks[each.student_layer]) for each in squeezed.layers]
-    return compare_layers(squeezed.options, layers)
+    return Comparison.merged(compare_layers(squeezed.options, layers))
 
 
-def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> Comparison:
-    """``compare_with_reference`` on the typed outputs of a run.
+def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> list[Comparison]:
+    """``compare_with_reference`` on the typed outputs of a run, layer by layer.
 
     Raises:
         ShdError: as ``compare_with_reference``.
@@ -81,48 +95,51 @@ def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> 
     ]
     compare = functools.partial(_compare_layer, options=options)
     if max(products) > SMALL_PRODUCT:
-        # One by one: value outputs in float64 are many times larger than the maps.
-        layers = list(map(compare, outputs))
-    else:
-        with threads_for(max(products)), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            layers = list(pool.map(compare, outputs))
-    return Comparison(
-        map_difference=max(layer.map_difference for layer in layers),
-        code_mismatch=max(layer.code_mismatch for layer in layers),
-        residual=float(np.mean([layer.residual for layer in layers])),
-        constant_residual=float(np.mean([layer.constant_residual for layer in layers])),
-    )
+        # One by one, each product on all threads.
+        return list(map(compare, outputs))
+    with threads_for(max(products)), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(compare, outputs))
 
 
 def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
-    layer, check = each.layer, each.checked
+    samples = [_compare_sample(each[number : number + 1], options) for number in range(len(each.alphas))]
+    return Comparison(
+        map_difference=max(sample.map_difference for sample in samples),
+        code_mismatch=_mean(sample.code_mismatch for sample in samples),
+        residual=_mean(sample.residual for sample in samples),
+        constant_residual=_mean(sample.constant_residual for sample in samples),
+    )
+
+
+def _compare_sample(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
+    layer, merged = each.layer, each.checked.merged
     limits = load_tolerances()["graph"]
-    dtype = layer.site.dtype if layer.site.dtype in limits["probs"] else "float32"
-    # In the teacher's own precision, which decides how exactly rows must sum to one.
-    probs = check.probs.astype(dtype)
-    x = value_outputs(check.values, projection_of(layer.site))
-
-    def reference(strategy: str) -> SqueezeResult:
-        return squeeze_heads(
-            probs,
-            x,
-            options.num_student_heads,
-            plan=layer.plan,
-            strategy=strategy,
-            query_mask=each.row_mask,
-            temperature=options.temperature,
-            alpha_rule=options.alpha_rule,
-            alpha_per=options.alpha_per,
-            row_sums=layer.site.row_sums,
-        )
-
-    expected, merged = reference(options.strategy), check.merged
-    difference = float(np.abs(merged - expected.probs).max(initial=0.0))
-    mismatch = 0.0
-    if options.codec != "float32":
-        # bf16 is coded on the host, from the graph's float32 maps.
-        codes = each.codes if options.codec == "sqrt8-row" else encode(options.codec, merged)
-        mismatch = float(np.mean(codes != encode(options.codec, expected.probs.astype(np.float32))))
+    dtype = layer.site.dtype or "float32"
+    dtype = dtype if dtype in limits["probs"] else "float32"
+    products, outputs = _factor_products(each, options.strategy, dtype)
+    mixing_of = functools.partial(
+        solve_mixing,
+        products,
+        outputs,
+        layer.plan,
+        query_mask=each.row_mask,
+        alpha_rule=options.alpha_rule,
+        alpha_per=options.alpha_per,
+    )
+    mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (options.strategy, "constant"))
+    groups = plan_groups(layer.plan, products.shape[1])
+    difference = wrong = 0.0
+    for rows, probs in _tiles(each, dtype):
+        weights = mixing if mixing.ndim == 3 else mixing[..., rows]
+        expected = mix_maps(soften_rows(probs, options.temperature, row_sums=layer.site.row_sums), weights)
+        found = merged[:, :, rows]
+        difference = float(np.maximum(difference, np.abs(found - expected.astype(dtype)).max(initial=0.0)))
+        if options.codec != "float32":
+            # bf16 is coded on the host, from the graph's float32 maps.
+            coded = each.codes if options.codec == "sqrt8-row" else None
+            codes = encode(options.codec, found) if coded is None else coded[:, :, rows]
+            wrong += int((codes != encode(options.codec, expected.astype(np.float32))).sum())
+    mismatch = wrong / max(merged.size, 1)
     for name, got in (("probs", difference), ("code_mismatch", mismatch)):
         limit = limits[name][dtype]
         if not got <= limit:  # also where it is NaN
@@ -132,6 +149,48 @@ def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
                 f"within {limit:g} in {dtype}; got {got:.3g}: run the teacher in float32, or squeeze its maps on the "
                 "host with shd_ref.squeeze_heads",
             )
-    return Comparison(
-        difference, mismatch, float(expected.residual.mean()), float(reference("constant").residual.mean())
+    residual, constant_residual = (
+        float(output_residual(products, outputs, weights, groups, each.row_mask)[0]) for weights in (mixing, constant)
     )
+    return Comparison(difference, mismatch, residual, constant_residual)
+
+
+def _factor_products(each: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
+    """Factors ``(1, H, L, m)`` and ``(1, H, m, D)`` of all products ``A_p X_q`` that a merge of one sample reads.
+
+    ``A_p X_q = (A_p V_q) W_q``, for heads that merge with one another: m is d_v of each of these.
+    """
+    probs, values = each.checked.probs, as_float(each.checked.values, "values", ndim=4)
+    (_, heads, rows, _), d_v = probs.shape, values.shape[-1]
+    projection = projection_of(each.layer.site).astype(np.float64).reshape(heads, d_v, -1)
+    values = np.repeat(values, heads // values.shape[1], axis=1)
+    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(each.layer.plan, heads)
+    width = d_v * max(map(len, groups))
+    products, outputs = np.zeros((1, heads, rows, width)), np.zeros((1, heads, width, projection.shape[-1]))
+    columns = np.zeros((heads, values.shape[2], width))  # of each head the values of its group
+    for group in groups:
+        for place, head in enumerate(group):
+            part = slice(place * d_v, (place + 1) * d_v)
+            outputs[0, head, part] = projection[head]
+            columns[list(group), :, part] = values[0, head]
+    for tile, maps in _tiles(each, dtype):
+        products[:, :, tile] = maps @ columns
+    return products, outputs
+
+
+def _tiles(each: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array]]:
+    """Some rows of the maps at a time, checked and in float64: whole ones would take many times a plain pass."""
+    probs, mask = each.checked.probs, each.row_mask
+    _, heads, rows, keys = probs.shape
+    size = max(1, _TILE_BYTES // (8 * heads * max(keys, 1)))
+    for start in range(0, rows, size):
+        tile = slice(start, start + size)
+        name = f"teacher_probs from row {start}" if start else "teacher_probs"
+        # In the teacher's own precision, which decides how exactly rows must sum to one.
+        maps = probs[:, :, tile].astype(dtype)
+        counted = None if mask is None else mask[:, tile]
+        yield tile, check_probs(maps, name, query_mask=counted, row_sums=each.layer.site.row_sums)
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    return float(np.mean(list(numbers)))

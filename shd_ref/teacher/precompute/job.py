@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -20,7 +20,7 @@ from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.destination import check_destination
 from shd_ref.teacher.precompute.forms.targets import make_targets
 from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
-from shd_ref.teacher.precompute.records import extent_of, make_records, maker_of, measure_errors
+from shd_ref.teacher.precompute.records import MAKERS, extent_of, make_records, maker_of, measure_errors
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.buckets import group_shards, share_shards
 from shd_ref.teacher.run.faults import find_faults
@@ -78,11 +78,7 @@ class PrecomputeJob:
         self._work = TeacherRun(teacher, inputs, options_of, run, on_read, ahead=True)
         self._work.begin()
         self._work.check_samples()
-        first = self._first_outputs()
-        # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
-        ends = sorted({0, len(first[0].batch.indices) - 1})
-        few = [each.select(ends) for each in first]
-        comparisons = [compare_layers(each.graph.options, each.layers) if each.layers else None for each in few]
+        first, comparisons = self._check_first()
         manifests = make_manifests(self._work, first)
         for manifest, each in zip(manifests, first, strict=True):
             samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
@@ -95,7 +91,7 @@ class PrecomputeJob:
                 zip(students, manifests, comparisons, strict=True)
             )
         ]
-        self._compared = len(ends)
+        self._compared = min(len(first[0].batch.indices), 2)
         self.shards = share_shards(manifests[0].shards.num_shards, *run.shards)
 
     @functools.cached_property
@@ -225,16 +221,45 @@ class PrecomputeJob:
         chosen = indices[: self._work.count_checked(indices)]
         return self._work.squeeze(self._work.inputs.batch(chosen), checked=True)
 
-    def _first_outputs(self) -> list[StudentOutputs]:
-        """Check outputs of a few of the longest samples without a fault, by student."""
+    def _check_first(self) -> tuple[list[StudentOutputs], list[Comparison | None]]:
+        """A few of the longest samples without a fault, by student, and how their maps compare with the reference.
+
+        Check outputs are there of some layers at a time, and not afterwards.
+        """
         work = self._work
         for batch in work.checked_batches(range(len(work.inputs)), FIRST_SAMPLES):
-            outputs = work.squeeze(batch, checked=True)
-            faulty = {index for each in outputs for index in _judge(work, each)}
+            faulty: set[int] = set()
+            # By map, which keeps nothing of a part while the next one runs.
+            parts = list(map(functools.partial(self._check_part, faulty), work.squeeze_parts(batch)))
             sound = [number for number, index in enumerate(batch.indices) if index not in faulty]
             if sound:
-                return [each.select(sound) for each in outputs]
+                first = [StudentOutputs.joined([outputs for outputs, _ in each]) for each in zip(*parts, strict=True)]
+                layers = [[layer for _, compared in each for layer in compared] for each in zip(*parts, strict=True)]
+                return [each.select(sound) for each in first], [
+                    Comparison.merged(compared) if compared else None for compared in layers
+                ]
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: look at its inputs", "MAP-5")
+
+    def _check_part(
+        self, faulty: set[int], part: Sequence[StudentOutputs]
+    ) -> list[tuple[StudentOutputs, list[Comparison]]]:
+        """Outputs without check outputs, and how their layers compare; faulty samples are noted, and left out."""
+        work, indices = self._work, part[0].batch.indices
+        faulty |= {index for each in part for index in _judge(work, each)}
+        sound = [number for number, index in enumerate(indices) if index not in faulty]
+        checked = []
+        for each in part:
+            compared: list[Comparison] = []
+            if sound and each.layers:
+                # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
+                few = each.select(sorted({sound[0], sound[-1]}))
+                compared = compare_layers(each.graph.options, few.layers)
+                maker = MAKERS[each.student.options.form]
+                for number in sound:
+                    maker.compare(work, work.sample(each, number))
+            layers = tuple(layer.without_check() for layer in each.layers)
+            checked.append((replace(each, layers=layers), compared))
+        return checked
 
 
 class _Step(NamedTuple):

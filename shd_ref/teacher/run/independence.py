@@ -13,15 +13,17 @@ import numpy as np
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.independence import NOT_TOLD, Allowed, Arrays, Trial
+from shd_ref.teacher.opening.parts import all_nodes
 from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.run.cuts import cut_batch
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
 
 _HELD_BYTES: Final = 2**28
 """Maps that are compared at once, in float32 (but at least those of one site)."""
 
+_BRANCHES: Final = frozenset({"If", "Loop", "Scan"})
 
 _MOST_BATCHES: Final = 8
-
 
 _MOST_GROUPS: Final = 1000
 
@@ -35,6 +37,9 @@ def check_samples(
 ) -> None:
     """Refuse what is not of single samples, by a few samples of the user's data.
 
+    Of long samples it is shown on short cuts. Where these do not show it, as where the graph does not run on them,
+    whole samples decide, a few outputs at a time.
+
     Args:
         model: the teacher.
         sites: by the name of an output with their maps ``(B, H, L, S)``, or what is made of these.
@@ -45,26 +50,31 @@ def check_samples(
     Raises:
         ShdError: ``graph-unsupported``.
     """
-    allowed = Allowed.of(model)
-    pending = [*sites, *(targets or {})]
-    for indices in _pairs(inputs):
-        batch = inputs.batch(indices)
-        heads = max((site.num_heads or 1 for site in sites.values()), default=1)
-        entries = heads * max(inputs.longest_axis(indices), 1) ** 2
+    allowed, pending = Allowed.of(model), [*sites, *(targets or {})]
+    heads = max((site.num_heads or 1 for site in sites.values()), default=1)
+    # A graph that branches may treat long samples in another way.
+    cuts = () if any(node.op_type in _BRANCHES for node in all_nodes(model.graph)) else _cut_pairs(inputs)
+    for batch, is_cut in itertools.chain(cuts, ((inputs.batch(pair), False) for pair in _pairs(inputs))):
         rows = len(batch.arrays[inputs.names[0]])
+        longest = max((array.shape[1] for array in batch.arrays.values() if array.ndim > 1), default=0)
         sampled = [name for name in inputs.names if len(batch.arrays[name]) == rows]
-        at_once = max(1, _HELD_BYTES // (4 * (2 * rows + 1) * entries))
+        at_once = max(1, _HELD_BYTES // (4 * (2 * rows + 1) * heads * max(longest, 1) ** 2))
         told = set()
         for start in range(0, len(pending), at_once):
             names = pending[start : start + at_once]
             runner = functools.partial(_run_changed, run, names, batch, inputs)
-            trial = Trial(runner, batch.arrays, sampled, allowed, grows=inputs.fixed_batch is None)
-            for name in names:
-                finding = trial.judge(name, "batch-heads", 1)
-                if finding.reason is not None:
-                    raise ShdError("graph-unsupported", _describe(name, sites, targets or {}, finding.reason))
-                if finding.note != NOT_TOLD:
+            try:
+                trial = Trial(runner, batch.arrays, sampled, allowed, grows=inputs.fixed_batch is None)
+                findings = {name: trial.judge(name, "batch-heads", 1) for name in names}
+            except ShdError:
+                if not is_cut:
+                    raise
+                continue  # not every graph runs on every length
+            for name, finding in findings.items():
+                if finding.reason is None and finding.note != NOT_TOLD:
                     told.add(name)
+                elif finding.reason is not None and not is_cut:  # only whole samples show what is wrong
+                    raise ShdError("graph-unsupported", _describe(name, sites, targets or {}, finding.reason))
         pending = [name for name in pending if name not in told]
         if not pending:
             return
@@ -85,6 +95,14 @@ def _run_changed(
 ) -> Arrays:
     # What is supplied beside the data may be a single flag, or have its samples on another axis: it is made again.
     return run(names, replace(batch, arrays=inputs.with_supplied(arrays)))
+
+
+def _cut_pairs(inputs: ModelInputs) -> Iterator[tuple[Batch, bool]]:
+    for pair in _pairs(inputs):
+        cut = cut_batch(inputs, inputs.batch(pair))
+        if cut is None:
+            return
+        yield cut, True
 
 
 def _pairs(inputs: ModelInputs) -> Iterator[Sequence[int]]:

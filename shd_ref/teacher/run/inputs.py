@@ -197,6 +197,11 @@ class ModelInputs:
         arrays = batch.arrays | {self.mask: np.ones_like(batch.arrays[self.mask])}
         return replace(batch, arrays=self.with_supplied(arrays))
 
+    @property
+    def sequences(self) -> tuple[tuple[Sequence[str], str | None], ...]:
+        """Inputs whose length the graph leaves open, and their mask: of the first sequence, and of a decoder's."""
+        return (self._free, self.mask), (self._free_decoder, self.decoder_mask)
+
     def with_supplied(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The arrays of ``names`` among these, and beside them what follows from them."""
         data = {name: arrays[name] for name in self.names}

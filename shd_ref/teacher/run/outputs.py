@@ -35,7 +35,7 @@ class Student:
 class _Arrays:
     """Arrays with a first axis B, some of which may be absent; indexed, all are."""
 
-    def __getitem__(self, samples: int | Sequence[int]) -> Any:
+    def __getitem__(self, samples: int | slice | Sequence[int]) -> Any:
         cut = {}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -85,6 +85,7 @@ class LayerOutputs(_Arrays):
         codes: ``(B, H_s, L, S)``: codes of ``sqrt8-row``, float32 maps for other codecs; None for factored records.
         factors: for factored records; else None.
         check: with check outputs; else None.
+        ahead: boolean ``(B,)``, what ``looks_ahead`` was where check outputs are no longer held; else None.
     """
 
     layer: SqueezedLayer
@@ -93,6 +94,7 @@ class LayerOutputs(_Arrays):
     codes: NDArray[Any] | None
     factors: FactorOutputs | None
     check: CheckOutputs | None
+    ahead: NDArray[np.bool_] | None = None
 
     @classmethod
     def read(
@@ -111,6 +113,21 @@ class LayerOutputs(_Arrays):
         """The check outputs of a run that asked for them."""
         assert self.check is not None
         return self.check
+
+    @property
+    def looks_ahead(self) -> NDArray[np.bool_]:
+        """``(B,)``: whether a merged row that counts gives mass to a later position."""
+        if self.ahead is not None:
+            return self.ahead
+        ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in self.checked.merged]
+        rows: NDArray[np.bool_] = np.any(ahead, axis=1)  # (B, L)
+        # What rows of padding look at is not stored (CACHE-129), and often all keys.
+        seen: NDArray[np.bool_] = np.any(rows if self.row_mask is None else rows & self.row_mask, axis=1)
+        return seen
+
+    def without_check(self) -> LayerOutputs:
+        """Without check outputs."""
+        return self if self.check is None else replace(self, check=None, ahead=self.looks_ahead)
 
     @property
     def factored(self) -> FactorOutputs:
@@ -196,6 +213,11 @@ class StudentOutputs:
     batch: Batch
     layers: tuple[LayerOutputs, ...]
     targets: TargetOutputs
+
+    @classmethod
+    def joined(cls, parts: Sequence[StudentOutputs]) -> StudentOutputs:
+        """Of a batch that ran some layers at a time."""
+        return replace(parts[0], layers=tuple(layer for part in parts for layer in part.layers))
 
     def select(self, numbers: Sequence[int]) -> StudentOutputs:
         """Of some samples, by their numbers in the batch; the batch keeps no arrays."""

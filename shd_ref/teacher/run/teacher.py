@@ -21,7 +21,7 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
-from shd_ref.teacher.graph.independence import SHARED_SCALES
+from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import frozen_specs
@@ -35,7 +35,7 @@ from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_te
 from shd_ref.teacher.run.calibration import calibrate_plans
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.layers import choose_layers
+from shd_ref.teacher.run.layers import Chosen, choose_layers
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader
@@ -144,6 +144,7 @@ class TeacherRun:
         )
         self._sessions: dict[bool, _Session] = {}
         self._opening: Future[_Session] | None = None
+        self._part: tuple[Chosen, _Session] | None = None  # the last session of some layers
         self.logit_columns: int | None = None
         self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
 
@@ -178,8 +179,27 @@ class TeacherRun:
             batch: of the inputs.
             checked: also give the teacher's maps and values and the merged maps before coding.
         """
-        session, count = self._open(checked and bool(self.layers)), len(batch.indices)
+        return self._squeeze(self._open(checked and bool(self.layers)), batch)
+
+    def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
+        """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
+        most = self._count_layers(batch)
+        if most >= len(self.layers):
+            yield self.squeeze(batch, checked=True)
+            return
+        for start in range(0, len(self.layers), most):
+            # Each session ends with its run, and gives its memory back.
+            yield self._squeeze(self._make_session(True, self.layers[start : start + most], start == 0), batch)
+
+    def _squeeze(self, session: _Session, batch: Batch) -> tuple[StudentOutputs, ...]:
+        count, rows = len(batch.indices), len(batch.arrays[self.inputs.names[0]])
         values = self._run_noting(session, session.names, batch)
+        for output, array in values.items():  # which short cuts of the samples may not have shown
+            if len(array) != rows:
+                reason = SEVERAL.format(number=len(array) // rows)
+                raise ShdError(
+                    "graph-unsupported", f"what is made of attention ({output}) cannot be stored: {reason}"
+                )
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
@@ -239,17 +259,28 @@ class TeacherRun:
         if all(site.note is None for _, site in self.layers):
             opened = self._open(bool(self.layers))
             sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
-            targets = opened.graphs[0].targets.titles
-            check_samples(self.model, sites, self.inputs, functools.partial(self._run_noting, opened), targets)
+            check_samples(self.model, sites, self.inputs, self._run_checked, opened.graphs[0].targets.titles)
         else:  # the squeezed graph may not even run
             reader = self.read_attention()
             check_samples(self.model, reader.maps, self.inputs, reader.run)
             if self.targets:
-                opened = self._open(True)
-                targets = opened.graphs[0].targets.titles
-                check_samples(self.model, {}, self.inputs, functools.partial(self._run_noting, opened), targets)
+                titles = self._open(True).graphs[0].targets.titles
+                check_samples(self.model, {}, self.inputs, self._run_checked, titles)
+        self._part = None
         for other in self.others:
             other.check_samples(self.inputs)
+
+    def _run_checked(self, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        """Some outputs with check outputs, by name; of long samples in a session for their layers alone."""
+        opened = self._open(bool(self.layers))
+        named = zip(opened.graphs[0].layers, self.layers, strict=True)
+        layers = tuple(chosen for layer, chosen in named if layer.probs in names)
+        if self._count_layers(batch) < len(self.layers):
+            if self._part is None or self._part[0] != layers:
+                self._part = None  # before the next takes memory
+                self._part = layers, self._make_session(True, layers)
+            opened = self._part[1]
+        return self._run_noting(opened, names, batch)
 
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
@@ -287,9 +318,20 @@ class TeacherRun:
         """
         if self.inputs.fixed_batch is not None or not indices:
             return len(indices)
-        most = max(student.options.num_student_heads for student in self.students)
-        entries = len(self.layers) * (self.num_teacher_heads + most) * self.inputs.longest_axis(indices) ** 2
+        entries = len(self.layers) * self._held_heads * self.inputs.longest_axis(indices) ** 2
         return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
+
+    def _count_layers(self, batch: Batch) -> int:
+        """How many layers may yield check outputs of a batch at once."""
+        arrays = [array for array in batch.arrays.values() if array.ndim > 1]
+        longest = max((array.shape[1] for array in arrays), default=1)
+        entries = len(batch.arrays[self.inputs.names[0]]) * self._held_heads * longest**2
+        return max(1, CHECKED_BYTES // max(4 * entries, 1))
+
+    @property
+    def _held_heads(self) -> int:
+        """Maps of a layer among the check outputs."""
+        return self.num_teacher_heads + max(student.options.num_student_heads for student in self.students)
 
     def _count_targets(self, indices: Sequence[int]) -> int:
         """How many of these samples may give logits and hidden states at once: one, until a run told the widths."""
@@ -479,24 +521,35 @@ class TeacherRun:
             self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
         return self._sessions[checked]
 
-    def _make_session(self, checked: bool) -> _Session:
+    def _make_session(self, checked: bool, layers: Chosen | None = None, has_targets: bool = True) -> _Session:
         graphs = [
             # Logits and hidden states are the same for all students.
-            self._make_graph(student, check_outputs=checked, targets=None if number else self.targets)
+            self._make_graph(
+                student,
+                self.layers if layers is None else layers,
+                check_outputs=checked,
+                targets=None if number or not has_targets else self.targets,
+            )
             for number, student in enumerate(self.students)
         ]
         model, renamed = unite_graphs(graphs)
         session = open_session(
-            model, provider=self.run.provider, num_threads=self._session_threads, weights=self.weights
+            model,
+            provider=self.run.provider,
+            num_threads=self._session_threads,
+            weights=self.weights,
+            keeps_memory=not checked,
         )
         return _Session(session, [output.name for output in model.graph.output], renamed)
 
-    def _make_graph(self, student: Student, *, check_outputs: bool, targets: TargetTensors | None) -> SqueezedGraph:
+    def _make_graph(
+        self, student: Student, chosen: Chosen, *, check_outputs: bool, targets: TargetTensors | None
+    ) -> SqueezedGraph:
         options = student.options
         layers = [layer for layer, _ in self.layers]
         return squeeze_graph(
             self.bare,
-            self.layers,
+            chosen,
             num_student_heads=options.num_student_heads,
             plans=dict(zip(layers, student.plans, strict=True)),
             strategy=options.strategy,

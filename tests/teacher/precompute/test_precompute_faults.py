@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, encoder_layer, token_teacher
+from support.attention_graphs import bare_attention, encoder_layer, language_model, token_teacher
 from support.makers import contents
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
@@ -150,6 +151,37 @@ def test_check_outputs_are_counted_as_the_graph_gives_them(
     monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 20_000)
     work = TeacherRun(tmp_path / "teacher.onnx", {"input_ids": mask, "attention_mask": mask}, [OPTIONS], RUN)
     assert work.count_checked(range(8)) == most
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Of one layer at a time, on cuts where a cut shows it, and otherwise in tiles: not of every layer in float64."""
+    onnx.save(language_model(num_layers=3), tmp_path / "teacher.onnx")
+    length, options = 256, replace(OPTIONS, form=form)
+    maps = 4 * 4 * length**2  # bytes of a layer, in float32
+    tokens = np.random.default_rng(0).integers(1, 50, (3, length))
+    inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", maps)
+    monkeypatch.setattr("shd_ref.teacher.precompute.compare._TILE_BYTES", maps // 16)
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        values = run_batch(session, names, batch)
+        shapes.extend(values[name].shape for name in names if "probs" in name)
+        return values
+
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.run_batch", noted)
+    tracemalloc.start()
+    try:
+        PrecomputeJob(tmp_path / "teacher.onnx", inputs, [(tmp_path / "cache", options)], RunOptions(num_threads=1))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert {shape[-1] for shape in shapes if shape[0] > 1} == {128}  # samples together, and then copies of one
+    assert [shape for shape in shapes if shape[-1] == length] == [(1, 4, length, length)] * 3
+    assert peak < 6 * maps
 
 
 def test_students_share_batches_also_where_check_outputs_do_not_fit(

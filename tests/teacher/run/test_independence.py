@@ -447,3 +447,47 @@ def test_each_cause_has_its_own_reason_and_remedy(form: str) -> None:
     assert ("weights inside" in str(site.reason)) == ("input" in form)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(site.reason)
+
+
+def long_samples(length: int, *, differ_from: int = 0) -> dict[str, NDArray[Any]]:
+    """Samples ``x (7, length, 6)`` of other spreads, that begin alike."""
+    x = np.random.default_rng(0).normal(size=(7, length, WIDTH)).astype(np.float32)
+    x *= np.arange(1, 8, dtype=np.float32)[:, None, None]
+    x[:, :differ_from] = x[0, :differ_from]
+    return {"x": x}
+
+
+def branching(build: GraphBuilder, source: str) -> str:
+    """Samples are mixed where they have more than 200 positions, and nowhere else."""
+    length = build.op("Gather", build.op("Shape", source), build.const(np.array(1)))
+    bodies = {}
+    for name, change in (("then_branch", normalised), ("else_branch", lambda inner, x: inner.op("Identity", x))):
+        inner = GraphBuilder()
+        inner.nodes, inner.initializers = build.nodes[len(build.nodes) :], build.initializers
+        change(inner, source)
+        for node in inner.nodes:  # names are the whole graph's
+            node.input[:] = [
+                f"{name}/{held}" if held[-1].isdigit() and "constant" not in held else held for held in node.input
+            ]
+            node.output[0] = f"{name}/{node.output[0]}"
+        value = onnx.helper.make_tensor_value_info(inner.nodes[-1].output[0], TensorProto.FLOAT, None)
+        bodies[name] = onnx.helper.make_graph(inner.nodes, name, [], [value])
+    return build.op("If", build.op("Greater", length, build.const(np.array(200))), **bodies)
+
+
+@pytest.mark.parametrize(
+    ("change", "differ_from", "cause"),
+    [(normalised, 0, MIXED), (normalised, 290, MIXED), (branching, 0, MIXED), (dropped, 0, RANDOM)],
+    ids=["mixed", "alike to the end", "mixed where long", "dropout"],
+)
+def test_long_samples_are_looked_at_in_cuts_and_refused_alike(
+    change: Change, differ_from: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unprobed(monkeypatch)
+    x = np.random.default_rng(0).normal(size=(7, 300, WIDTH)).astype(np.float32)
+    x *= np.arange(1, 8, dtype=np.float32)[:, None, None]  # other spreads
+    x[:, :differ_from] = x[0, :differ_from]
+    teacher = saved(attention(change, length="length"), tmp_path)
+    with pytest.raises(ShdError, match=cause) as caught:
+        precompute(teacher, {"x": x}, tmp_path / "cache", PrecomputeOptions(1))
+    assert caught.value.code == "graph-unsupported"

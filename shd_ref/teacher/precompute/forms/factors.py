@@ -43,14 +43,22 @@ class FactorsMaker(Maker[Factors]):
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
     def check(self, form: Factors, samples: Sequence[SampleOutputs]) -> None:
-        """Refuse a teacher whose maps are not what its queries and keys make (CACHE-143).
+        """Refuse a teacher that masks these samples in another way (CACHE-143).
 
         Raises:
             ShdError: ``graph-unsupported``; ``inputs-invalid`` for padding between positions that count.
         """
         for sample in samples:
-            _check_sample(form, sample)
-            _compare_maps(form, sample)
+            _check_sample(sample, form.support, [factors.window for factors in form.factors])
+
+    def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
+        """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""
+        first, length = sample.extent.first, sample.extent.length
+        support, windows = describe_mask([layer.factored.spans[:, first:length] - first for layer in sample.layers])
+        _check_sample(sample, support, windows)
+        scales = {student: factors.scale for (student, _), factors in zip(work.layers, work.factors, strict=True)}
+        for layer, window in zip(sample.layers, windows, strict=True):
+            _compare_maps(layer, sample.extent, scales[layer.layer.student_layer], support, window)
 
     def extent(self, form: Factors, sample: SampleOutputs) -> Extent:
         """Padding in front is left out."""
@@ -63,7 +71,7 @@ class FactorsMaker(Maker[Factors]):
             ShdError: ``inputs-invalid`` for padding between positions; ``argument-value`` for numbers beyond float16;
                 ``graph-unsupported`` for another mask.
         """
-        _check_sample(form, sample)
+        _check_sample(sample, form.support, [factors.window for factors in form.factors])
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
     def measure(self, form: Factors, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
@@ -74,13 +82,13 @@ class FactorsMaker(Maker[Factors]):
         """
         errors = []
         for sample, record in zip(samples, records, strict=True):
-            _compare_maps(form, sample)
             assert record.mixing is not None
             first, n = record.first, record.length
             for layer, factors, coded, mixing in zip(
                 sample.layers, form.factors, record.codes, record.mixing, strict=True
             ):
                 assert isinstance(coded, CodedFactors)
+                _compare_maps(layer, sample.extent, factors.scale, form.support, factors.window)
                 found = _rebuild(factors, form.support, *decode_factors(coded), mixing)
                 errors.append(codec_error(layer.checked.merged[:, first:n, first:n], found))
         return merge_codec_errors(errors)
@@ -101,7 +109,7 @@ def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDAr
     return layer.factored.queries[:, counted], layer.factored.keys[:, counted]
 
 
-def _check_sample(form: Factors, sample: SampleOutputs) -> None:
+def _check_sample(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
     mask = sample.layers[0].row_mask
     if mask is not None and not mask[sample.extent.first : sample.extent.length].all():
         raise ShdError(
@@ -110,25 +118,26 @@ def _check_sample(form: Factors, sample: SampleOutputs) -> None:
             "between them: pad in front or behind, or use --form maps",
             "CACHE-145",
         )
-    check_mask(form, sample)
+    check_mask(sample, support, windows)
 
 
-def _compare_maps(form: Factors, sample: SampleOutputs) -> None:
-    counted = slice(sample.extent.first, sample.extent.length)
-    for outputs, factors in zip(sample.layers, form.factors, strict=True):
-        site = outputs.layer.site
-        made = _rebuild(factors, form.support, *_cut(outputs, sample.extent))
-        probs = outputs.checked.probs[:, counted, counted]
-        difference = float((0.5 * np.abs(made - probs).sum(axis=-1)).max())
-        limit = tolerance_of("factored", site.dtype or "float32")
-        if not difference <= limit:
-            raise ShdError(
-                "graph-unsupported",
-                f"attention site {site.layer} ({site.name}) must have the maps that its queries and keys "
-                f"make, within a total variation of {limit:g}; got {difference:.3g}: something else takes part, such "
-                "as a bias; use --form maps",
-                "CACHE-143",
-            )
+def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: str, window: int | None) -> None:
+    counted, site = slice(extent.first, extent.length), layer.layer.site
+    queries, keys = _cut(layer, extent)
+    share, difference = len(queries) // len(keys), 0.0
+    for head, probs in enumerate(layer.checked.probs[:, counted, counted]):
+        (made,) = rebuild_maps(queries[head : head + 1], keys[head // share][None], scale, support, window=window)
+        made -= probs
+        difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
+    limit = tolerance_of("factored", site.dtype or "float32")
+    if not difference <= limit:
+        raise ShdError(
+            "graph-unsupported",
+            f"attention site {site.layer} ({site.name}) must have the maps that its queries and keys "
+            f"make, within a total variation of {limit:g}; got {difference:.3g}: something else takes part, such "
+            "as a bias; use --form maps",
+            "CACHE-143",
+        )
 
 
 def _rebuild(

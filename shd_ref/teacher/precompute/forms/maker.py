@@ -26,13 +26,16 @@ class Maker(ABC, Generic[FormT]):
 
         Args:
             work: the run.
-            outputs: of its longest samples, with check outputs.
+            outputs: of its longest samples, after check outputs were looked at.
             squeeze: the members that all forms of attention share.
         """
 
     @abstractmethod
     def check(self, form: FormT, samples: Sequence[SampleOutputs]) -> None:
         """Refuse a teacher that this form cannot hold (``graph-unsupported``), before anything is written."""
+
+    def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
+        """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
 
     @abstractmethod
     def extent(self, form: FormT, sample: SampleOutputs) -> Extent:

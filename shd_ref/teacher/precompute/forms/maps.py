@@ -57,8 +57,9 @@ class MapsMaker(Maker[Maps]):
         errors = []
         for sample in samples:
             for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-                merged = _without_padding(layer.checked.merged[:, :rows, :keys], layer).astype(np.float32)
-                errors.append(codec_error(merged, decode(form.codec, encode(form.codec, merged))))
+                merged = _without_padding(layer.checked.merged[:, :rows, :keys], layer).astype(np.float32, copy=False)
+                decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
+                errors.append(codec_error(merged, np.stack(decoded)))
         return merge_codec_errors(errors)
 
     def bound(self, form: Maps, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
@@ -71,22 +72,17 @@ def find_support(work: TeacherRun, outputs: StudentOutputs) -> str:
 
     Args:
         work: the run.
-        outputs: with check outputs.
+        outputs: with check outputs, or what was seen of these.
     """
-    rows, columns = outputs.layers[0].checked.merged.shape[2:]
+    rows, columns = outputs.layers[0].map_axes
     if rows != columns or rows == 1 or has_own_shapes(work, outputs):
         return "full"
-    for layer in outputs.layers:
-        # What rows of padding look at is not stored (CACHE-129), and often all keys.
-        ahead, mask = np.triu(layer.checked.merged, 1).any(axis=(1, 3)), layer.row_mask
-        if (ahead if mask is None else ahead & mask).any():
-            return "full"
-    return "causal"
+    return "full" if any(layer.looks_ahead.any() for layer in outputs.layers) else "causal"
 
 
 def has_own_shapes(work: TeacherRun, outputs: StudentOutputs) -> bool:
     """Whether the maps of some layers have other rows and keys than the positions of the sample (CACHE-128)."""
-    shapes = {layer.checked.merged.shape[2:] for layer in outputs.layers}
+    shapes = {layer.map_axes for layer in outputs.layers}
     one_sequence = {work.site_kinds.kind(site) for _, site in work.layers} <= {None, "encoder"}
     return not one_sequence or len(shapes) > 1 or any(rows != keys for rows, keys in shapes)
 

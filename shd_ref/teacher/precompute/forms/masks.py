@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Factors, row_bounds
+from shd_ref.cache import row_bounds
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -42,26 +42,26 @@ def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
 
     Args:
         work: the run.
-        outputs: of longest samples, with check outputs.
+        outputs: of longest samples.
     """
     index = outputs.batch.indices[0]
     if work.inputs.firsts[index]:
         alone = work.inputs.unmasked(work.inputs.batch([index]))
-        outputs = work.squeeze(alone, checked=True)[outputs.student.number]
+        outputs = work.squeeze(alone)[outputs.student.number]
     length = work.sample(outputs, 0).extent.length
     return [layer.factored.spans[0, :, :length] for layer in outputs.layers]
 
 
-def check_mask(form: Factors, sample: SampleOutputs) -> None:
-    """Refuse a teacher that masked this sample in another way than the manifest says (CACHE-143).
+def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
+    """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143).
 
     Raises:
         ShdError: ``graph-unsupported``.
     """
     first, length = sample.extent.first, sample.extent.length
-    for outputs, factors in zip(sample.layers, form.factors, strict=True):
+    for outputs, window in zip(sample.layers, windows, strict=True):
         layer = outputs.layer
-        low, high = row_bounds(length - first, form.support, factors.window)
+        low, high = row_bounds(length - first, support, window)
         expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
         found = outputs.factored.spans[:, first:length]
         wrong = np.argwhere((found != expected).any(axis=-1))
@@ -72,7 +72,7 @@ def check_mask(form: Factors, sample: SampleOutputs) -> None:
                 "graph-unsupported",
                 f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
                 f"and a window say, {wanted[2]} from {wanted[0]} to {wanted[1]} for row {first + row} "
-                f"({form.support}, window {factors.window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
+                f"({support}, window {window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
                 f"{head}: it has a mask of its own; use --form maps",
                 "CACHE-143",
             )
