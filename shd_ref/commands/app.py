@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shd_ref.commands.caches import card, export, ls, merge, seal
+from shd_ref.commands.conformance import conformance
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
 from shd_ref.commands.inspect import inspect
@@ -13,7 +14,7 @@ from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
 from shd_ref.commands.report import report
-from shd_ref.commands.terminal import ShownGroup
+from shd_ref.commands.terminal import ShownCommand, ShownGroup
 from shd_ref.commands.verify import verify
 
 app = typer.Typer(
@@ -57,14 +58,11 @@ for _command, _panel in (
     add_command(app, _command, panel=_panel, is_long=_command in _LONG)
 
 
-@app.command(
+# It reads its own options, which no import of the judge shall delay the other commands for.
+app.command(
     "conformance",
-    add_help_option=False,  # the judge has its own, which teaches more
+    cls=ShownCommand,
+    add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     rich_help_panel=JUDGING,
-)
-def conformance(context: typer.Context) -> None:
-    """Judge an implementation of the specification, in any language; see shd conformance --help."""
-    from shd_ref.conformance.__main__ import main
-
-    raise typer.Exit(main(context.args, context.command_path))
+)(conformance)

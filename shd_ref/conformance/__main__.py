@@ -20,23 +20,28 @@ from shd_ref.printable import printable
 PASSED, FAILED, UNUSABLE = 0, 1, 2
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.conformance") -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    prog: str = "python -m shd_ref.conformance",
+    parser: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> int:
     """Judge one implementation.
 
     Args:
         argv: the arguments; default those of the command line.
         prog: the command as it was typed, for the help and for errors.
+        parser: what reads the arguments and refuses them.
 
     Returns:
         0 where it conforms, 1 where something failed, 2 where nothing could be judged.
     """
-    parser = _make_parser(prog)
+    made = make_parser(prog, parser)
     arguments = sys.argv[1:] if argv is None else list(argv)
-    options = parser.parse_args(arguments)
+    options = made.parse_args(arguments)
     if options.arguments and not options.program:
-        parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
+        made.error(f"unexpected arguments: {' '.join(options.arguments)}")
     if not options.timeout > 0:
-        parser.error(f"--timeout must be above 0; got {options.timeout:g}")
+        made.error(f"--timeout must be above 0; got {options.timeout:g}")
     try:
         status, text = _judge(options)
     except (ProgramError, VectorError, KnownFailuresError, OSError) as error:
@@ -50,6 +55,8 @@ def _judge(options: argparse.Namespace) -> tuple[int, str]:
     """The exit status, and the words for standard output."""
     if options.list:
         items = cases(options.only, vectors=options.vectors)
+        if options.json:
+            return PASSED, json.dumps([{"id": item.id, "spec": item.spec} for item in items]) + "\n"
         return PASSED, "".join(f"{item.id}  {' '.join(item.spec)}\n" for item in items)
     known = KnownFailures.read(options.known_failures) if options.known_failures else None
     program, how = _open_implementation(options)
@@ -67,9 +74,11 @@ def _judge(options: argparse.Namespace) -> tuple[int, str]:
         ]
     if options.save_calls:
         _save_calls(Path(options.save_calls), reports)
+    document = {"runs": [report.to_json() for report in reports]}
     if options.report:
-        document = {"runs": [report.to_json() for report in reports]}
         Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        return _exit_code(reports), json.dumps(document) + "\n"
     return _exit_code(reports), "".join(report.summary(how) + "\n\n" for report in reports)
 
 
@@ -83,8 +92,9 @@ def _open_implementation(options: argparse.Namespace) -> tuple[Program, str]:
     return Program(command, timeout=options.timeout), f"--program {shlex.quote(shlex.join(command))}"
 
 
-def _make_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser(prog: str, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options, for ``shd conformance`` too."""
+    parser = kind(
         prog=prog,
         description="Does an implementation compute what specs/shd.md says? Exit status: 0 it conforms, "
         "1 something failed, 2 nothing could be judged.",
@@ -97,6 +107,7 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="what it computes in; repeat for several")
     parser.add_argument("--only", action="append", metavar="ID", help="an id or glob, such as 'law/*'; repeatable")
     parser.add_argument("--known-failures", metavar="FILE", help="lines of `ID [@dtype]  # reason`")
+    parser.add_argument("--json", action="store_true", help="print the report, or the list, as JSON")
     parser.add_argument("--report", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--save-calls", metavar="FOLDER", help="write the exact call of every failure as JSON")
     parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="for one answer (default 20)")

@@ -182,18 +182,41 @@ def test_list(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "merge_plan/five-to-four  PLAN-5\nmerge_plan/too-many  PLAN-2 ERR-1 ERR-2\n"
 
 
-def test_help_names_the_command_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    typer = pytest.importorskip("typer", reason="the command needs the extra 'teacher'")
+def test_shd_conformance_has_the_options_of_the_judge(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the style of the other commands, and with their words where it refuses."""
+    testing = pytest.importorskip("typer.testing", reason="the command needs the extra 'teacher'")
     from shd_ref.cli import load_app
 
-    for ask in (
-        lambda: main(["--help"]),
-        lambda: typer.main.get_command(load_app()).main(["conformance", "--help"], prog_name="shd"),
+    def shd(*words: str) -> tuple[int, str]:
+        result = testing.CliRunner().invoke(load_app(), ["conformance", *words], env={"COLUMNS": "80"})
+        return result.exit_code, result.output
+
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    page = capsys.readouterr().out
+    assert page.startswith("usage: python -m shd_ref.conformance")
+    code, shown = shd("--help")
+    assert (code, max(map(len, shown.splitlines()))) == (0, 80)
+    assert "Usage:" in shown
+    assert "conformance [OPTIONS]" in shown
+    assert "--quiet" in shown
+    for option in set(re.findall(r"--[a-z-]+", page)):
+        assert option in shown
+    own = ("--list", "--vectors", str(vectors), "--only", "merge_plan/*", "--only", "law/nothing")
+    assert main(own) == 0
+    assert shd(*own) == (0, capsys.readouterr().out)
+    code, listed = shd(*own, "--json")
+    assert [each["id"] for each in json.loads(listed)] == ["merge_plan/five-to-four", "merge_plan/too-many"]
+    for wrong, said in (
+        (("--impl", "json", "--dtype", "float8"), "invalid choice: 'float8'"),
+        (("--impl", "json", "--timeout", "0"), "--timeout must be above 0"),
+        (("--impl", "json", "--", "more"), "unexpected arguments: more"),
+        ((), "required"),
     ):
-        with pytest.raises(SystemExit, match="0"):
-            ask()
-    pages = capsys.readouterr().out.split("usage: ")[1:]
-    assert [page.split(" [-h]")[0] for page in pages] == ["python -m shd_ref.conformance", "shd conformance"]
+        code, shown = shd(*wrong)
+        assert code == 2
+        assert "usage:" not in shown
+        assert said in " ".join(shown.replace("│", " ").split())
 
 
 def test_adapter_of_the_documentation(vectors: Path) -> None:

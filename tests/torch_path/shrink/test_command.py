@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from support.shrink.models import make_data, make_teacher  # noqa: E402  (after 
 
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.commands import app  # noqa: E402
-from shd_torch.shrink_command import read_inputs, read_layers  # noqa: E402
+from shd_torch.shrink_command import following_commands, read_inputs, read_layers  # noqa: E402
 
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
@@ -69,6 +70,32 @@ def test_dropped_layers(tmp_path: Path) -> None:
     assert [layer["case"] == "dropped" for layer in report["layers"]] == [False, True, False]
     assert [layer.get("ffn") for layer in report["layers"]] == ["linear", None, "linear"]
     assert load_student(tmp_path / "student").num_parameters() == report["student"]["parameters"]
+
+
+def test_next_lines_follow_the_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No logits of a student without a head, whole rows of a classifier, and a file that shd can read."""
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    student, ids = make_teacher("bert"), np.full((3, 5), 4)
+    np.save("ids.npy", ids)
+    for kind, logits in (
+        (transformers.BertForMaskedLM, " --logits topk"),
+        (transformers.BertForSequenceClassification, " --logits float16"),
+        (transformers.BertModel, ""),
+    ):
+        folders = Path("teacher"), Path("ids.npy"), Path("student")
+        made = following_commands(*folders, kind(student.config), {"input_ids": ids})
+        assert made[0] == "shd-torch export teacher --out teacher.onnx"
+        assert made[2] == f"shd precompute teacher.onnx --inputs ids.npz --student student{logits} --out cache"
+        program, option, code = shlex.split(made[1])
+        assert (program, option) == ("python", "-c")
+        exec(code, {})
+        with np.load("ids.npz") as arrays:
+            assert {name: arrays[name].tolist() for name in arrays.files} == {
+                "input_ids": ids.tolist(),
+                "attention_mask": np.ones((3, 5)).tolist(),
+            }
 
 
 def test_the_table_of_starts(tmp_path: Path) -> None:

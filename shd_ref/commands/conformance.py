@@ -1,0 +1,76 @@
+"""``shd conformance``: the judge's own options, read and shown as those of the other commands."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from shd_ref.commands.terminal import ShownCommand, quiet_progress, show_progress
+
+
+class _Parser(argparse.ArgumentParser):
+    """The judge's parser, whose refusals look like those of the other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise typer.BadParameter(message)
+
+
+def conformance(context: typer.Context) -> None:
+    """Judge an implementation of the specification, in any language.
+
+    shd conformance --impl my_package.adapter
+
+    shd conformance --program "node adapter.js" --dtype float32
+
+    Exit code 0: it conforms; 1: something failed; 2: nothing could be judged.
+    """
+    from shd_ref.conformance.__main__ import main, make_parser
+
+    actions = [each for each in make_parser(context.command_path)._actions if each.dest != "help"]
+
+    def judge(quiet: bool, **given: Any) -> None:
+        words = [word for each in actions if each.option_strings for word in _words(each, given[each.dest])]
+        words += ["--", *(given["arguments"] or [])]
+        with quiet_progress(quiet), show_progress("items are judged") as (on_progress,):
+            on_progress(0, 0)
+            status = main(words, context.command_path, parser=_Parser)
+        raise typer.Exit(status)
+
+    quiet = typer.Option("--quiet", help="Show no progress; results, remarks and errors stay.")
+    parameters = [_parameter(each) for each in actions]
+    parameters.append(_keyword("quiet", Annotated[bool, quiet], False))
+    judge.__doc__ = conformance.__doc__
+    judge.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False, add_completion=False)
+    app.command(cls=ShownCommand)(judge)
+    typer.main.get_command(app).main(context.args, prog_name=context.command_path)
+
+
+def _parameter(action: argparse.Action) -> inspect.Parameter:
+    """An option or argument of the judge as typer takes it; what it may be the judge decides."""
+    is_flag, is_list = action.nargs == 0, isinstance(action, argparse._AppendAction) or action.nargs == "*"
+    metavar = "|".join(action.choices) if action.choices else str(action.metavar)
+    text = f"{action.help}."[0].upper() + f"{action.help}."[1:]
+    if not action.option_strings:
+        return _keyword(action.dest, Annotated[list[str] | None, typer.Argument(help=text, metavar=metavar)], None)
+    if is_flag:
+        return _keyword(action.dest, Annotated[bool, typer.Option(*action.option_strings, help=text)], False)
+    option = typer.Option(*action.option_strings, help=text, metavar=metavar)
+    kind: Any = list[str] if is_list else str
+    return _keyword(action.dest, Annotated[kind | None, option], None)
+
+
+def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _words(action: argparse.Action, value: Any) -> list[str]:
+    """An option as it was typed."""
+    (option,) = action.option_strings
+    if isinstance(value, bool):
+        return [option] * value
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [f"{option}={each}" for each in values]
