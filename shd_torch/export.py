@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import io
 import logging
 import os
+import re
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,12 @@ from shd_ref.tolerances import load_tolerances
 OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
 FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
+_CAUSE_LENGTH = 200  # of another library's message, which may have pages
+_REMEDY = (
+    "take a model whose attention is plain in its graph (no windows or chunks that depend on sizes, no state space), "
+    "name fewer axes as dynamic, teach with the model itself where it can be captured (shd_torch.OnlineTeacher), or "
+    "write the graph by a torch.onnx.export of your own"
+)
 
 
 @dataclass(frozen=True)
@@ -181,15 +189,24 @@ def _export(
     with _ready_for_export(model, attention), torch.no_grad():
         # torch.export takes an axis of size 0 or 1 for a constant.
         inputs = _resized(inputs, axes, lambda size, _: max(size, 2))
-        wrapper = _Positional(model, tuple(inputs)).eval()
-        output_name = _first_output(model(**inputs))[0]
+        wrapper = _Positional(model, tuple(inputs))
+        wrapper.eval()
+        try:
+            output_name = _first_output(model(**inputs))[0]
+        except Exception as error:  # a model raises what it likes
+            raise _refuse(model, f"run on the example inputs {_shapes(inputs)}", error) from error
         program = _trace(wrapper, inputs, axes, output_name, opset)
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
         expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
     with drafting(target) as draft:  # of the same name, which external data are found by
-        program.save(draft, external_data=_num_bytes(model) > _EXTERNAL_DATA_BYTES)
-        max_difference, tolerance = _compare(draft, samples, expected)
+        try:
+            program.save(draft, external_data=_num_bytes(model) > _EXTERNAL_DATA_BYTES)
+            max_difference, tolerance = _compare(draft, samples, expected)
+        except (OSError, ShdError):
+            raise
+        except Exception as error:  # onnx's and onnxruntime's exceptions share no base class
+            raise _refuse(model, "run in onnxruntime at another batch and length", error) from error
         data_path, draft_data = (path.with_name(path.name + ".data") for path in (target, draft))
         has_data = draft_data.exists()
         if has_data or data_path.exists():
@@ -313,6 +330,16 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     )
 
 
+def _refuse(model: nn.Module, stage: str, error: BaseException) -> ShdError:
+    """One sentence about an error of another library, by the first line of its first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    cause = cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]}..."
+    return ShdError("export-failed", f"{type(model).__name__} must {stage}; got {cause.rstrip('.:')}: {_REMEDY}")
+
+
 class _Positional(nn.Module):
     """The model behind positional arguments: ``**kwargs`` cannot be exported with dynamic axes."""
 
@@ -422,7 +449,7 @@ def _ready_for_export(model: nn.Module, attention: str) -> Iterator[None]:
 
 
 def _trace(
-    wrapper: nn.Module,
+    wrapper: _Positional,
     inputs: Mapping[str, Tensor],
     axes: Mapping[str, Mapping[int, str]],
     output_name: str,
@@ -431,11 +458,10 @@ def _trace(
     """The ``torch.onnx.ONNXProgram`` of the model, without the exporter's chatter."""
     dims = {name: torch.export.Dim(name) for name in {n for named in axes.values() for n in named.values()}}
     shapes = tuple({axis: dims[n] for axis, n in axes[name].items()} for name in inputs)
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
+    disabled = logging.root.manager.disable
     try:
-        logger.setLevel(logging.ERROR)  # it warns of every optional package that is not installed
-        with warnings.catch_warnings():
+        logging.disable(logging.WARNING)  # of optional packages; a trace that fails also prints its graph
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             # Third-party code: torch's own deprecations, and a name shared by axes on purpose.
             warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
             warnings.filterwarnings("ignore", message=r".*axis name: .* will not be used", category=UserWarning)
@@ -450,22 +476,17 @@ def _trace(
                 verbose=False,
             )
     except Exception as error:  # the exporter passes on what its parts raise
-        raise ShdError(
-            "export-failed", f"the model must be exportable by torch.onnx.export; got {type(error).__name__}: {error}"
-        ) from error
+        stage = "be traced by torch.export" if type(error).__name__ == "TorchExportError" else "be converted to ONNX"
+        raise _refuse(wrapper.model, stage, error) from error
     finally:
-        logger.setLevel(level)
+        logging.disable(disabled)
 
 
-def _run_model(wrapper: nn.Module, sample: Mapping[str, Tensor]) -> Tensor:
+def _run_model(wrapper: _Positional, sample: Mapping[str, Tensor]) -> Tensor:
     try:
         output: Tensor = wrapper(*sample.values())
-    except Exception as error:  # a model raises what it likes
-        raise ShdError(
-            "export-failed",
-            f"the model must accept every size of its dynamic axes; at {_shapes(sample)} it raised "
-            f"{type(error).__name__}: {error}. Name the axes that may vary as dynamic",
-        ) from error
+    except Exception as error:
+        raise _refuse(wrapper.model, f"accept every size of its dynamic axes, as {_shapes(sample)}", error) from error
     return output
 
 
@@ -495,26 +516,18 @@ def _compare(
     allowed = load_tolerances()["graph"]["probs"]
     relative = float(allowed.get(str(expected[0].dtype).removeprefix("torch."), allowed["float32"]))
     largest, tolerance = 0.0, relative
-    try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        for sample, output in zip(samples, expected, strict=True):
-            (result,) = session.run(None, {name: tensor.cpu().numpy() for name, tensor in sample.items()})
-            wanted = output.cpu().double()
-            difference = float((torch.from_numpy(result).double() - wanted).abs().max())
-            bound = relative * max(1.0, float(wanted.abs().max()))
-            if not difference <= bound:
-                raise ShdError(
-                    "export-failed",
-                    f"the graph must give the model's output within {bound:.3g}; got a difference of "
-                    f"{difference:.3g} at {_shapes(sample)}: something in the model depends on the sizes it was "
-                    "exported with",
-                )
-            largest, tolerance = max(largest, difference), max(tolerance, bound)
-    except ShdError:
-        raise
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        raise ShdError(
-            "export-failed",
-            f"the graph must run in onnxruntime at another batch and length; got {type(error).__name__}: {error}",
-        ) from error
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    for sample, output in zip(samples, expected, strict=True):
+        (result,) = session.run(None, {name: tensor.cpu().numpy() for name, tensor in sample.items()})
+        wanted = output.cpu().double()
+        difference = float((torch.from_numpy(result).double() - wanted).abs().max())
+        bound = relative * max(1.0, float(wanted.abs().max()))
+        if not difference <= bound:
+            raise ShdError(
+                "export-failed",
+                f"the graph must give the model's output within {bound:.3g}; got a difference of "
+                f"{difference:.3g} at {_shapes(sample)}: something in the model depends on the sizes it was "
+                "exported with",
+            )
+        largest, tolerance = max(largest, difference), max(tolerance, bound)
     return largest, tolerance

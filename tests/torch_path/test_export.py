@@ -16,11 +16,11 @@ import shd_torch.export
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_torch import ShdError, export_teacher
-from shd_torch.export import load_hf_model
+from shd_torch.export import example_inputs, load_hf_model
 
 onnx = pytest.importorskip("onnx", reason="export needs onnx")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
-pytest.importorskip("transformers", reason="these teachers come from transformers")
+transformers = pytest.importorskip("transformers", reason="these teachers come from transformers")
 onnxruntime = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 
 
@@ -187,11 +187,76 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("model", [OneSize(), Branches()], ids=["one-size", "branches"])
 def test_failed_exports_leave_nothing(model: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match=r"must (be exportable|accept)") as caught:
+    with pytest.raises(ShdError, match=r"must (be traced|accept)") as caught:
         export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
     assert caught.value.code == "export-failed"
     assert list(tmp_path.iterdir()) == []
     assert model.training
+
+
+class Raises(nn.Module):
+    """A model that cannot run, in many words."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        raise RuntimeError("first line\nsecond line\n" + "third line " * 100)
+
+
+class Untranslated(nn.Module):
+    """An operator that ONNX lacks."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.special.bessel_j0(images)
+
+
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        (Raises(), r"Raises must run on the example inputs .*; got RuntimeError: first line: "),
+        (Branches(), r"Branches must be traced by torch\.export; got "),
+        (Untranslated(), r"Untranslated must be converted to ONNX; got "),
+        (
+            nn.Identity(),
+            r"Identity must run in onnxruntime at another .*; got RuntimeError: no such op: ",
+        ),
+    ],
+)
+def test_a_failed_export_is_one_sentence(
+    model: nn.Module,
+    stage: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """By the model, the stage and the first line of the cause, with nothing printed beside it."""
+    if isinstance(model, nn.Identity):
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise RuntimeError("no such op\nand a page of text")
+
+        monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
+    capfd.readouterr()
+    with pytest.raises(ShdError, match=stage + r".*take a model whose attention is plain") as caught:
+        export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
+    message = str(caught.value)
+    assert caught.value.code == "export-failed"
+    assert "\n" not in message
+    assert "\x1b" not in message
+    assert len(message) < 700
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_led_is_refused_in_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Attention in windows, whose number follows from the values."""
+    config = transformers.LEDConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, attention_window=4,
+        max_encoder_position_embeddings=16, max_decoder_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.LEDModel(config)
+    with pytest.raises(ShdError, match=r"^LEDModel must be traced by torch\.export; got [^\n]*$"):
+        export_teacher(model, example_inputs(model), tmp_path / "led.onnx")
+    assert "def forward" not in "".join(capfd.readouterr())
 
 
 def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
