@@ -1,16 +1,23 @@
 """Does memory grow with the data? Peak memory of `shd precompute` over N and 10 N samples, from every kind of file.
 
 Each run is a separate process; the figure is its peak of private memory (VmHWM counts mapped files too, so the peak
-of RssAnon is sampled beside it). The rival is the same data loaded whole before the run. Prints a table and writes
-``precompute_memory.json`` beside this file.
+of RssAnon is sampled beside it). The rival is the same data loaded whole before the run.
 
-    python benchmarks/precompute_memory.py [--samples 400] [--length 64]
+And what do the checks before the first record take on long samples? Peak of resident memory and seconds of processor
+time of a process that makes the checks, and of one that makes a whole cache, four samples in batches of one, by a
+teacher of 2 layers and 8 heads, width 256. The rival is onnxruntime's plain pass of the same graph over the same
+samples. ``--before`` names a checkout of an older version to measure beside it.
+
+Prints tables and writes ``precompute_memory.json`` beside this file.
+
+    python benchmarks/precompute_memory.py [--samples 400] [--length 64] [--lengths 512 1024 2048] [--before FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import torch
 import transformers
+from squeeze_overhead import machine
 
 from shd_torch import export_teacher
 
@@ -41,18 +49,43 @@ precompute(sys.argv[1], arrays, [(sys.argv[3], PrecomputeOptions(2))], run)
 """
 
 
-def make_teacher(folder: Path, length: int) -> Path:
+LONG = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+kind, teacher, length, out = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+tokens = np.random.default_rng(0).integers(1, 100, (4, length))
+inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+if kind == "plain":
+    from shd_ref.teacher.session import open_session
+    session = open_session(teacher, num_threads=1)
+    for row in range(4):
+        session.run(None, {name: array[row : row + 1] for name, array in inputs.items()})
+else:
+    from shd_ref.teacher.precompute.job import PrecomputeJob
+    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+    students = [(out, PrecomputeOptions(4, form=sys.argv[5]))]
+    job = PrecomputeJob(teacher, inputs, students, RunOptions(batch_size=1, num_threads=1))
+    if kind == "whole":
+        job.write(job.shards, job.missing)
+        job.finish()
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_maxrss / 1000, used.ru_utime + used.ru_stime)
+"""
+
+
+def make_teacher(folder: Path, length: int, width: int = 32, heads: int = 4) -> Path:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=100,
-        hidden_size=32,
+        hidden_size=width,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
+        num_attention_heads=heads,
+        intermediate_size=4 * width if width > 32 else width,
         max_position_embeddings=length,
     )
     model = transformers.BertModel(config, add_pooling_layer=False).eval()
-    ids = torch.ones(2, length // 2, dtype=torch.int64)
+    ids = torch.ones(2, min(32, length // 2), dtype=torch.int64)
     export_teacher(model, {"input_ids": ids, "attention_mask": ids}, folder / "teacher.onnx")
     return folder / "teacher.onnx"
 
@@ -92,12 +125,41 @@ def peak_memory(command: list[str]) -> dict[str, float]:
     return {"private": private / 1000, "resident": resident / 1000}
 
 
+def measure_long(lengths: list[int], before: str | None) -> dict[str, dict[str, list[float]]]:
+    """Megabytes and seconds of processor time by length and kind of run."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        teacher = make_teacher(Path(name), max(lengths), 256, 8)
+        kinds = [("plain", "maps"), *((kind, form) for kind in ("checks", "whole") for form in ("maps", "factored"))]
+        for length in lengths:
+            row = found.setdefault(str(length), {})
+            for kind, form in kinds:
+                for tree in (None,) if kind == "plain" or before is None else (before, None):
+                    title = f"{kind}{f' {form}' * (kind != 'plain')}{', before' * (tree is not None)}"
+                    out = f"{name}/{length}-{title}".replace(" ", "-")
+                    command = [sys.executable, "-c", LONG, kind, str(teacher), str(length), out, form]
+                    path = {"PYTHONPATH": tree} if tree else {}
+                    ran = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=True)
+                    row[title] = [round(float(number), 1) for number in ran.stdout.split()]
+                    print(f"{length:6} {title:28}{row[title][0]:8.0f} MB{row[title][1]:8.1f} s", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--before")
+    parser.add_argument("--long-only", action="store_true", help="leave the other figures as they are")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"samples": arguments.samples, "length": arguments.length, "megabytes": {}}
+    long = {"machine": machine(1), "runs": measure_long(arguments.lengths, arguments.before)}
+    if arguments.long_only:
+        RESULT.write_text(
+            json.dumps(json.loads(RESULT.read_text()) | {"long": long}, indent=2) + "\n", encoding="utf-8"
+        )
+        return
+    report: dict[str, Any] = {"long": long, "samples": arguments.samples, "length": arguments.length, "megabytes": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         teacher = make_teacher(folder, arguments.length)
