@@ -139,7 +139,9 @@ def measure_long(lengths: list[int], before: str | None) -> dict[str, dict[str, 
                     out = f"{name}/{length}-{title}".replace(" ", "-")
                     command = [sys.executable, "-c", LONG, kind, str(teacher), str(length), out, form]
                     path = {"PYTHONPATH": tree} if tree else {}
-                    ran = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=True)
+                    ran = subprocess.run(
+                        command, cwd=name, env=os.environ | path, capture_output=True, text=True, check=True
+                    )
                     row[title] = [round(float(number), 1) for number in ran.stdout.split()]
                     print(f"{length:6} {title:28}{row[title][0]:8.0f} MB{row[title][1]:8.1f} s", flush=True)
     return found
