@@ -54,6 +54,7 @@ class ModelInputs:
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         decoder: inputs of a second sequence, whose padding is not the mask's.
         decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
+        rows: how many rows the table has that an input chooses from, by name, see ``count_rows``.
 
     Attributes:
         names: inputs that the data give, sorted: these alone make a sample's key.
@@ -82,7 +83,9 @@ class ModelInputs:
         names: Collection[str] | None = None,
         decoder: Collection[str] = (),
         decoder_mask: str | None = None,
+        rows: Mapping[str, int] | None = None,
     ) -> None:
+        self._rows = dict(rows or {})
         self._source = source if isinstance(source, Source) else ArraySource(source)
         self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
         given = self._source.columns if names is None else names
@@ -294,7 +297,21 @@ class ModelInputs:
         if self.mask is not None:
             self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
         self._check_length(sample, index)
+        self._check_rows(sample, index)
         return sample
+
+    def _check_rows(self, sample: Sample, index: int) -> None:
+        """Numbers of rows must be those of a table: ONNX counts negative ones from its end, and PyTorch refuses."""
+        for name in self._rows.keys() & sample.keys():
+            array, rows = sample[name], self._rows[name]
+            if array.size and (array.min() < 0 or array.max() >= rows):
+                place = np.argwhere((array < 0) | (array >= rows))[0].tolist()
+                raise self._source.refuse(
+                    f"{name} must be 0 to {rows - 1}, as the teacher's table has {rows} rows; got "
+                    f"{array[tuple(place)]} at position {', '.join(map(str, place)) or 0}: take the teacher's own "
+                    "tokenizer (--tokenizer), and no labels in place of tokens",
+                    index,
+                )
 
     def _check_length(self, sample: Sample, index: int) -> None:
         """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
@@ -318,6 +335,8 @@ class ModelInputs:
             raise self._source.refuse(
                 f"{name} must be {spec.dtype}; got text: give a tokenizer (--tokenizer FOLDER)", index
             )
+        if not value.size and spec.part != "past":
+            raise self._source.refuse(f"{name} must hold at least one number; got none: leave the sample out", index)
         array = as_dtype(value, np.dtype(spec.dtype))
         if array is None:
             raise self._source.refuse(f"{name} must be {spec.dtype}; got {value.dtype}: convert it", index)

@@ -20,6 +20,7 @@ from shd_ref.merging.alpha import ALPHA_PER, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import MergePlan, merge_plan
+from shd_ref.teacher.graph.embeddings import count_rows
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.selection import select_sites
@@ -184,7 +185,12 @@ class _FidelityTest:
         specs = frozen_specs(self.model, [site.probs for site in self.sites])
         kinds = find_kinds(self.model, found, specs, run.decoder_mask)
         self.inputs = ModelInputs(
-            source, specs, run.mask, decoder=kinds.decoder_inputs, decoder_mask=kinds.decoder_mask
+            source,
+            specs,
+            run.mask,
+            decoder=kinds.decoder_inputs,
+            decoder_mask=kinds.decoder_mask,
+            rows=count_rows(self.model),
         )
         self._kinds = kinds
         self._masks = [self._mask_of_rows(site) for site in self.sites]

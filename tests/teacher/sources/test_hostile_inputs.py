@@ -8,15 +8,22 @@ import json
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto
+from support.attention_graphs import GraphBuilder, token_teacher
+from typer.testing import CliRunner
 
 from shd_ref.cache.storage import strict_json
+from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.graph.embeddings import count_rows
+from shd_ref.teacher.graph.inputs import InputSpec, input_specs
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.sources import open_source, text
@@ -295,3 +302,52 @@ def test_rules_of_a_tokenizer_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         next(open_source(tmp_path / "d.jsonl", tokenizer=tmp_path).rows(["input_ids"]))
     assert caught.value.code == "inputs-invalid"
     assert ("needs more than" in str(caught.value)) == (kind.split()[-1] in ("long", "grows"))
+
+
+def teacher_of_tables() -> onnx.ModelProto:
+    """Tables of 9 and of 7 rows for tokens, and of 4 for the decoder's; places are clipped."""
+    build = GraphBuilder()
+    table = build.op("DequantizeLinear", build.const(np.ones((9, 3), np.int8)), build.const(np.float32(0.5)))
+    flat = build.op("Reshape", build.op("Cast", "input_ids", to=TensorProto.INT32), build.const(np.array([-1])))
+    build.op("Gather", table, flat, axis=0)
+    build.op("Gather", build.const(np.ones((7, 2), np.float32)), "input_ids")
+    types = build.op("Constant", value=onnx.numpy_helper.from_array(np.ones((4, 2), np.float32)))
+    build.op("Gather", types, "decoder_input_ids")
+    build.op("Gather", build.const(np.ones((2, 5), np.float32)), "decoder_input_ids", axis=1)
+    places = build.op("Clip", "places", build.const(np.int64(0)), build.const(np.int64(1)))
+    output = build.op("Gather", build.const(np.ones((2, 5), np.float32)), places)
+    names = ("input_ids", "decoder_input_ids", "places")
+    return build.model({name: (TensorProto.INT64, ["batch", "length"]) for name in names}, [output])
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "message"),
+    [
+        ("input_ids", 6, None),
+        ("input_ids", 7, "row 2: input_ids must be 0 to 6, as the teacher's table has 7 rows; got 7 at position 1"),
+        ("input_ids", -100, "got -100 at position 1"),
+        ("input_ids", -1, "got -1 at position 1"),
+        ("decoder_input_ids", 4, "row 2: decoder_input_ids must be 0 to 3"),
+        ("places", -1, None),
+    ],
+)
+def test_numbers_of_rows_that_a_table_lacks(name: str, number: int, message: str | None) -> None:
+    """ONNX counts negative ones from the end of the table, where PyTorch refuses them."""
+    model = teacher_of_tables()
+    data = {spec.name: np.ones((3, 4), np.int64) for spec in input_specs(model)}
+    data[name][2, 1] = number
+    with nullcontext() if message is None else pytest.raises(ShdError, match=message):
+        ModelInputs(data, input_specs(model), rows=count_rows(model))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sample_of_no_tokens_is_named(tmp_path: Path, masked: bool) -> None:
+    rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [], "attention_mask": []}]
+    rows = rows if masked else [{"input_ids": row["input_ids"]} for row in rows]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    onnx.save(token_teacher(), tmp_path / "teacher.onnx")
+    job = ["precompute", str(tmp_path / "teacher.onnx"), "--inputs", str(tmp_path / "data.jsonl")]
+    result = CliRunner().invoke(load_app(), [*job, "--student-heads", "2", "--out", str(tmp_path / "cache")])
+    assert result.exit_code == 1
+    assert "row 1: " in " ".join(result.output.split())
+    assert "must hold at least one number; got none" in " ".join(result.output.split())
