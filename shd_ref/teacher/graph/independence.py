@@ -65,6 +65,15 @@ _FROZEN: Final = (
     "are dynamic, so it runs on samples of that length alone: for others export with torch.onnx.export(..., "
     "dynamo=True, dynamic_shapes=...)"
 )
+MASKS_ALL: Final = (
+    "its maps are NaN where input {name!r} is 1 everywhere, so the graph masks where that is not 0: pass 0 (False) "
+    "for every key that may be attended to, and at least one such key for every row"
+)
+"""Note of a site whose maps are numbers only where an input that is no mask of tokens is 0."""
+_MASK_TURNED: Final = (
+    "its maps are NaN where input {name!r} is 1 everywhere, so the graph masks where that is not 0, and 1 stands for "
+    "a token: export a wrapper that takes 1 for tokens and turns the mask round inside"
+)
 SHARED_SCALES: Final = (
     "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "
     "batch: use the float or the statically quantised form of the model, or --batch-size 1"
@@ -167,7 +176,7 @@ class Trial:
         if self._keeps_samples(first, second, self._places):
             if _distance(first[1], first[0]) <= self._allowed.least:
                 return Finding(note=NOT_TOLD)
-            return Finding(note=SHARED_SCALES if self._allowed.same_samples else None)
+            return Finding()
         return Finding(self._why_different(first, maps_of))
 
     def inputs_as_long(self, name: str) -> tuple[tuple[str, ...], ...]:
@@ -184,6 +193,12 @@ class Trial:
         try:
             check_probs(np.nan_to_num(maps), "its map", ndim=None, row_sums=row_sums)
         except ShdError as error:
+            if not np.isfinite(maps).all():
+                return (
+                    "its map holds NaN or infinity on a small trial, whichever of the inputs is 0 or 1 "
+                    f"({', '.join(sorted(self._feeds))}): see whether the model's weights are numbers, run it in "
+                    "float32, or choose other layers (--sites)"
+                )
             return (
                 f"its map is changed after the softmax, as by a gate or a scale ({error}): choose other layers "
                 "(--sites), or a teacher that uses its maps as they are"
@@ -258,9 +273,27 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
     Returns:
         What was found, by name.
     """
+    found = _probe_samples(model, maps)
+    if not Allowed.of(model).same_samples:
+        return found
+    # Whatever else could be shown or not.
+    return {
+        name: finding
+        if finding.reason is not None
+        else replace(
+            finding, note="; ".join(filter(None, (finding.note, SHARED_SCALES))).removeprefix(f"{NOT_TOLD}; ")
+        )
+        for name, finding in found.items()
+    }
+
+
+def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
     try:
         probe = Probe(model, sorted(maps))
-        trial = _open_trial(probe, Allowed.of(model))
+        feeds, masking = _different_samples(probe)
+        if any(spec.part == "mask" for spec in probe.specs if spec.name == masking):
+            return dict.fromkeys(maps, Finding(_MASK_TURNED.format(name=masking)))
+        trial = _open_trial(probe, feeds, Allowed.of(model))
         found = {name: trial.judge(name, *kind[:2]) for name, kind in maps.items()}
         for name, (_, _, row_sums) in maps.items():
             reason = found[name].reason or trial.why_no_distribution(name, row_sums)
@@ -268,6 +301,9 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
         if probe.is_frozen_inside():
             frozen = Finding(note=_FROZEN.format(length=probe.frozen_length))
             found = {name: frozen if finding == Finding() else finding for name, finding in found.items()}
+        if masking is not None:
+            note = MASKS_ALL.format(name=masking)
+            found = {name: each if each.reason else replace(each, note=note) for name, each in found.items()}
         for name, finding in found.items():
             if finding.reason is None:
                 rows, keys = trial.inputs_as_long(name)
@@ -283,9 +319,8 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
     return dict.fromkeys(maps, Finding(note=note))
 
 
-def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
+def _open_trial(probe: Probe, feeds: Arrays, allowed: Allowed) -> Trial:
     specs = {spec.name: spec for spec in probe.specs}
-    feeds = _different_samples(probe)
     data = [name for name, spec in specs.items() if spec.part == "data" and spec.shape]
     # Fixed numbers, such as a temperature (1,), are not samples, unless there is nothing else.
     data = [name for name in data if len(specs[name].shape) > 1 or not isinstance(specs[name].shape[0], int)] or data
@@ -303,20 +338,28 @@ def _open_trial(probe: Probe, allowed: Allowed) -> Trial:
     return Trial(probe.run, feeds, sampled, allowed, grows=False)
 
 
-def _different_samples(probe: Probe) -> dict[str, NDArray[Any]]:
-    """Inputs that differ from sample to sample wherever the graph runs on such inputs."""
-    feeds = probe_feeds(probe.specs, probe.sizes, largest=probe.largest)
+def _different_samples(probe: Probe) -> tuple[dict[str, NDArray[Any]], str | None]:
+    """Inputs that differ from sample to sample wherever the graph runs on such inputs.
+
+    And the one that must be zeros for the maps to be numbers, as ones in it mask every key; None where none must.
+    """
+    feeds, masking = probe_feeds(probe.specs, probe.sizes, largest=probe.largest), None
+    if not _gives_numbers(probe, feeds):
+        zeros = {name: np.zeros_like(array) for name, array in feeds.items() if array.any()}
+        masking = next((name for name in zeros if _gives_numbers(probe, feeds | {name: zeros[name]})), None)
+        feeds |= {name: zeros[name] for name in zeros if name == masking}
     drawn = probe_feeds(probe.specs, probe.sizes, samples=range(probe.sizes.batch), largest=probe.largest)
     for name, array in drawn.items():
         if array.ndim and array.dtype.kind == "f":  # other statistics, not only other numbers
             spread = np.arange(1, 1 + len(array)).reshape(-1, *[1] * (array.ndim - 1))
             drawn[name] = (array * spread).astype(array.dtype)
+    drawn |= {name: array for name, array in feeds.items() if name == masking}
     if _gives_numbers(probe, drawn):
-        return drawn
+        return drawn, masking
     for name, array in drawn.items():
         changed = feeds | {name: array}
         feeds = changed if _gives_numbers(probe, changed) else feeds
-    return feeds
+    return feeds, masking
 
 
 def _gives_numbers(probe: Probe, feeds: Arrays) -> bool:

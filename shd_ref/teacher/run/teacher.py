@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
+from shd_ref.teacher.graph.embeddings import count_rows
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
-from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES
+from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import frozen_specs
@@ -133,6 +134,7 @@ class TeacherRun:
             input_names,
             decoder=self.site_kinds.decoder_inputs,
             decoder_mask=self.site_kinds.decoder_mask,
+            rows=count_rows(self.model),
         )
         self._check_lengths()
         for other in self.others:
@@ -422,13 +424,10 @@ class TeacherRun:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of this teacher's maps, such as that they depend on the batches they ran in."""
-        layers = [site.layer for _, site in self.layers if site.note == SHARED_SCALES]
-        alone = self.run.batch_size == 1 or self.inputs.fixed_batch == 1
-        if not layers or alone:
+        """What the user should know of the records, such as that they depend on the batches they were made in."""
+        if self.run.batch_size == 1 or self.inputs.fixed_batch == 1 or not Allowed.of(self.model).same_samples:
             return ()
-        numbers = ", ".join(map(str, sorted(set(layers))))
-        return (f"records depend on the batches that they were made in (attention sites {numbers}): {SHARED_SCALES}",)
+        return (f"records depend on the batches that they were made in: {SHARED_SCALES}",)
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""

@@ -11,13 +11,19 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, token_teacher
+from support.attention_graphs import (
+    GraphBuilder,
+    attention_on_inputs,
+    encoder_layer,
+    random_projection,
+    token_teacher,
+)
 from support.students import precompute
 
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph import find
+from shd_ref.teacher.graph import find, independence
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import Finding
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -303,6 +309,31 @@ def test_dynamic_quantisation_keeps_samples_apart_but_for_its_scales(tmp_path: P
     assert SEQUENCE_FIRST in str(wrong.reason)
     several = only_site(quantised(attention(window=4), tmp_path))
     assert WINDOWS in str(several.reason)
+
+
+def test_shared_scales_are_told_where_samples_could_not_be_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(independence, "_distance", lambda *_: 0.0)
+    site = only_site(quantised(attention(length="length"), tmp_path))
+    assert str(site.note).startswith("its dynamic quantisation takes scales from the whole batch")
+
+
+@pytest.mark.parametrize(("name", "axes"), [("hidden_keys", 4), ("attention_mask", 2)])
+def test_an_input_that_masks_everything_is_named(name: str, axes: int, tmp_path: Path) -> None:
+    """As in Megatron's layers, whose mask is True where nothing may be attended to."""
+
+    def masked(build: GraphBuilder, logits: str) -> str:
+        flags = name if axes == 4 else build.op("Unsqueeze", name, build.const(np.array([1, 2])))
+        return build.op("Where", flags, build.const(np.float32(-np.inf)), logits)
+
+    shape: list[str | int] = ["batch", 1, "rows", "keys"] if axes == 4 else ["batch", "keys"]
+    model = attention_on_inputs(masked, **{name: (TensorProto.BOOL, shape)})
+    site = only_site(model)
+    assert site.supported == (axes == 4)
+    assert f"its maps are NaN where input '{name}' is 1 everywhere" in str(
+        site.note if site.supported else site.reason
+    )
 
 
 @pytest.mark.parametrize(("batch_size", "said"), [(4, True), (1, False)])
