@@ -42,6 +42,7 @@ class ArrowSource(IndexedSource):
         if not self._batches:
             raise self.refuse("must hold at least 1 sample")
         self.columns = tuple(self._batches[0].schema.names)
+        self._valid: set[tuple[int, str]] = set()  # columns of batches
         self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
@@ -51,6 +52,13 @@ class ArrowSource(IndexedSource):
         """One row, found by its position among all batches."""
         number = bisect.bisect_right(self._ends, index)
         batch = self._batches[number]
+        for name in columns:
+            if (number, name) not in self._valid and name in batch.schema.names:
+                try:
+                    batch.column(name).validate(full=True)  # an offset beyond the data would end the process
+                except ValueError as error:
+                    raise self.refuse(f"must be readable Arrow files: {error}", index) from error
+                self._valid.add((number, name))
         return _row_of(self, batch, index - (self._ends[number] - batch.num_rows), index, columns)
 
 

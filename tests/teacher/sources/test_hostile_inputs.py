@@ -165,6 +165,18 @@ def test_columns_of_other_types(tmp_path: Path, kind: str) -> None:
     refused(tmp_path / "data.parquet")
 
 
+def test_lists_that_end_beyond_their_numbers(tmp_path: Path) -> None:
+    """The library would end the process."""
+    pa = pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
+    ipc = pytest.importorskip("pyarrow.ipc")
+    buffers = [None, pa.py_buffer(np.array([0, 10**6, 2], np.int32))]
+    column = pa.Array.from_buffers(pa.list_(pa.int64()), 2, buffers, children=[pa.array([1, 2])])
+    table = pa.table({"input_ids": column, "attention_mask": pa.array([[1, 1], [1]])})
+    with ipc.new_file(tmp_path / "data.arrow", table.schema) as file:
+        file.write_table(table)
+    assert "must be readable Arrow files" in refused(tmp_path / "data.arrow")
+
+
 def test_unread_columns_of_other_types_are_no_problem(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
     parquet = pytest.importorskip("pyarrow.parquet")
