@@ -255,9 +255,9 @@ def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
             length = (folder / info.location).stat().st_size - (info.offset or 0)
         return bool(length == size)
     if tensor.HasField("raw_data"):
-        return len(tensor.raw_data) == size
+        return bool(len(tensor.raw_data) == size)
     entries = size if bits in _PACKED_BITS else count * (2 if kind in _COMPLEX else 1)
-    return len(getattr(tensor, field)) == entries
+    return bool(len(getattr(tensor, field)) == entries)
 
 
 def _stated_shapes(model: onnx.ModelProto) -> Iterator[tuple[str, list[int]]]:
