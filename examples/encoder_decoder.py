@@ -6,9 +6,9 @@
     shd precompute bart.onnx --inputs pairs.npz --student-heads 4 --student-layers encoder=1,decoder=1,cross=1 --logits topk --out bart_cache
     python encoder_decoder.py train
 
-The student is a stock BART with half the heads and layers, from random weights. It prints
+The student is a stock BART with half the heads and layers, from random weights. It prints about
 
-    teacher 0.061, student 3.685 before and 0.024 after training
+    teacher 0.06, student 3.7 before and 0.02 after training
 """  # noqa: E501  # commands are for copying
 
 from __future__ import annotations

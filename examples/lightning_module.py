@@ -7,9 +7,9 @@
     pip install lightning
     python lightning_module.py
 
-No callback is needed: Lightning moves the supervision to the device with the batch. It prints
+No callback is needed: Lightning moves the supervision to the device with the batch. It prints about
 
-    student 0.554 before and 0.548 after training
+    student 0.556 before and 0.548 after training
 """
 
 from __future__ import annotations
