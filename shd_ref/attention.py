@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_ref.tolerances import row_sum_tolerance
 
 Array: TypeAlias = NDArray[np.float64]
@@ -217,11 +218,7 @@ def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -
 
 def check_temperature(temperature: Any) -> float:
     """T_a as a float above zero (TEMP-1)."""
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < np.inf:
-        raise ShdError(
-            "argument-value", f"temperature must be a finite number above 0; got {temperature!r}", "TEMP-1"
-        )
-    return float(temperature)
+    return check_number("temperature", temperature, "TEMP-1", above=0)
 
 
 def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str) -> None:

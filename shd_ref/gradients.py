@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_ref.loss import LayerRows, Layers, LossKeywords, as_layers, layer_rows, safe_log
 
 
@@ -65,8 +66,7 @@ def shd_loss_gradient_qk(
 
     Source: silent. Decision: D-21.
     """
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not np.isfinite(scale):
-        raise ShdError("argument-value", f"scale must be a finite number; got {scale!r}", "GRAD-8")
+    scale = check_number("scale", scale, "GRAD-8")
     maps, given_q, given_k = as_layers(supervision=supervision, queries=queries, keys=keys)
     pairs = [_check_qk(q, k, layer) for layer, (q, k) in enumerate(zip(given_q, given_k, strict=True))]
     # Every query head beside the key head that it reads: h // (H_s / H_kv).

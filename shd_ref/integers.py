@@ -1,6 +1,9 @@
-"""Integers among arguments (spec chapter ERR, ERR-6): booleans and floats are none."""
+"""Integers and other numbers among arguments (spec chapter ERR, ERR-6): booleans are none, NumPy's scalars are."""
 
 from __future__ import annotations
+
+import math
+from numbers import Real
 
 import numpy as np
 
@@ -24,12 +27,37 @@ def check_integer(name: str, value: object, low: int, high: int | None, spec_id:
     return number
 
 
+def check_number(
+    name: str,
+    value: object,
+    spec_id: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> float:
+    """A finite number as a float: Python's or NumPy's, above ``above`` and from ``least`` to ``most`` (ERR-6).
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer or a fraction beyond all floats
+        number = math.inf
+    if not (math.isfinite(number) and above < number and least <= number <= most):
+        words = f" above {above:g}" * (above > -math.inf) + f" of at least {least:g}" * (least > -math.inf)
+        words += f" and at most {most:g}" * (most < math.inf)
+        raise ShdError("argument-value", f"{name} must be a finite number{words}; got {value!r}", spec_id)
+    return number
+
+
 def as_index(value: object) -> int:
-    """An integer as an ``int``; booleans and floats are refused (ERR-6).
+    """An integer as an ``int``; booleans, floats and arrays are refused (ERR-6).
 
     Raises:
         TypeError: not an integer.
     """
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+    if isinstance(value, bool | np.bool_ | np.ndarray) or not hasattr(value, "__index__"):
         raise TypeError(f"not an integer: {value!r}")
     return int(value.__index__())

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, check_option, check_temperature
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_ref.support import check_layer, check_support, intersect
 
 REDUCTIONS: tuple[str, ...] = ("sum", "mean")
@@ -146,11 +147,10 @@ def layer_rows(
     check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
     check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
     check_option("support", support, SUPPORTS, "LOSS-14")
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < np.inf:
-        raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
+    beta = check_number("beta", beta, "LOSS-2", least=0)
     temperature = check_temperature(temperature)
     num_maps = sum(np.shape(logits)[1] for logits in student_logits if np.ndim(logits) == 4)
-    scale = float(beta) / num_maps if reduction == "mean" and num_maps else float(beta)
+    scale = beta / num_maps if reduction == "mean" and num_maps else beta
     layers = []
     for layer, (given, logits) in enumerate(zip(supervision, student_logits, strict=True)):
         teacher, masked, counted = check_layer(

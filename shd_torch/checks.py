@@ -6,13 +6,13 @@ makes the host wait for the device, so those checks depend on the keyword ``chec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_ref.tolerances import row_sum_tolerance
 
 ROW_SUMS: tuple[str, ...] = ("one", "at_most_one")
@@ -30,9 +30,7 @@ def check_option(name: str, value: object, options: tuple[str, ...], spec_id: st
 
 def check_finite(name: str, number: object, spec_id: str) -> float:
     """A finite number as a float (GRAD-8)."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        raise ShdError("argument-value", f"{name} must be a finite number; got {number!r}", spec_id)
-    return float(number)
+    return check_number(name, number, spec_id)
 
 
 def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
@@ -52,11 +50,7 @@ def check_map_axes(value: Tensor, name: str) -> None:
 
 def check_temperature(temperature: object) -> float:
     """T_a as a float above zero (TEMP-1)."""
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        raise ShdError(
-            "argument-value", f"temperature must be a finite number above 0; got {temperature!r}", "TEMP-1"
-        )
-    return float(temperature)
+    return check_number("temperature", temperature, "TEMP-1", above=0)
 
 
 def check_real(

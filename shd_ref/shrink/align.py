@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 
 RIDGE = 1e-4
 """Share of the inputs' mean square that holds the refitted matrix to the one it started from."""
@@ -43,12 +44,14 @@ def align_output(
             f"inputs (n, F), targets (n, D) and weight (F, D) must fit; got {z.shape}, {t.shape} and {start.shape}",
             "ALIGN-2",
         )
-    if not ridge >= 0.0:
-        raise ShdError("argument-value", f"ridge must be at least 0; got {ridge!r}", "ALIGN-2")
+    ridge = check_number("ridge", ridge, "ALIGN-2", least=0)
+    shift = None if bias is None else as_float(bias, "bias", ndim=1)
+    if shift is not None and len(shift) != t.shape[1]:
+        raise ShdError("argument-shape", f"bias must have {t.shape[1]} entries; got {len(shift)}", "ALIGN-2")
     hold = np.full(z.shape[1], ridge * float((z**2).sum()) / z.shape[1])
-    if bias is not None:
+    if shift is not None:
         z = np.concatenate([z, np.ones((len(z), 1))], axis=1)
-        start = np.concatenate([start, as_float(bias, "bias", ndim=1)[None]])
+        start = np.concatenate([start, shift[None]])
         hold = np.append(hold, 0.0)
     change = np.linalg.lstsq(z.T @ z + np.diag(hold), z.T @ (t - z @ start), rcond=None)[0]
     found = start + change

@@ -18,18 +18,20 @@ def kept_layers(num_teacher_layers: int, layers: int | Sequence[int]) -> tuple[i
     Raises:
         ShdError: ``layers-invalid``.
     """
+    teacher = 0
     try:
+        teacher = as_index(num_teacher_layers)
         if isinstance(layers, Sequence):
             found = tuple(as_index(layer) for layer in layers)
         else:
-            found = _spread(num_teacher_layers, as_index(layers))
+            found = _spread(teacher, as_index(layers))
     except TypeError:
         found = ()
-    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= num_teacher_layers:
+    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= teacher:
         raise ShdError(
             "layers-invalid",
-            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
-            f"0..{num_teacher_layers - 1}; got {layers!r}",
+            f"layers must be a number from 1 to the teacher's layers, or a rising list of their numbers from 0; "
+            f"got {layers!r} of {num_teacher_layers!r}",
             "DEPTH-1",
         )
     return found

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, mask_logits, softmax
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
 from shd_ref.shrink.factors import RIDGE, factor_forms
 from shd_ref.shrink.merges import HeadMerge, as_merge
 from shd_ref.shrink.weights import HeadWeights, Rotary, as_rotary, as_weights
@@ -195,17 +195,18 @@ def low_rank_heads(
     c = merge.mixing
     num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, c.shape[0], "HEAD-11")
     head_dim = check_integer("head_dim", head_dim, 1, None, "HEAD-11")
-    if not ridge > 0.0:
-        raise ShdError("argument-value", f"ridge must be above 0; got {ridge!r}", "HEAD-13")
+    ridge = check_number("ridge", ridge, "HEAD-13", above=0)
     s = as_float(moment, "moment", ndim=2)
     width = weights.query.shape[1]
-    if s.shape != (width + 1, width + 1) or c.shape[0] % num_kv_heads:
+    if c.shape[0] % num_kv_heads:
         raise ShdError(
-            "argument-shape",
-            f"moment must be ({width + 1}, {width + 1}) and num_kv_heads a divisor of {c.shape[0]}; "
-            f"got {s.shape} and {num_kv_heads}",
-            "HEAD-11",
+            "argument-value", f"num_kv_heads must be a divisor of {c.shape[0]}; got {num_kv_heads}", "HEAD-11"
         )
+    if s.shape != (width + 1, width + 1):
+        raise ShdError("argument-shape", f"moment must be ({width + 1}, {width + 1}); got {s.shape}", "HEAD-11")
+    spread = None if key_moment is None else as_float(key_moment, "key_moment", ndim=2)
+    if spread is not None and spread.shape != (width, width):
+        raise ShdError("argument-shape", f"key_moment must be ({width}, {width}); got {spread.shape}", "HEAD-11")
     if rotary is not None and head_dim != weights.query.shape[2]:
         raise ShdError(
             "shrink-unsupported",
@@ -214,7 +215,7 @@ def low_rank_heads(
             "HEAD-14",
         )
     mean = s[-1, :-1]
-    centred = s[:-1, :-1] - np.outer(mean, mean) if key_moment is None else as_float(key_moment, "key_moment", ndim=2)
+    centred = s[:-1, :-1] - np.outer(mean, mean) if spread is None else spread
     scaled = weights.logit_scale * head_dim**0.5 * c
     per = c.shape[0] // num_kv_heads
     query, key = np.zeros((c.shape[0], width + 1, head_dim)), np.zeros((num_kv_heads, width + 1, head_dim))

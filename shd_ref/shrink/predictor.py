@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import tie_width
 
 MEANINGS: tuple[str, ...] = ("retained", "pruned")
@@ -224,10 +224,8 @@ def study_noise(
     """
     rows = _check_points(points)
     trials = check_integer("trials", trials, 1, None, "PRED-7")
-    if not (deviation >= 0.0 and limit >= 0.0):
-        raise ShdError(
-            "argument-value", f"deviation and limit must be at least 0; got {deviation} and {limit}", "PRED-7"
-        )
+    deviation = check_number("deviation", deviation, "PRED-7", least=0)
+    limit = check_number("limit", limit, "PRED-7", least=0)
     first = best_split(fit_predictor(rows, degree), num_layers, budget, meaning)
     if noise is None:
         drawn = np.random.default_rng(seed).normal(0.0, deviation, (trials, len(rows)))

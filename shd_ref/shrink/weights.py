@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 
 LAYOUTS: tuple[str, ...] = ("half", "adjacent")
 
@@ -123,9 +124,8 @@ def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:
             "argument-shape", f"query must have a multiple of the {kv_heads} key heads; got {query.shape}", "HEAD-1"
         )
     scale = fields.get("scale")
-    if scale is not None and not (np.isfinite(scale) and scale > 0.0):
-        raise ShdError("argument-value", f"scale must be finite and above 0; got {scale!r}", "HEAD-1")
-    return HeadWeights(query, key, value, output, **biases, scale=None if scale is None else float(scale))
+    scale = None if scale is None else check_number("scale", scale, "HEAD-1", above=0)
+    return HeadWeights(query, key, value, output, **biases, scale=scale)
 
 
 def as_rotary(given: Rotary | Mapping[str, Any]) -> Rotary:

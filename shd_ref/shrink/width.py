@@ -54,7 +54,10 @@ def fold_norm(
             raise ShdError("argument-shape", f"shift must have {len(w)} entries; got {len(moved)}", "WIDTH-1")
         parts.append(moved @ w)
     if bias is not None:
-        parts.append(as_float(bias, "bias", ndim=1))
+        added = as_float(bias, "bias", ndim=1)
+        if len(added) != w.shape[1]:
+            raise ShdError("argument-shape", f"bias must have {w.shape[1]} entries; got {len(added)}", "WIDTH-1")
+        parts.append(added)
     return s[:, None] * w, None if not parts else np.sum(parts, axis=0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer
 from shd_torch.checks import check_real
 
 _ENTRIES = {"cpu": 1 << 22}
@@ -35,5 +35,5 @@ def check_rows(value: Tensor, name: str, *, check: bool, ndim: int | None = None
 
 def check_chunk_rows(chunk_rows: int | None) -> None:
     """None, or an integer of at least 1."""
-    if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1):
-        raise ShdError("argument-value", f"chunk_rows must be an integer of at least 1, or None; got {chunk_rows!r}")
+    if chunk_rows is not None:
+        check_integer("chunk_rows", chunk_rows, 1, None, "ERR-6")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_mask, check_option, check_real, check_temperature
 from shd_torch.kd.chunks import check_chunk_rows
@@ -190,8 +190,7 @@ def kd_rows(
     check_option("divergence", divergence, DIVERGENCES, "KD-17")
     check_option("reduction", reduction, REDUCTIONS, "KD-3")
     check_chunk_rows(chunk_rows)
-    if isinstance(mixing, bool) or not isinstance(mixing, int | float) or not 0 <= mixing <= 1:
-        raise ShdError("argument-value", f"mixing must be a number from 0 to 1; got {mixing!r}", "KD-18")
+    mixing = check_number("mixing", mixing, "KD-18", least=0, most=1)
     if not isinstance(t_squared, bool):
         raise ShdError("argument-value", f"t_squared must be True or False; got {t_squared!r}", "KD-5")
     if loss_mask is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
 from shd_torch.kd.chunks import check_rows, row_chunks
@@ -148,8 +148,7 @@ def kd_targets_sampled(
     logits = cut_teacher(teacher_logits, vocab_size, temperature, check=check)
     rows, size = logits.shape[:-1], logits.shape[-1]
     keep = check_integer("keep", keep, 0, size - 1, "KD-13")
-    if isinstance(power, bool) or not isinstance(power, int | float) or not 0 <= power < math.inf:
-        raise ShdError("argument-value", f"power must be a finite number of at least 0; got {power!r}", "KD-13")
+    power = check_number("power", power, "KD-13", least=0)
     _check_uniforms(uniforms, tuple(rows), check=check)
     flat, points = logits.reshape(-1, size), uniforms.reshape(-1, uniforms.shape[-1]).double()
     slots, count = keep + points.shape[-1], points.shape[-1]
@@ -220,10 +219,8 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
 
 
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
-    shares = [1.0] * teachers if weights is None else list(weights)
-    for share in shares:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
-            raise ShdError("argument-value", f"weights must be finite numbers above 0; got {share!r}", "KD-15")
+    given = [1.0] * teachers if weights is None else list(weights)
+    shares = [check_number(f"weights[{place}]", share, "KD-15", above=0) for place, share in enumerate(given)]
     if not teachers or len(shares) != teachers:
         raise ShdError(
             "argument-value",

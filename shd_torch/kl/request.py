@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_torch.checks import (
     check_mask,
     check_option,
@@ -48,13 +49,12 @@ class KlOptions:
         check_option("reduction", self.reduction, REDUCTIONS, "LOSS-5")
         check_option("support", self.support, SUPPORTS, "LOSS-14")
         check_option("value", self.value, VALUES, "LOSS-1")
-        check_temperature(self.temperature)
-        dtype, beta = self.product_dtype, self.beta
+        object.__setattr__(self, "temperature", check_temperature(self.temperature))
+        object.__setattr__(self, "beta", check_number("beta", self.beta, "LOSS-2", least=0))
+        dtype = self.product_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in PRODUCT_DTYPES):
             names = ", ".join(map(str, PRODUCT_DTYPES))
             raise ShdError("argument-dtype", f"product_dtype must be one of {names}, or None; got {dtype!r}")
-        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
-            raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
 
 
 @dataclass(frozen=True, eq=False)

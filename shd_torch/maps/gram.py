@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer
 from shd_ref.tolerances import degenerate_threshold
 from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_weights
 from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution
@@ -182,8 +183,6 @@ def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> None:
             "GRAM-6",
         )
     heads = gram.shape[1]
-    valid = all(hasattr(i, "__index__") and not isinstance(i, bool) and 0 <= i < heads for i in (p, q))
-    if not valid or p == q:
-        raise ShdError(
-            "argument-value", f"p and q must be two positions of 0..{heads - 1}; got {p!r} and {q!r}", "GRAM-6"
-        )
+    p, q = (check_integer(name, place, 0, heads - 1, "GRAM-6") for name, place in (("p", p), ("q", q)))
+    if p == q:
+        raise ShdError("argument-value", f"p and q must be two positions of 0..{heads - 1}; got {p} twice", "GRAM-6")

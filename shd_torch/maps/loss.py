@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.maps.attention import temper
 from shd_torch.maps.divergences import DIVERGENCES, row_divergence
@@ -139,8 +140,7 @@ def layer_rows(
     check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
     check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
     check_option("support", support, SUPPORTS, "LOSS-14")
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
-        raise ShdError("argument-value", f"beta must be a finite number of at least 0; got {beta!r}", "LOSS-2")
+    beta = check_number("beta", beta, "LOSS-2", least=0)
     temperature = check_temperature(temperature)
     teachers, students = match_layers(supervision=supervision, student_logits=student_logits)
     layers = []

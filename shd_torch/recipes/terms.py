@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_torch.capture.capture import Captured
 from shd_torch.teacher.online import LayerKeywords, OnlineSupervision, Teaching, layer_kls
 
@@ -112,9 +112,7 @@ def join(shd: SHD | None, **terms: Term) -> Terms:
 
 def check_weight(name: str, value: Any) -> float:
     """A weight of a term: a finite number of at least 0 (REC-2)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ShdError("argument-value", f"{name} must be a finite number of at least 0; got {value!r}", "REC-2")
-    return float(value)
+    return check_number(name, value, "REC-2", least=0)
 
 
 def check_share(name: str, value: Any) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_torch.checks import check_real, compute_dtype
 from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join
 
@@ -47,9 +48,9 @@ class ViTKD(nn.Module):
         super().__init__()
         self.mimic_weight = check_weight("mimic_weight", mimic_weight)
         self.generate_weight = check_weight("generate_weight", generate_weight)
-        if isinstance(removed, bool) or not isinstance(removed, int | float) or not 0 < removed < 1:
+        self.removed = check_number("removed", removed, "REC-17", above=0, most=1)
+        if self.removed == 1.0:
             raise ShdError("argument-value", f"removed must lie between 0 and 1; got {removed!r}", "REC-17")
-        self.removed = float(removed)
         self.mimic = nn.ModuleList(nn.Linear(student_dim, teacher_dim) for _ in range(num_layers))
         self.project = nn.Linear(student_dim, teacher_dim)
         self.mask_token = nn.Parameter(torch.zeros(teacher_dim))

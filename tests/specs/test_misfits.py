@@ -1,0 +1,175 @@
+"""Every function of the reference with one argument that does not fit: a right answer, or an error of chapter ERR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shd_ref
+from shd_ref import shrink
+from shd_ref.conformance.adapter import Functions, Subject
+from shd_ref.conformance.laws.calls import _CALLS
+from shd_ref.conformance.laws.law import Trial
+from shd_ref.errors import ShdError
+
+TRIAL = Trial(Subject(Functions(None), "float64"))
+ROTARY = {"frequencies": np.ones(1), "layout": "half", "slow": np.zeros(1, bool)}
+MERGE = {"mixing": np.array([[0.5, 0.5, 0, 0], [0, 0, 0.25, 0.75]]), "groups": [[0, 1], [2, 3]]}
+
+
+def numbers(*shape: int) -> Any:
+    return TRIAL.quotients(17, *shape)
+
+
+def square(size: int) -> Any:
+    return numbers(size, size) @ numbers(size, size).T
+
+
+WEIGHTS = {
+    **{"query": numbers(4, 6, 2), "key": numbers(2, 6, 2), "value": numbers(2, 6, 3), "output": numbers(4, 3, 6)},
+    **{"query_bias": numbers(4, 2), "key_bias": numbers(2, 2), "value_bias": numbers(2, 3)},
+    **{"output_bias": numbers(6), "scale": 0.5},
+}
+GRAM = np.einsum("id,jd->ij", numbers(4, 5), numbers(4, 5))[:, None, :, None] * np.ones((4, 4, 4, 4))
+HEADS = {"weights": WEIGHTS, "merge": MERGE}
+CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
+    **{
+        name: (shd_ref, {**make(TRIAL, 9500), **({} if name == "align_tokens" else options)})
+        for name, (make, options) in _CALLS.items()
+        if name not in ("diagnose", "matched_plan")  # need a library's solver
+    },
+    "align_output": (
+        shrink,
+        {
+            "inputs": numbers(9, 4),
+            "targets": numbers(9, 3),
+            "weight": numbers(4, 3),
+            "bias": numbers(3),
+            "ridge": 0.1,
+        },
+    ),
+    "attend": (shrink, {**HEADS, "inputs": numbers(2, 5, 6), "attn_mask": np.ones((5, 5), bool), "rotary": ROTARY}),
+    "concatenate_heads": (shrink, {**HEADS, "head_dim": 6}),
+    "low_rank_heads": (
+        shrink,
+        {**HEADS, "num_kv_heads": 2, "head_dim": 2, "moment": square(7), "key_moment": square(6), "rotary": ROTARY}
+        | {"ridge": 1e-3},
+    ),
+    "mix_queries": (shrink, {**HEADS, "query_size": np.arange(1.0, 5.0)}),
+    "fold_norm": (
+        shrink,
+        {"matrix": numbers(5, 3), "scale": numbers(5), "shift": numbers(5), "bias": numbers(3)},
+    ),
+    "principal_axes": (shrink, {"moment": square(6), "width": 3, "norm": "layer"}),
+    "kept_scale": (shrink, {"moment": square(6), "basis": numbers(6, 3)}),
+    "kept_layers": (shrink, {"num_teacher_layers": 6, "layers": 3}),
+    "merge_linear": (
+        shrink,
+        {"first": numbers(5, 3), "second": numbers(4, 5), "first_bias": numbers(5), "second_bias": numbers(4)},
+    ),
+    "neuron_importance": (shrink, {"activations": numbers(7, 5), "second": numbers(4, 5)}),
+    "keep_neurons": (
+        shrink,
+        {"first": {"weight": numbers(5, 3), "bias": numbers(5)}, "second": {"weight": numbers(4, 5)}}
+        | {"importance": np.arange(5.0), "count": 3},
+    ),
+    "pooled_mixing": (shrink, {"gram": GRAM, "plan": [[[0, 1], [2, 3]]]}),
+}
+FREE = """
+softmax attn_logits: 0 1; soften attn_probs: 0 1 2 3; value_outputs values: 0 1 2 3
+value_outputs output_projection: 1; compose_mixing alphas: 0; mix_heads teacher_probs: 2 3; mix_heads mixing: 1
+squeeze_heads value_outputs: 3; shd_loss_gradient_qk keys: 1; align_tokens attn_probs: 0 1 2
+gram_tensor values: 1; gram_tensor output_projection: 1; solve_alpha_from_gram gram: 0; attend inputs: 0
+kept_scale basis: 1; merge_linear first: 1; neuron_importance activations: 0; neuron_importance second: 0
+keep_neurons first: 1; keep_neurons second: 0
+"""
+"""Axes of one argument that no other argument shares, so that a longer or shorter one fits too."""
+MAY_DIFFER = {
+    tuple(entry.split(":")[0].split()): entry.split(":")[1].split()
+    for entry in FREE.replace("\n", ";").split(";")
+    if entry.strip()
+}
+MISFIT, ANY = "misfit", "any"
+
+
+def variants(value: Any, free: list[str]) -> Iterator[tuple[str, Any]]:
+    """Others in the place of one argument, each with whether it must be refused."""
+    if isinstance(value, np.ndarray):
+        for axis in range(value.ndim):
+            rule = ANY if str(axis) in free else MISFIT
+            yield rule, np.concatenate([value, np.take(value, [0], axis)], axis)
+            if value.shape[axis] > 1:
+                yield rule, np.take(value, range(value.shape[axis] - 1), axis)
+        yield from ((ANY, value[None]), (ANY, value[0]), (MISFIT, value.astype(complex)), (MISFIT, value.astype(str)))
+        if value.dtype == bool:
+            yield from ((MISFIT, value.astype(kind)) for kind in (int, np.uint8, np.int8, object))
+        else:
+            broken = value.astype(float)
+            broken.flat[0] = np.nan
+            yield from ((MISFIT, broken), (MISFIT, value.astype(bool)), (ANY, value.astype(np.float16)))
+    elif isinstance(value, int | float):
+        odd = (True, np.True_, np.nan, np.inf, -np.inf, "2", 1j, [value], np.array(value, dtype=float))
+        yield from ((MISFIT, other) for other in odd)
+        yield from ((ANY, other) for other in (-1, 0, np.int64(value)))
+        if isinstance(value, float):
+            yield from ((MISFIT, 10**400), (ANY, np.float16(value)), (ANY, np.longdouble(value)))
+    elif isinstance(value, str):
+        yield from ((MISFIT, other) for other in ("nope", 7))
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from ((rule, {**value, name: other}) for rule, other in variants(item, free))
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            for rule, other in variants(item, free):
+                yield rule, [*value[:place], other, *value[place + 1 :]]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_misfit_is_an_error_of_chapter_err(name: str) -> None:
+    room, inputs = CALLS[name]
+    function: Callable[..., Any] = getattr(room, name)
+    function(**inputs)
+    for argument, value in inputs.items():
+        for rule, other in variants(value, MAY_DIFFER.get((name, argument), [])):
+            if name == "kept_layers" and other == [3]:
+                continue  # a list of one layer
+            try:
+                function(**{**inputs, argument: other})
+            except ShdError:
+                continue
+            assert rule == ANY, f"{name} took {argument}={other!r}"
+
+
+@pytest.mark.parametrize("two", [2, 2.0, np.int64(2), np.uint8(2), np.float32(2), np.float16(2), np.longdouble(2)])
+def test_numbers_of_every_kind_are_numbers(two: Any) -> None:
+    logits, maps = numbers(1, 2, 3, 4), TRIAL.probs(3, 1, 2, 3, 4)
+    assert np.array_equal(shd_ref.softmax(logits, temperature=two), shd_ref.softmax(logits, temperature=2.0))
+    plain = shd_ref.shd_loss(maps, logits, temperature=2.0, beta=2.0)
+    assert shd_ref.shd_loss(maps, logits, temperature=two, beta=two) == plain
+    torch = pytest.importorskip("torch")
+    import shd_torch.maps as binding
+
+    tensors = torch.tensor(maps), torch.tensor(logits)
+    binding.shd_loss(*tensors, temperature=two, beta=two)
+    odd: tuple[Any, ...] = (True, np.True_, np.nan, "2")
+    for wrong in odd:
+        with pytest.raises(ShdError, match="must be a finite number"):
+            binding.shd_loss(*tensors, temperature=wrong)
+        with pytest.raises(ShdError, match="must be a finite number"):
+            binding.shd_loss(*tensors, beta=wrong)
+
+
+def test_heads_that_no_key_heads_divide_are_a_wrong_number() -> None:
+    merge = {"mixing": np.eye(3), "groups": [[0], [1], [2]]}
+    weights = {
+        "query": numbers(3, 6, 2),
+        "key": numbers(3, 6, 2),
+        "value": numbers(3, 6, 2),
+        "output": numbers(3, 2, 6),
+    }
+    with pytest.raises(ShdError, match="num_kv_heads must be a divisor of 3; got 2") as caught:
+        shrink.low_rank_heads(weights, merge, 2, 2, square(7))
+    assert caught.value.code == "argument-value"
