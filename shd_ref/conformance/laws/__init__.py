@@ -8,6 +8,7 @@ judge's files beside this folder.
 from shd_ref.conformance.laws import (
     alphas,
     calls,
+    layouts,
     learning,
     maps,
     merging,
@@ -17,6 +18,7 @@ from shd_ref.conformance.laws import (
     shapes,
     student,
     symmetries,
+    thresholds,
 )
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
@@ -30,8 +32,10 @@ LAWS: tuple[Law, ...] = (
     *refusals.LAWS,
     *shapes.LAWS,
     *calls.LAWS,
+    *layouts.LAWS,
     *student.LAWS,
     *symmetries.LAWS,
+    *thresholds.LAWS,
 )
 """Every law of ``specs/shd.md``, by chapter."""
 

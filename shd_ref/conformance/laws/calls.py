@@ -1,10 +1,11 @@
 """Laws on calls in a row (NUM-2, NUM-9): no state, and results that a later call leaves alone.
 
-An operation that is new to the judge needs an entry in ``_CALLS`` here.
+An operation that is new to the judge needs an entry in ``CALLS`` here.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing, RefusedError, take_output
 from shd_ref.conformance.compare import as_numbers
-from shd_ref.conformance.laws.law import Array, Law, Trial, broken, exactly
+from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, broken, exactly
 from shd_ref.conformance.variants import compute
 
 _MASK = np.array([[True, False, True], [True, True, False]])
@@ -54,8 +55,7 @@ def _pool(trial: Trial, seed: int) -> Array:
 
 _Make = Callable[[Trial, int], dict[str, Any]]
 
-# A right call of every operation by seed, and options that the call between two equal ones has besides.
-_CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
+CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
     "softmax": (
         lambda trial, seed: {"attn_logits": trial.numbers(seed, 2, 2, 3, 5)},
         {"temperature": 3.0, "attn_mask": np.array([[True] * 4 + [False]] * 3)},
@@ -108,7 +108,7 @@ _CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
     "layer_map": (lambda _, seed: {"num_teacher_layers": 12 + seed % 2, "num_student_layers": 5}, {}),
     "align_tokens": (
         lambda trial, seed: {"attn_probs": trial.probs(seed, 2, 2, 3, 5), "columns": [0, 2, 4]},
-        {"columns": [3, 1, 0], "query_mask": _MASK},
+        {"columns": [3, 1, 0], "rows": [2, 0], "query_mask": _MASK},
     ),
     "gram_tensor": (
         lambda trial, seed: {"teacher_probs": trial.probs(seed, 2, 4, 3, 5), **_projected(trial, seed + 1)},
@@ -133,6 +133,7 @@ _CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
     ),
     "diagnose": (_teacher, {"query_mask": _MASK, "plan": "balanced"}),
 }
+"""A right call of every operation by seed, and options that the call between two equal ones has besides."""
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, Array]]:
@@ -151,7 +152,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, Array]]:
         yield from _numbers(item, f"{name}.{key}")
 
 
-def _numbers_of(trial: Trial, operation: str, inputs: Mapping[str, Any]) -> dict[str, Array]:
+def numbers_of(trial: Trial, operation: str, inputs: Mapping[str, Any]) -> dict[str, Array]:
     """All numbers of an answer, by their places."""
     return _copied(operation, trial.subject.run(operation, inputs))
 
@@ -162,7 +163,7 @@ def _copied(operation: str, answer: Any) -> dict[str, Array]:
 
 
 def _survive(operation: str, trial: Trial) -> None:
-    make, options = _CALLS[operation]
+    make, options = CALLS[operation]
     first = trial.subject.run(operation, make(trial, 9500))
     before = _copied(operation, first)
     if not before:
@@ -173,39 +174,128 @@ def _survive(operation: str, trial: Trial) -> None:
             trial.subject.run(operation, {**make(trial, 9531), **given})
         except Missing:
             continue
-        again = _numbers_of(trial, operation, make(trial, 9500))
-        _same(before, again, f"the same call of {operation} after one with {name}", exact=False)
-    other = _numbers_of(trial, operation, make(trial, 9531))
-    _same(before, _copied(operation, first), f"after another call of {operation}, the first result", exact=True)
-    # What a caller writes into an array is new input, though the object is the same.
-    inputs = make(trial, 9500)
-    _numbers_of(trial, operation, inputs)
-    if _overwrite(inputs, make(trial, 9531)):
-        rewritten = _numbers_of(trial, operation, inputs)
-        _same(other, rewritten, f"{operation} of arrays that were written over since the last call", exact=False)
-    for name, (make_other, asked) in _CALLS.items():
+        again = numbers_of(trial, operation, make(trial, 9500))
+        same(before, again, f"the same call of {operation} after one with {name}", exact=False)
+    other = numbers_of(trial, operation, make(trial, 9531))
+    same(before, _copied(operation, first), f"after another call of {operation}, the first result", exact=True)
+    # What a caller writes into an array or a list is new input, though the object is the same.
+    for more in ({}, options) if options else ({},):
+        inputs, new = {**make(trial, 9500), **_copy(more)}, {**make(trial, 9531), **_turned(more)}
+        try:
+            numbers_of(trial, operation, inputs)
+            fresh = numbers_of(trial, operation, _copy(new)) if more else other
+            rewritten = numbers_of(trial, operation, _overwrite(inputs, new))
+        except Missing:
+            continue
+        same(fresh, rewritten, f"{operation} of what was written over since the last call", exact=False)
+    # A refused call leaves nothing behind either.
+    with contextlib.suppress(Missing, RefusedError, BrokenError):
+        trial.subject.run(operation, _spoiled({**make(trial, 9531), **options}))
+    again = numbers_of(trial, operation, make(trial, 9500))
+    same(before, again, f"the same call of {operation} after one that is refused", exact=False)
+    for name, (make_other, asked) in CALLS.items():
         if not asked:
             continue  # it has no option that could stay behind
         try:
             trial.subject.run(name, {**make_other(trial, 9531), **asked})
         except (Missing, RefusedError, BrokenError):
             continue  # its own laws report it
-        again = _numbers_of(trial, operation, make(trial, 9500))
-        _same(before, again, f"the same call of {operation} after one of {name}", exact=False)
+        again = numbers_of(trial, operation, make(trial, 9500))
+        same(before, again, f"the same call of {operation} after one of {name}", exact=False)
 
 
-def _overwrite(old: Any, new: Any) -> bool:
-    """Write one call's numbers into the arrays of another, all the way down; whether there were any."""
+def _overwrite(old: Any, new: Any) -> Any:
+    """The arrays and lists of one call with the numbers of another, all the way down."""
     if isinstance(old, np.ndarray):
         old[...] = new
-        return True
-    if isinstance(old, Mapping):
-        written = [_overwrite(value, new[name]) for name, value in old.items()]
-    elif isinstance(old, list | tuple):
-        written = [_overwrite(*pair) for pair in zip(old, new, strict=True)]
-    else:
-        written = []
-    return any(written)
+        return old
+    if isinstance(old, list):
+        old[:] = map(_overwrite, old, new)
+        return old
+    if isinstance(old, tuple):
+        return tuple(map(_overwrite, old, new))
+    return {name: _overwrite(old[name], value) for name, value in new.items()} if isinstance(old, Mapping) else new
+
+
+def _copy(value: Any) -> Any:
+    """The same in arrays and lists of its own."""
+    if isinstance(value, Mapping):
+        return {name: _copy(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copy, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _turned(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Other masks and lists of the same size."""
+    return {
+        name: value[..., ::-1].copy()
+        if isinstance(value, np.ndarray)
+        else value[::-1]
+        if isinstance(value, list)
+        else value
+        for name, value in options.items()
+    }
+
+
+def _spoiled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with NaN in its first array; where it has none, with a boolean for its first number."""
+    for name, value in inputs.items():
+        if isinstance(value, np.ndarray) and value.dtype != np.bool_:
+            return {**inputs, name: np.full_like(value, np.nan)}
+    return {**inputs, **{name: True for name, value in inputs.items() if isinstance(value, int)}}
+
+
+def _few_numbers(trial: Trial, operation: str, batch: int, rows: int) -> dict[str, Any]:
+    """A call of the same bytes for any batch and rows of one product."""
+    maps, numbers = trial.probs(9541, batch * rows * 4, 5), trial.numbers(9542, batch * rows * 4 * 5)
+    each = {"supervision": maps.reshape(batch, rows, 4, 5), "student_logits": numbers.reshape(batch, rows, 4, 5)}
+    heads, width = batch * 4 * 5, rows
+    calls: dict[str, dict[str, Any]] = {
+        "softmax": {"attn_logits": each["student_logits"]},
+        "value_outputs": {
+            "values": numbers[: batch * rows * 10].reshape(batch, 2, rows, 5),
+            "output_projection": trial.numbers(9543, 10, 3),
+        },
+        "solve_alpha": {
+            **{f"probs_{head}": maps[n::4].reshape(batch, rows, 5) for n, head in enumerate("pq")},
+            **{f"value_outputs_{head}": numbers[n::4].reshape(batch, 5, rows) for n, head in enumerate("pq")},
+        },
+        "squeeze_heads": {
+            "teacher_probs": maps.reshape(batch, 4, rows, 5),
+            "value_outputs": numbers[: heads * width].reshape(batch, 4, 5, rows),
+            "num_student_heads": 2,
+        },
+        "shd_loss": each,
+        "shd_loss_gradient": each,
+    }
+    return {name: np.ascontiguousarray(v) if isinstance(v, np.ndarray) else v for name, v in calls[operation].items()}
+
+
+_NUMBERS = {
+    "softmax": "attn_logits", "value_outputs": "values", "solve_alpha": "value_outputs_q",
+    "squeeze_heads": "value_outputs", "shd_loss": "student_logits", "shd_loss_gradient": "student_logits",
+}  # fmt: skip
+
+
+def _resembling(operation: str, trial: Trial) -> None:
+    """Arrays that have much in common: their bytes, or all but one number. Each call in turn, and then back."""
+    calls = [_few_numbers(trial, operation, batch, rows) for batch, rows in ((2, 3), (3, 2))]
+    name = _NUMBERS[operation]
+    for place in (1, -1, calls[0][name].size // 2):
+        array = calls[0][name].copy()
+        array.reshape(-1)[place] += 1.0
+        calls.append({**calls[0], name: array})
+    array = calls[0][name]
+    calls.append({**calls[0], name: array.reshape(-1).reshape(array.shape, order="F")})
+    for number in (*range(len(calls)), *reversed(range(len(calls)))):
+        got = trial.call(operation, **calls[number])
+        for output, right in compute(operation, calls[number]).items():
+            if isinstance(right, np.ndarray | float):
+                what = f"{output} of call {number} of {len(calls)} whose arrays resemble each other"
+                wanted = np.asarray(right)
+                size = max(1.0, float(np.abs(wanted).max()))
+                trial.agree(as_array(got[output], what) / size, wanted / size, "probs", what, times=4)
 
 
 # Calls that differ only in the order of something: a cache with too short a key confuses them.
@@ -257,7 +347,8 @@ def _composed(plan: Sequence[Sequence[Sequence[int]]], alphas: Sequence[Array]) 
     return np.stack(pool, axis=1)
 
 
-def _same(before: Mapping[str, Array], after: Mapping[str, Array], what: str, *, exact: bool) -> None:
+def same(before: Mapping[str, Array], after: Mapping[str, Array], what: str, *, exact: bool) -> None:
+    """All numbers of one answer are those of another, up to rounding, or bit for bit."""
     if before.keys() != after.keys():
         raise broken(what, "has other parts", str(sorted(before)), str(sorted(after)))
     for place, old in before.items():
@@ -280,6 +371,17 @@ LAWS = (
             partial(_survive, operation),
         )
         for operation in OUTPUTS
+    ),
+    *(
+        Law(
+            f"law/resembling-calls-{operation.replace('_', '-')}",
+            (operation,),
+            ("NUM-2", "MAP-15"),
+            "Calls whose arrays have their bytes in common, or all but one number, are not taken for each other.",
+            partial(_resembling, operation),
+            dtypes=("float64", "float32"),
+        )
+        for operation in _NUMBERS
     ),
     *(
         Law(

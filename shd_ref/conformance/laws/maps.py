@@ -131,10 +131,23 @@ def _far_logits(trial: Trial) -> None:
             trial.agree(got, wanted, "probs", f"softmax of logits far below a masked one of {masked:g}")
 
 
+def _least_logits(trial: Trial) -> None:
+    # The least number of a dtype is a number, and no other word for minus infinity.
+    logits = np.full((2, 3, 5), np.finfo(trial.subject.dtype).min)
+    logits[:, :, 1] = -np.inf
+    given = trial.rounded(logits)
+    wanted = np.where(np.isneginf(given), 0.0, 0.25)
+    trial.agree(trial.numbers_of("softmax", attn_logits=given), wanted, "probs", "softmax of the least numbers")
+
+
 def _value_outputs(trial: Trial) -> None:
     values, projection = trial.numbers(9, 2, 2, 5, 3), trial.numbers(10, 12, 4)
     outputs = trial.numbers_of("value_outputs", values=values, output_projection=projection)
     probs = trial.probs(11, 2, 4, 3, 5)
+    # A projection that does nothing gives the values, in an array of their own (NUM-9).
+    one = values[:, :1].copy()
+    kept = trial.numbers_of("value_outputs", values=one, output_projection=trial.rounded(np.eye(3)))
+    trial.agree(kept, one, "probs", "value_outputs of the identity")
     # Attention as it is usually computed: heads side by side, then one projection.
     heads = probs.astype(np.float64) @ np.repeat(values.astype(np.float64), 2, axis=1)
     side_by_side = heads.transpose(0, 2, 1, 3).reshape(2, 3, 12) @ projection.astype(np.float64)
@@ -241,6 +254,14 @@ LAWS = (
         ("MAP-1", "MAP-2"),
         "Masked keys are left out, however large their logits are beside the others.",
         _far_logits,
+    ),
+    Law(
+        "law/softmax-least-logits",
+        ("softmax",),
+        ("MAP-1", "MAP-2"),
+        "The least number that a dtype has is a logit like any other.",
+        _least_logits,
+        dtypes=("float64", "float32"),
     ),
     Law(
         "law/value-outputs-are-attention",

@@ -118,7 +118,11 @@ def _soften(trial: Trial, sizes: Sizes) -> None:
         got = trial.numbers_of("soften", attn_probs=maps, temperature=temperature)
         wanted = soften_maps(maps.astype(np.float64), temperature, "one")
         trial.agree(got, wanted, "probs", f"soften at temperature {temperature:g} {sizes}")
-        for exponent in (8, 14, 30):  # rows of which a sink takes nearly all
+        row = maps[0, 0, :1].copy()
+        got = trial.numbers_of("soften", attn_probs=row, temperature=temperature)
+        trial.agree(got, wanted[0, 0, :1], "probs", f"soften at temperature {temperature:g} of a row alone {sizes}")
+        # Rows of which a sink takes nearly all.
+        for exponent in (8, 14, 30, *((90,) if trial.subject.dtype in _WIDE else ())):
             thin, sharp = trial.rounded(maps * 2.0**-exponent), temperature / 64
             got = trial.numbers_of("soften", attn_probs=thin, temperature=sharp, row_sums="at_most_one")
             wanted = soften_maps(thin.astype(np.float64), sharp, "at_most_one") * 2.0**exponent
