@@ -5,7 +5,6 @@ manifest, receipts and seal. Callers use the files beside them: ``writer.py``, `
 Start reading with ``forms``. Needs numpy and xxhash; imports no deep-learning framework.
 """
 
-from shd_ref.cache.card import make_card, write_card
 from shd_ref.cache.codecs.codecs import (
     CODECS,
     DEFAULT_CODEC,
@@ -122,7 +121,6 @@ __all__ = [
     "factored_size",
     "kl_bound",
     "list_cache",
-    "make_card",
     "merge_caches",
     "merge_codec_errors",
     "pack",
@@ -138,5 +136,4 @@ __all__ = [
     "unpack",
     "unpack_factors",
     "verify_cache",
-    "write_card",
 ]

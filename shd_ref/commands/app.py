@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shd_ref.commands.caches import card, export, ls, merge, seal
+from shd_ref.commands.caches import export, ls, merge, seal
 from shd_ref.commands.conformance import conformance
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
@@ -52,7 +52,6 @@ for _command, _panel in (
     (seal, FILES),
     (merge, FILES),
     (export, FILES),
-    (card, FILES),
     (linearize, GRAPHS),
 ):
     add_command(app, _command, panel=_panel, is_long=_command in _LONG)

@@ -1,4 +1,4 @@
-"""``shd ls``, ``seal``, ``merge``, ``export`` and ``card``: caches as files, without their teacher."""
+"""``shd ls``, ``seal``, ``merge`` and ``export``: caches as files, without their teacher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from shd_ref.cache import (
     export_webdataset,
     list_cache,
     merge_caches,
-    write_card,
 )
 from shd_ref.cache.listing import spans
 from shd_ref.commands.derive import Document, Failed
@@ -109,23 +108,6 @@ def export(
         f"{summary.present} files were there"
     )
     return {"folder": out, "format": format} | asdict(summary)
-
-
-def card(
-    cache: CacheArgument,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Also where there is one, which may have been edited.")
-    ] = False,
-) -> Document:
-    """Write a sealed cache's README.md: the page that a hub shows where the folder is uploaded.
-
-    shd card cache/
-
-    Teacher, data, plan, codecs, errors and bytes a position, also as YAML; the licence is yours to fill in.
-    """
-    path = write_card(cache, replace=replace)
-    console.say(f"{path}: fill in the licence, then upload the folder")
-    return {"path": path}
 
 
 def _listing_table(listing: CacheListing) -> Table:

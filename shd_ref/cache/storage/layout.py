@@ -11,8 +11,7 @@ SEAL_NAME: Final = "SEALED.json"
 RECEIPTS_NAME: Final = "receipts"
 SHARDS_NAME: Final = "shards"
 LOCK_NAME: Final = ".lock"
-CARD_NAME: Final = "README.md"
-HUB_NAMES: Final = (CARD_NAME, ".gitattributes")
+HUB_NAMES: Final = ("README.md", ".gitattributes")
 """Files of a cache on a hub, for people and for the hub: never read here (CACHE-180)."""
 
 MAX_SAMPLES: Final = 10**8

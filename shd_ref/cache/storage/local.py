@@ -33,9 +33,7 @@ from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
 from shd_ref.errors import ShdError
 
 TEMP_SUFFIX: Final = ".tmp"
-TEMP_FORM: Final = re.compile(
-    r"\.(manifest\.json|SEALED\.json|README\.md|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp"
-)
+TEMP_FORM: Final = re.compile(r"\.(manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp")
 """Names of temporary files; nothing else in the folder is ever removed."""
 
 MAX_PARTS: Final = 1024

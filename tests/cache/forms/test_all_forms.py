@@ -43,7 +43,6 @@ from shd_ref.cache import (
     CacheWriter,
     Manifest,
     list_cache,
-    make_card,
     merge_caches,
     verify_cache,
 )
@@ -221,9 +220,6 @@ def test_bytes_of_a_decoder_are_counted_by_its_own_positions(tmp_path: Path) -> 
     assert set(listing.rows_by_form.values()) == {rows}  # maps have as many rows
     assert listing.bytes_a_row(manifest.forms[1]) == AVERAGED.row_bytes
     assert listing.bytes_a_row(manifest.forms[2]) == sum(HIDDEN_OF_A_DECODER.row_sizes)
-    shown = make_card(listing)
-    assert f"{AVERAGED.row_bytes:.1f} a position of the decoder" in shown
-    assert f"{sum(HIDDEN_OF_A_DECODER.row_sizes):.1f} a position of the decoder" in shown
 
 
 HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {

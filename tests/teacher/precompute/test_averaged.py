@@ -19,7 +19,7 @@ from support.students import precompute
 from typer.testing import CliRunner
 
 from shd_ref.attention import softmax
-from shd_ref.cache import CacheReader, list_cache, make_card, merge_caches, sample_key, verify_cache
+from shd_ref.cache import CacheReader, list_cache, merge_caches, sample_key, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run import averaged
@@ -166,7 +166,6 @@ def test_parts_killed_and_whole_give_the_same_bytes(
         precompute(teachers[0], inputs, tmp_path / f"part-{part}", options, replace(one, shards=(part, 2)))
     merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-    assert "with second.onnx" in make_card(list_cache(tmp_path / "merged"))
 
 
 @pytest.fixture(scope="module")

@@ -203,7 +203,7 @@ def test_the_commands(teacher: Path, tmp_path: Path) -> None:
     made = run.invoke(app, ["precompute", *asked, "--out", cache])
     assert made.exit_code == 0, made.output
     words = made.output.rpartition("next: shd ")[2].split()
-    for shown in (words, ["ls", cache], ["card", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
+    for shown in (words, ["ls", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
         result = run.invoke(app, shown)
         assert result.exit_code == 0, result.output
     said = " ".join(planned.output.split())

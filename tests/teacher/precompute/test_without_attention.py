@@ -22,7 +22,6 @@ from shd_ref.cache import (
     CacheReader,
     export_webdataset,
     list_cache,
-    make_card,
     merge_caches,
     sample_key,
     verify_cache,
@@ -140,7 +139,6 @@ def test_parts_and_an_interrupted_run_give_the_same_bytes(
         precompute(teachers["tokens"], inputs, tmp_path / f"part-{part}", ALONE, replace(RUN, shards=(part, 2)))
     merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-    assert "| heads |" not in make_card(list_cache(tmp_path / "merged"))
     assert export_webdataset(tmp_path / "merged", tmp_path / "tars").samples == NUM_SAMPLES
 
 
@@ -230,7 +228,7 @@ def test_the_commands_plan_make_check_and_show_it(teachers: dict[str, Path], tmp
     checked = run.invoke(app, following)
     assert checked.exit_code == 0, checked.output
     assert "rows of logits and hidden states" in checked.output
-    for shown in (["ls", cache], ["card", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
+    for shown in (["ls", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
         result = run.invoke(app, shown)
         assert result.exit_code == 0, result.output
     refused = run.invoke(app, ["precompute", *asked, "--student-heads", "2", "--out", cache])
