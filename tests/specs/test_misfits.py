@@ -11,7 +11,7 @@ import pytest
 import shd_ref
 from shd_ref import shrink
 from shd_ref.conformance.adapter import Functions, Subject
-from shd_ref.conformance.laws.calls import _CALLS
+from shd_ref.conformance.laws import calls
 from shd_ref.conformance.laws.law import Trial
 from shd_ref.errors import ShdError
 
@@ -38,7 +38,7 @@ HEADS = {"weights": WEIGHTS, "merge": MERGE}
 CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
     **{
         name: (shd_ref, {**make(TRIAL, 9500), **({} if name == "align_tokens" else options)})
-        for name, (make, options) in _CALLS.items()
+        for name, (make, options) in calls.CALLS.items()
         if name not in ("diagnose", "matched_plan")  # need a library's solver
     },
     "align_output": (
