@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
 
 
-def kept_layers(num_teacher_layers: int, layers: int | Sequence[int]) -> tuple[int, ...]:
+def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[int, ...]:
     """The teacher layers that a student's are copies of, in order (DEPTH-1, DEPTH-2).
 
     Args:
@@ -21,7 +21,7 @@ def kept_layers(num_teacher_layers: int, layers: int | Sequence[int]) -> tuple[i
     teacher = 0
     try:
         teacher = as_index(num_teacher_layers)
-        if isinstance(layers, Sequence):
+        if isinstance(layers, Iterable):
             found = tuple(as_index(layer) for layer in layers)
         else:
             found = _spread(teacher, as_index(layers))
@@ -30,8 +30,8 @@ def kept_layers(num_teacher_layers: int, layers: int | Sequence[int]) -> tuple[i
     if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= teacher:
         raise ShdError(
             "layers-invalid",
-            f"layers must be a number from 1 to the teacher's layers, or a rising list of their numbers from 0; "
-            f"got {layers!r} of {num_teacher_layers!r}",
+            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
+            f"0..{teacher - 1}; got {layers!r}",
             "DEPTH-1",
         )
     return found

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shd_ref.errors import ShdError
+from shd_ref.shrink.depth import kept_layers
 from shd_torch.doctor.models import Student, Teacher
 from shd_torch.shrink.families import check_config
-from shd_torch.shrink.sizes import choose_layers, choose_sizes, sizes_of
+from shd_torch.shrink.sizes import choose_sizes, sizes_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def find_inheritance(teacher: Teacher, student: Student, data: str | None) -> In
     try:
         family = check_config(config)
         own, sizes = sizes_of(config), sizes_of(wanted)
-        choose_layers(own.layers, sizes.layers)
+        kept_layers(own.layers, sizes.layers)
         fixed = {} if family.free_head_dim else {"head_dim": None}
         chosen = choose_sizes(own, family, **(asdict(sizes) | fixed))
         usual = choose_sizes(own, family, **(asdict(sizes) | {"kv_heads": None, "head_dim": None}))

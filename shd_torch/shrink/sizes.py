@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import as_index, check_integer
+from shd_ref.integers import check_integer
 from shd_torch.shrink.dropped import NOTHING, Dropped, dropped_class, dropped_config
 from shd_torch.shrink.families import Family, layer_types_of
 
@@ -56,28 +56,6 @@ def _count_neurons(config: Any) -> int:
     if hasattr(config, "n_inner"):  # GPT-2, whose default is None
         return config.n_inner or 4 * int(config.hidden_size)
     return int(config.intermediate_size)
-
-
-def choose_layers(num_teacher_layers: int, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Which teacher layers the student's are copies of, in order (DEPTH-1, DEPTH-2)."""
-    if layers is None:
-        return tuple(range(num_teacher_layers))
-    last = num_teacher_layers - 1
-    kept: tuple[int, ...] = ()
-    with suppress(TypeError):  # of what is not an integer
-        if isinstance(layers, Iterable):
-            kept = tuple(as_index(layer) for layer in layers)
-        elif as_index(layers) <= num_teacher_layers:
-            steps = as_index(layers) - 1
-            kept = (last,) if steps == 0 else tuple((2 * i * last + steps) // (2 * steps) for i in range(steps + 1))
-    if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] > last:
-        raise ShdError(
-            "layers-invalid",
-            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
-            f"0..{num_teacher_layers - 1}; got {layers!r}",
-            "DEPTH-1",
-        )
-    return kept
 
 
 def choose_sizes(

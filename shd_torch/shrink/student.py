@@ -16,6 +16,7 @@ from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_ref.shrink.depth import kept_layers
 from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
@@ -34,7 +35,7 @@ from shd_torch.shrink.layer import (
     neuron_importance,
 )
 from shd_torch.shrink.merges import PLANS
-from shd_torch.shrink.sizes import Sizes, choose_layers, choose_sizes, count_parameters, make_student, sizes_of
+from shd_torch.shrink.sizes import Sizes, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, principal_axes, turn_ends
 
@@ -125,7 +126,7 @@ def shrink(
     family = family_of(model)
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config)
-    kept = choose_layers(own.layers, layers)
+    kept = kept_layers(own.layers, own.layers if layers is None else layers)
     wanted = choose_dropped(drop_attention, drop_activations)
     check_dropped(wanted, family, model.config, kept)
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "neurons": neurons}

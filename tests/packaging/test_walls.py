@@ -167,7 +167,7 @@ ALLOWED_IN_TORCH = {
     "shd_ref.integers",
     "shd_ref.layers",
     "shd_ref.merging.plans",
-    "shd_ref.shrink.student",
+    "shd_ref.shrink",
     "shd_ref.teacher.run.options",
     "shd_ref.teacher.sources",
     "shd_ref.tokens",
@@ -177,7 +177,10 @@ ALLOWED_IN_TORCH = {
 
 @pytest.mark.parametrize("path", sorted((ROOT / "shd_torch").rglob("*.py")), ids=lambda p: p.name)
 def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
-    """Independence is what gives agreement its value; the doctor runs a teacher's graph, as ``shd fidelity`` does."""
+    """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
+
+    Shrinking has one implementation, in NumPy. The doctor runs a teacher's graph, as ``shd fidelity`` does.
+    """
     allowed = ALLOWED_IN_TORCH | ({"shd_ref.teacher"} if path.parent.name == "doctor" else set())
     for module in _imported(path):
         if module.split(".")[0] == "shd_ref":
