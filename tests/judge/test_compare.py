@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shd_ref
+from shd_ref.conformance import cases, check
 from shd_ref.conformance.adapter import Functions, Subject
 from shd_ref.conformance.compare import compare_output
 from shd_ref.conformance.laws import LawBrokenError, Trial
@@ -95,3 +97,19 @@ def test_an_infinite_bound_holds_for_all_but_nan(quantity: str) -> None:
     for got, bound in ((np.nan, np.inf), (np.inf, 1.0), (0.0, -np.inf)):
         with pytest.raises(LawBrokenError):
             trial.at_most([got], [bound], quantity, "a ratio")
+
+
+@pytest.mark.parametrize("extra", [2.0**-53, -(2.0**-53)])
+def test_rounding_over_an_output_of_zero_is_no_mistake(extra: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy", reason="oracles need the extra 'oracles'")
+    from shd_ref.merging import oracles
+
+    exact = oracles.stochastic_optimum
+
+    def solve(probs: Any, *given: Any, **options: Any) -> Any:
+        return exact(probs, *given, **options) + extra * (np.arange(probs.shape[-1]) == 0)
+
+    monkeypatch.setattr(oracles, "stochastic_optimum", solve)
+    (law,) = cases("law/oracles-of-odd-outputs")
+    with np.errstate(all="ignore"):
+        check(law, shd_ref)
