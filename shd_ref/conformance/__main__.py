@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -69,6 +71,7 @@ def _judge(options: argparse.Namespace) -> tuple[int, str]:
                 known=known,
                 vectors=options.vectors,
                 name=program.name,
+                seed=options.seed,
             )
             for dtype in options.dtype or ["float64"]
         ]
@@ -76,7 +79,7 @@ def _judge(options: argparse.Namespace) -> tuple[int, str]:
         _save_calls(Path(options.save_calls), reports)
     document = {"runs": [report.to_json() for report in reports]}
     if options.report:
-        Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        _write(Path(options.report), json.dumps(document, indent=1) + "\n")
     if options.json:
         return _exit_code(reports), json.dumps(document) + "\n"
     return _exit_code(reports), "".join(report.summary(how) + "\n\n" for report in reports)
@@ -106,6 +109,9 @@ def make_parser(prog: str, kind: type[argparse.ArgumentParser] = argparse.Argume
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the program, after --")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="what it computes in; repeat for several")
     parser.add_argument("--only", action="append", metavar="ID", help="an id or glob, such as 'law/*'; repeatable")
+    parser.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of the laws' inputs (default 0); or random"
+    )
     parser.add_argument("--known-failures", metavar="FILE", help="lines of `ID [@dtype]  # reason`")
     parser.add_argument("--json", action="store_true", help="print the report, or the list, as JSON")
     parser.add_argument("--report", metavar="FILE", help="write the report as JSON")
@@ -113,6 +119,15 @@ def make_parser(prog: str, kind: type[argparse.ArgumentParser] = argparse.Argume
     parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="for one answer (default 20)")
     parser.add_argument("--vectors", metavar="FOLDER", help="other vector files than the specification's own")
     return parser
+
+
+def _seed(text: str) -> int:
+    """A seed of as many bits as the laws' generator has, drawn where it is asked for."""
+    if text == "random":
+        return secrets.randbits(32)
+    if not (text.isdecimal() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"must be from 0 to {2**32 - 1}, or random; got {text}")
+    return int(text)
 
 
 def _save_calls(folder: Path, reports: Sequence[Report]) -> None:
@@ -123,7 +138,24 @@ def _save_calls(folder: Path, reports: Sequence[Report]) -> None:
             if result.call:
                 request = make_request(result.call.operation, result.call.inputs, result.dtype)
                 path = folder / f"{result.id.replace('/', '-')}-{result.dtype}.json"
-                path.write_text(json.dumps(request) + "\n", encoding="utf-8")
+                _write(path, json.dumps(request) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a pipe or a terminal as it comes."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()
+    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _exit_code(reports: Sequence[Report]) -> int:

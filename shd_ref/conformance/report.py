@@ -86,21 +86,23 @@ class Report:
         dtype: what it computed in.
         results: in the order in which they ran.
         stale: entries of the known-failures file whose items pass.
+        seed: of the laws' inputs.
     """
 
     name: str
     dtype: str
     results: tuple[Result, ...]
     stale: tuple[Entry, ...] = field(default=())
+    seed: int = 0
 
     @classmethod
-    def of(cls, name: str, dtype: str, results: Iterable[Result], known: KnownFailures) -> Report:
+    def of(cls, name: str, dtype: str, results: Iterable[Result], known: KnownFailures, seed: int = 0) -> Report:
         """Results as they came, after declared failures are told from the others."""
         results = list(results)
         passed = [r.id for r in results if r.status is Status.PASSED]
         failed = [r.id for r in results if r.status is Status.FAILED]
         stale = known.stale_among(passed, failed, dtype)
-        return cls(name, dtype, tuple(_mark_known(result, known) for result in results), tuple(stale))
+        return cls(name, dtype, tuple(_mark_known(result, known) for result in results), tuple(stale), seed)
 
     def count(self, status: Status) -> int:
         """How many items ended so."""
@@ -137,6 +139,7 @@ class Report:
             "report_version": REPORT_VERSION,
             "implementation": self.name,
             "dtype": self.dtype,
+            "seed": self.seed,
             "spec_edition": spec_edition(),
             "vectors_version": VECTORS_VERSION,
             "passed": self.passed,
@@ -156,7 +159,7 @@ class Report:
             how: the options that name the implementation, for the line that says how to run one item again.
             full: how many failures to tell in full; of the others only the problem.
         """
-        parts = [f"FAILED {describe(result, how)}" for result in self.failures[:full]]
+        parts = [f"FAILED {describe(result, how, self.seed)}" for result in self.failures[:full]]
         if self.failures[full:]:
             lines = [f"  {r.id}: {r.finding.problem}" for r in self.failures[full:] if r.finding]
             parts.append("also failed:\n" + "\n".join(textwrap.shorten(line, 160) for line in lines))
@@ -177,15 +180,16 @@ class Report:
         clean = sum(not row[Status.FAILED] and not row[Status.KNOWN] for row in judged)
         counts = ", ".join(f"{self.count(status)} {status.replace('_', ' ')}" for status in Status)
         verdict = "nothing was judged" if self.empty else "conforms" if self.passed else "does not conform"
+        drawn = f", seed {self.seed}" if self.seed else ""
         parts.append(
-            f"{self.name} at {self.dtype}, specification {spec_edition()}: {verdict}\n"
+            f"{self.name} at {self.dtype}, specification {spec_edition()}{drawn}: {verdict}\n"
             f"  items: {counts}\n"
             f"  sentences: {clean} of {len(judged)} judged hold, of {len(rows)} in the specification"
         )
         return "\n\n".join(parts)
 
 
-def describe(result: Result, how: str = "") -> str:
+def describe(result: Result, how: str = "", seed: int = 0) -> str:
     """One failure: what was asked, what came, and what it looks like."""
     finding = result.finding
     if finding is None:
@@ -193,6 +197,7 @@ def describe(result: Result, how: str = "") -> str:
     sentences = load_sentences()
     spec = finding.spec or result.spec
     required = [f"{spec_id}: {sentences.get(spec_id, '(not in this edition)')}" for spec_id in spec]
+    options = f"--dtype {result.dtype}{f' --seed {seed}' if seed else ''} --only '{result.id}'"
     rows: list[tuple[str, Sequence[str]]] = [
         ("shows", [result.comment] if result.comment else []),
         ("requires", required),
@@ -203,10 +208,7 @@ def describe(result: Result, how: str = "") -> str:
         ("problem", [finding.problem]),
         ("looks like", [f"this equals what you get if {sentence}" for sentence in finding.looks_like]),
         ("hunts", [f"{flag}: {note}" for flag, note in result.flags.items()]),
-        (
-            "again",
-            [f"python -m shd_ref.conformance {how or '--impl ...'} --dtype {result.dtype} --only '{result.id}'"],
-        ),
+        ("again", [f"python -m shd_ref.conformance {how or '--impl ...'} {options}"]),
     ]
     lines = [f"{result.id} at {result.dtype}"]
     for label, texts in rows:

@@ -49,13 +49,14 @@ def cases(only: str | Iterable[str] | None = None, *, vectors: str | Path | None
     return [item for item in items if any(fnmatchcase(item.id, pattern) for pattern in patterns)]
 
 
-def check(item: Item, implementation: Any, dtype: str = "float64") -> None:
+def check(item: Item, implementation: Any, dtype: str = "float64", *, seed: int = 0) -> None:
     """One item against one implementation, for your own tests.
 
     Args:
         item: one of ``cases()``.
         implementation: a module or object with the operations' functions, or an ``Adapter``.
         dtype: what the implementation computes in.
+        seed: of the laws' inputs.
 
     Raises:
         ConformanceError: it failed; an ``AssertionError`` whose message says how.
@@ -63,11 +64,11 @@ def check(item: Item, implementation: Any, dtype: str = "float64") -> None:
     """
     if dtype not in item.dtypes:
         raise Missing(f"{item.id} does not run at {dtype}")
-    result = run_item(item, as_adapter(implementation), dtype)
+    result = run_item(item, as_adapter(implementation), dtype, seed)
     if result.status is Status.MISSING:
         raise Missing(result.note)
     if result.status is Status.FAILED:
-        raise ConformanceError(describe(result))
+        raise ConformanceError(describe(result, seed=seed))
 
 
 def judge(
@@ -78,6 +79,7 @@ def judge(
     known: KnownFailures | None = None,
     vectors: str | Path | None = None,
     name: str | None = None,
+    seed: int = 0,
 ) -> Report:
     """Every item that runs at this dtype, against one implementation.
 
@@ -88,6 +90,7 @@ def judge(
         known: failures that the implementer has declared.
         vectors: a folder of vector files; default the specification's own.
         name: of the implementation in the report.
+        seed: of the laws' inputs, from 0 on.
 
     Returns:
         The report; ``report.passed`` says whether nothing unexpected happened.
@@ -95,18 +98,18 @@ def judge(
     if dtype not in DTYPES:
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     adapter = as_adapter(implementation)
-    results = list(_run_all(cases(only, vectors=vectors), adapter, dtype))
+    results = list(_run_all(cases(only, vectors=vectors), adapter, dtype, seed))
     called = name or getattr(implementation, "__name__", None) or type(implementation).__name__
-    return Report.of(called, dtype, results, known or KnownFailures())
+    return Report.of(called, dtype, results, known or KnownFailures(), seed)
 
 
-def run_item(item: Item, adapter: Adapter, dtype: str) -> Result:
+def run_item(item: Item, adapter: Adapter, dtype: str, seed: int = 0) -> Result:
     """One item; nothing that the implementation does is raised here."""
     subject = Subject(adapter, dtype)
     started = time.perf_counter()
     status, finding, note = Status.PASSED, None, ""
     try:
-        finding = _run_case(item, subject) if isinstance(item, Case) else _run_law(item, subject)
+        finding = _run_case(item, subject) if isinstance(item, Case) else _run_law(item, Trial(subject, seed))
     except Missing as reason:
         status, note = Status.MISSING, str(reason)
     except RefusedError as refusal:
@@ -128,12 +131,12 @@ def run_item(item: Item, adapter: Adapter, dtype: str) -> Result:
     )
 
 
-def _run_all(items: Iterable[Item], adapter: Adapter, dtype: str) -> Iterator[Result]:
+def _run_all(items: Iterable[Item], adapter: Adapter, dtype: str, seed: int) -> Iterator[Result]:
     # NumPy's own warnings about an implementation's arithmetic are not the judge's to print.
     with np.errstate(all="ignore"):
         for item in items:
             if dtype in item.dtypes:
-                yield run_item(item, adapter, dtype)
+                yield run_item(item, adapter, dtype, seed)
 
 
 def _run_case(case: Case, subject: Subject) -> Finding | None:
@@ -195,10 +198,11 @@ def _run_invalid(case: Case, subject: Subject, inputs: dict[str, Any]) -> Findin
     return Finding("invalid inputs were accepted", "", wanted, f"the answer {abbreviate(answer)}")
 
 
-def _run_law(law: Law, subject: Subject) -> Finding | None:
+def _run_law(law: Law, trial: Trial) -> Finding | None:
     spec: tuple[str, ...] = ()
+    subject = trial.subject
     try:
-        law.statement(Trial(subject))
+        law.statement(trial)
     except LawBrokenError as error:
         difference = error.difference
         spec = tuple(spec_id for spec_id in error.spec if spec_id in law.spec) or error.spec

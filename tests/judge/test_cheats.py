@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ SPOILERS = {
         "    if key not in known:\n        known[key] = attn_logits, shd_ref.softmax(attn_logits, **options)\n"
         "    return known[key][1].copy()\n",
         "law/results-survive-softmax",
-        "softmax of arrays that were written over since the last call",
+        "softmax of what was written over since the last call",
     ),
 }
 
@@ -169,3 +170,27 @@ def test_a_test_of_ones_own_reads_refusals_as_strictly(vectors: Path, wrong: Any
     with pytest.raises(ConformanceError, match="raised SystemExit without a code"):
         check(case, wrong(merge_plan=leave))
     check(case, shd_ref)
+
+
+def test_answers_that_were_learned_by_heart_fail_with_another_seed(capfd: pytest.CaptureFixture[str]) -> None:
+    (law,) = cases("law/softmax-shift")
+    answers: dict[bytes, Any] = {}
+
+    def digest(inputs: dict[str, Any]) -> bytes:
+        return b"".join(np.asarray(value).tobytes() for value in inputs.values())
+
+    def learn(**inputs: Any) -> Any:
+        return answers.setdefault(digest(inputs), shd_ref.softmax(**inputs))
+
+    def recite(**inputs: Any) -> Any:
+        return answers.get(digest(inputs), np.zeros(inputs["attn_logits"].shape))
+
+    check(law, SimpleNamespace(softmax=learn))
+    check(law, SimpleNamespace(softmax=recite))
+    with pytest.raises(ConformanceError, match="--seed 20 --only 'law/softmax-shift'"):
+        check(law, SimpleNamespace(softmax=recite), seed=20)
+    assert main(["--impl", "shd_ref", "--only", law.id, "--seed", "random"]) == 0
+    assert re.search(r", seed \d+: conforms", capfd.readouterr().out)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--impl", "shd_ref", "--seed", "-1"])
+    assert "--seed: must be from 0 to 4294967295, or random; got -1" in capfd.readouterr().err

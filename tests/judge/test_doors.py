@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +83,13 @@ def test_command_line_judges_a_module_in_the_current_folder(
     (run,) = json.loads(Path("report.json").read_text(encoding="utf-8"))["runs"]
     assert run["counts"]["known_failure"] == 1
     assert run["requirements"]["LOSS-2"]["known_failure"] == 1
+    before = Path("report.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: os.close(-1))
+        assert main([*chosen, "--report", "report.json", "--seed", "7"]) == 2
+    assert "Bad file descriptor" in capsys.readouterr().err
+    assert Path("report.json").read_bytes() == before
+    assert not [*tmp_path.glob(".*")]
 
     known.write_text("solve_alpha/quarter  # fixed long ago\nshd_loss/two-layers  # factor\n", encoding="utf-8")
     assert main([*chosen, "--known-failures", str(known)]) == 1

@@ -87,7 +87,8 @@ class Maker:
     def draws(self, *shape: int) -> Array:
         """Integers of 0..65535."""
         self._used += 1
-        drawn: Array = draw_integers(self.seed * 7919 + self._used * 104729, prod(shape)).reshape(shape)
+        seed = self.trial.shifted(self.seed * 7919 + self._used * 104729)
+        drawn: Array = draw_integers(seed, prod(shape)).reshape(shape)
         return drawn
 
     def fractions(self, *shape: int) -> Array:

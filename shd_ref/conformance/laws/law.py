@@ -21,6 +21,8 @@ from shd_ref.conformance.vectors import round_to
 
 Array: TypeAlias = NDArray[Any]
 
+_STRIDE = 0x9E3779B1  # odd, so that no two trials of 32 bits draw alike; far from the steps between a law's seeds
+
 
 class LawBrokenError(Exception):
     """An implementation breaks a law.
@@ -67,9 +69,18 @@ class Trial:
     """One implementation at one dtype, with the words in which laws are written.
 
     Inputs come from the integer generator of the vector files, on a grid that every dtype holds exactly.
+
+    Attributes:
+        subject: the implementation.
+        seed: shifts every seed of a law, so that it draws other numbers; 0 leaves them.
     """
 
     subject: Subject
+    seed: int = 0
+
+    def shifted(self, seed: int) -> int:
+        """The seed that a law's own stands for in this trial."""
+        return seed + self.seed * _STRIDE
 
     def call(self, operation: str, **inputs: Any) -> dict[str, Any]:
         """The operation's outputs by name, as they came."""
@@ -86,27 +97,27 @@ class Trial:
         self, seed: int, *shape: int, causal: bool = False, zero_rows: Sequence[int] = (), bits: int = 8
     ) -> Array:
         """Attention maps: rows of multiples of ``2^-bits`` that sum to exactly one."""
-        recipe = {"kind": "probs", "seed": seed, "levels": 16, "power": 2, "bits": bits}
+        recipe = {"kind": "probs", "seed": self.shifted(seed), "levels": 16, "power": 2, "bits": bits}
         return self.rounded(make_array(shape, {**recipe, "causal": causal, "zero_rows": zero_rows}))
 
     def numbers(self, seed: int, *shape: int, low: int = -24, high: int = 24, shift: int = 3) -> Array:
         """Multiples of ``2^-shift`` from ``low / 2^shift`` to ``high / 2^shift``."""
-        return self.rounded(
-            make_array(shape, {"kind": "numbers", "seed": seed, "low": low, "high": high, "shift": shift})
-        )
+        return self.rounded(self._drawn(seed, shape, low, high, shift))
 
     def shares(self, seed: int, *shape: int, zero_rows: Sequence[int] = ()) -> Array:
         """Attention maps of numbers that need all bits of the dtype; rows sum to one up to rounding."""
-        weights = make_array(shape, {"kind": "numbers", "seed": seed, "low": 1, "high": 997, "shift": 0}) ** 2
+        weights = self._drawn(seed, shape, 1, 997) ** 2
         maps = weights / weights.sum(-1, keepdims=True)
         maps[..., list(zero_rows), :] = 0.0
         return self.rounded(maps)
 
     def quotients(self, seed: int, *shape: int) -> Array:
         """Numbers between -3.1 and 3.1 that need all bits of the dtype."""
-        return self.rounded(
-            make_array(shape, {"kind": "numbers", "seed": seed, "low": -307, "high": 307, "shift": 0}) / 99.0
-        )
+        return self.rounded(self._drawn(seed, shape, -307, 307) / 99.0)
+
+    def _drawn(self, seed: int, shape: tuple[int, ...], low: int, high: int, shift: int = 0) -> Array:
+        recipe = {"kind": "numbers", "seed": self.shifted(seed), "low": low, "high": high, "shift": shift}
+        return make_array(shape, recipe)
 
     def with_small_mass(self, maps: Array) -> Array:
         """The maps with all but 2^-10 of the first key's mass moved to the last key, where the row has any."""
