@@ -5,13 +5,13 @@ Factors are unique up to an invertible matrix between them: compare products, ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.attention import Array
-from shd_ref.errors import ShdError
 from shd_ref.tolerances import tie_width
 
 Forms: TypeAlias = NDArray[np.floating[Any] | np.complexfloating[Any, Any]]
@@ -26,7 +26,7 @@ class Factors(NamedTuple):
     Attributes:
         left: ``(G, D1, rank)``.
         right: ``(D2, rank)``.
-        error: ``sum_h || S1^(1/2) (M_h - left[h] right^H) S2^(1/2) ||^2`` over the same of ``M_h``; 0 for 0 / 0.
+        error: ``sum_h || M_h - left[h] right^H ||^2`` over the same of ``M_h``; 0 for 0 / 0.
     """
 
     left: Forms
@@ -34,35 +34,30 @@ class Factors(NamedTuple):
     error: float
 
 
-def factor_forms(forms: Forms, rank: int, left_moment: Array, right_moment: Array, ridge: float = RIDGE) -> Factors:
-    """The factors with the least weighted error, by one SVD of the stacked, whitened forms (HEAD-13).
+def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> Factors:
+    """The factors with the least error of the forms ``M_h = lefts[h] @ rights[h]^H`` (HEAD-13).
+
+    The forms are never made: one SVD of their core, as large as the columns of all ``rights``, is that of the stack.
 
     Args:
-        forms: M ``(G, D1, D2)``, real or complex.
+        lefts: ``(D1, r_h)`` each, real or complex, times the root of what they multiply (``moment_roots``).
+        rights: ``(D2, r_h)`` each, also.
         rank: at least 1. More than the forms have is filled with zeros.
-        left_moment: S1 ``(D1, D1)``, the second moment of what multiplies from the left.
-        right_moment: S2 ``(D2, D2)``.
-        ridge: see ``RIDGE``.
     """
-    if forms.ndim != 3 or left_moment.shape != (forms.shape[1],) * 2 or right_moment.shape != (forms.shape[2],) * 2:
-        raise ShdError(
-            "argument-shape",
-            f"forms (G, D1, D2) must fit the moments (D1, D1) and (D2, D2); got {forms.shape}, "
-            f"{left_moment.shape} and {right_moment.shape}",
-            "HEAD-13",
-        )
-    (root1, inverse1), (root2, inverse2) = _root(left_moment, ridge), _root(right_moment, ridge)
-    groups, rows, _ = forms.shape
-    whitened = (root1 @ forms @ root2).reshape(groups * rows, -1)
-    u, singular, v = np.linalg.svd(whitened, full_matrices=False)
-    turn = leading_phases(v.conj().T)
-    u, v = u * turn, v * turn.conj()[:, None]
+    basis, core = np.linalg.qr(np.concatenate(rights, axis=1))
+    ends = np.cumsum([part.shape[1] for part in rights])[:-1]
+    sides = [np.linalg.qr(part) for part in lefts]
+    cores = [side @ part.conj().T for (_, side), part in zip(sides, np.split(core, ends, axis=1), strict=True)]
+    u, singular, v = np.linalg.svd(np.concatenate(cores), full_matrices=False)
     kept = min(rank, len(singular))
     half = np.sqrt(singular[:kept])
-    left = inverse1 @ (u[:, :kept] * half).reshape(groups, rows, kept)
-    right = inverse2 @ (v[:kept].conj().T * half)
+    right = basis @ v[:kept].conj().T
+    turn = leading_phases(right)
+    rows = np.split(u[:, :kept] * (turn * half), np.cumsum([len(part) for part in cores])[:-1])
+    left = np.stack([side @ part for (side, _), part in zip(sides, rows, strict=True)])
     missing = rank - kept
-    left, right = np.pad(left, ((0, 0), (0, 0), (0, missing))), np.pad(right, ((0, 0), (0, missing)))
+    left = np.pad(left, ((0, 0), (0, 0), (0, missing)))
+    right = np.pad(right * (turn * half), ((0, 0), (0, missing)))
     total = float((singular**2).sum())
     return Factors(left, right, float((singular[kept:] ** 2).sum()) / total if total > 0.0 else 0.0)
 
@@ -75,7 +70,7 @@ def leading_phases(vectors: Forms) -> Forms:
     return np.where(leading == 0.0, 1.0, leading.conj() / np.where(leading == 0.0, 1.0, np.abs(leading)))
 
 
-def _root(moment: Array, ridge: float) -> tuple[Array, Array]:
+def moment_roots(moment: Array, ridge: float = RIDGE) -> tuple[Array, Array]:
     """The square root of a moment with its ridge, and the root's inverse."""
     values, vectors = np.linalg.eigh((moment + moment.T) / 2)
     floor = max(float(values.mean()), np.finfo(np.float64).tiny)

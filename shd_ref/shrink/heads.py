@@ -6,7 +6,7 @@ softmax of mixed logits is the normalised geometric mixture of the group's maps;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from shd_ref.attention import Array, as_float, mask_logits, softmax
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_ref.shrink.factors import RIDGE, factor_forms
+from shd_ref.shrink.factors import RIDGE, Factors, Forms, factor_forms, moment_roots
 from shd_ref.shrink.merges import HeadMerge, as_merge
 from shd_ref.shrink.weights import HeadWeights, Rotary, as_rotary, as_weights
 
@@ -56,25 +56,13 @@ def attend(
     value = value if weights.value_bias is None else value + weights.value_bias[:, None]
     if rotary is not None:
         query, key = rotary.turn(query), rotary.turn(key)
-    reads = [weights.kv_head(head) for head in range(weights.num_heads)]
+    reads = weights.reads
     logits = weights.logit_scale * query @ key[:, reads].swapaxes(2, 3)
     if merge is not None:
         logits = np.einsum("ht,btls->bhls", merge.mixing, logits)[:, merge.homes]
     probs = softmax(mask_logits(logits, attn_mask))
     out: Array = (probs @ value[:, reads] @ weights.output).sum(axis=1)
     return out if weights.output_bias is None else out + weights.output_bias
-
-
-def shares_keys(merge: HeadMerge, num_kv_heads: int) -> bool:
-    """Whether every student head merges heads of one key and value head, equally many each, in order (HEAD-7)."""
-    student, teacher = merge.mixing.shape
-    if teacher % num_kv_heads or student % num_kv_heads:
-        return False
-    return all(
-        t // (teacher // num_kv_heads) == h // (student // num_kv_heads)
-        for h, group in enumerate(merge.groups)
-        for t in group
-    )
 
 
 def mix_queries(
@@ -89,7 +77,7 @@ def mix_queries(
             at equal length, and the result is approximate (HEAD-18).
 
     Raises:
-        ShdError: ``shrink-unsupported`` where ``shares_keys`` is False, ``argument-shape``, ``argument-value``.
+        ShdError: ``shrink-unsupported`` where groups leave their key heads, ``argument-shape``, ``argument-value``.
     """
     weights = as_weights(weights)
     merge = _fitting(merge, weights)
@@ -103,7 +91,7 @@ def mix_queries(
         if not (size > 0.0).all():
             raise ShdError("argument-value", f"query_size must be above 0; got {size.min():g}", "HEAD-18")
         c = c / size
-    if not shares_keys(merge, weights.num_kv_heads):
+    if not merge.shares_keys(weights.num_kv_heads):
         raise ShdError(
             "shrink-unsupported",
             f"merge must stay inside the {weights.num_kv_heads} key and value heads, with equally many student heads "
@@ -148,7 +136,7 @@ def concatenate_heads(weights: HeadWeights | Record, merge: HeadMerge | Record, 
     query_bias, key_bias, value_bias = (None if bias is None else np.zeros((size, head_dim)) for bias in given)
     for head, group in enumerate(groups):
         for place, t in enumerate(group):
-            kv, factor = weights.kv_head(t), ratio * c[head, t]
+            kv, factor = weights.reads[t], ratio * c[head, t]
             at, at_v = slice(place * d, place * d + d), slice(place * d_v, place * d_v + d_v)
             query[head, :, at] = factor * weights.query[t]
             key[head, :, at], value[head, :, at_v] = weights.key[kv], weights.value[kv]
@@ -184,7 +172,7 @@ def low_rank_heads(
         key_moment: mean of ``(x - m)^T (x - m)`` with m the mean row of each sample ``(D, D)``: the softmax ignores
             what is the same for every key. Not used with rotary positions. Default: from ``moment``.
         rotary: the teacher's positions.
-        ridge: see ``factor_forms``.
+        ridge: see ``RIDGE`` of ``factors``.
 
     Returns:
         Biases where the teacher has them: a key bias only with rotary positions, since it cancels without; the value
@@ -217,61 +205,59 @@ def low_rank_heads(
     mean = s[-1, :-1]
     centred = s[:-1, :-1] - np.outer(mean, mean) if spread is None else spread
     scaled = weights.logit_scale * head_dim**0.5 * c
-    per = c.shape[0] // num_kv_heads
-    query, key = np.zeros((c.shape[0], width + 1, head_dim)), np.zeros((num_kv_heads, width + 1, head_dim))
+    reads, per = weights.reads, c.shape[0] // num_kv_heads
+    root, inverse = moment_roots(s, ridge)
+    queries = root @ _with_bias(weights.query, weights.query_bias)
+    values = (root @ _with_bias(weights.value, weights.value_bias if weights.output_bias is None else None))[reads]
+    key_root, key_inverse = (root, inverse) if rotary is not None else moment_roots(centred, ridge)
+    keys = (key_root @ (weights.key if rotary is None else _with_bias(weights.key, weights.key_bias)))[reads]
+    outputs = weights.output.swapaxes(1, 2)
+    query, key = np.zeros((c.shape[0], width + 1, head_dim)), np.zeros((num_kv_heads, len(key_root), head_dim))
     value, output = np.zeros((num_kv_heads, width + 1, head_dim)), np.zeros((c.shape[0], head_dim, width))
     for kv in range(num_kv_heads):
         heads = slice(kv * per, kv * per + per)
+        groups = merge.groups[heads]
         if rotary is None:
-            forms = _logit_forms(weights, scaled[heads], slice(None), slice(None))[:, :, :-1]
-            found = factor_forms(forms, head_dim, s, centred, ridge)
-            query[heads], key[kv, :-1] = found.left, found.right
+            query[heads], key[kv], _ = _factor_groups(queries, keys, scaled[heads], groups, head_dim)
         else:
-            _fill_rotary(query[heads], key[kv], weights, scaled[heads], rotary, s, ridge)
-        forms = _value_forms(weights, merge.members[heads])
-        found = factor_forms(forms.swapaxes(1, 2), head_dim, np.eye(width), s, ridge)
-        value[kv], output[heads] = found.right, found.left.swapaxes(1, 2)
-    return _split_biases(weights, query, key, value, output, with_key_bias=rotary is not None)
+            _fill_rotary(query[heads], key[kv], queries, keys, scaled[heads], groups, rotary)
+        left, value[kv], _ = _factor_groups(outputs, values, merge.members[heads], groups, head_dim)
+        output[heads] = left.swapaxes(1, 2)
+    key = key_inverse @ key
+    key = np.pad(key, ((0, 0), (0, width + 1 - key.shape[1]), (0, 0)))  # without positions a key bias cancels
+    return _split_biases(weights, inverse @ query, key, inverse @ value, output)
+
+
+def _factor_groups(lefts: Forms, rights: Forms, c: Array, groups: Sequence[Sequence[int]], rank: int) -> Factors:
+    """Factors of ``sum_t c[h, t] lefts[t] rights[t]^H`` over the group of each of some student heads h."""
+    return factor_forms(
+        [np.concatenate([row[t] * lefts[t] for t in group], axis=1) for row, group in zip(c, groups, strict=True)],
+        [np.concatenate([rights[t] for t in group], axis=1) for group in groups],
+        rank,
+    )
 
 
 def _fill_rotary(
-    query: Array, key: Array, weights: HeadWeights, c: Array, rotary: Rotary, moment: Array, ridge: float
+    query: Array,
+    key: Array,
+    queries: Array,
+    keys: Array,
+    c: Array,
+    groups: Sequence[Sequence[int]],
+    rotary: Rotary,
 ) -> None:
     """Rank one for each turning pair in complex numbers, real factors for what does not turn (HEAD-15, HEAD-16)."""
     first, second = rotary.entries()
     slow = np.zeros(len(first), dtype=bool) if rotary.slow is None else np.asarray(rotary.slow, dtype=bool)
     for i, j in zip(first[~slow], second[~slow], strict=True):
-        forms = _logit_forms(weights, c, i, i) + _logit_forms(weights, c, j, j)
-        imaginary = _logit_forms(weights, c, j, i) - _logit_forms(weights, c, i, j)
-        found = factor_forms(forms + 1j * imaginary, 1, moment, moment, ridge)
-        query[..., i], query[..., j] = found.left[..., 0].real, found.left[..., 0].imag
-        key[..., i], key[..., j] = found.right[..., 0].real, found.right[..., 0].imag
-    still = np.concatenate([first[slow], second[slow], np.arange(2 * len(first), weights.query.shape[2])])
+        turning, facing = (part[..., [i]] + 1j * part[..., [j]] for part in (queries, keys))
+        left, right, _ = _factor_groups(turning, facing, c, groups, 1)
+        query[..., i], query[..., j] = left[..., 0].real, left[..., 0].imag
+        key[..., i], key[..., j] = right[..., 0].real, right[..., 0].imag
+    still = np.concatenate([first[slow], second[slow], np.arange(2 * len(first), queries.shape[2])])
     if len(still):
-        found = factor_forms(_logit_forms(weights, c, still, still), len(still), moment, moment, ridge)
-        query[..., still], key[..., still] = found.left, found.right
-
-
-def _logit_forms(weights: HeadWeights, c: Array, left: object, right: object) -> Array:
-    """``sum_t c_t [W_Q,t; b_t][:, left] [W_K,t; b_t][:, right]^T`` for each student head, ``(G, D + 1, D + 1)``."""
-    query, key = _with_bias(weights.query, weights.query_bias), _with_bias(weights.key, weights.key_bias)
-    shape = (*query.shape[:2], -1)
-    reads = [weights.kv_head(t) for t in range(weights.num_heads)]
-    chosen, facing = query[..., left].reshape(shape), key[reads][..., right].reshape(shape)  # type: ignore[index]
-    forms: Array = np.einsum("ht,tik,tjk->hij", c, chosen, facing, optimize=True)
-    return forms
-
-
-def _value_forms(weights: HeadWeights, member: Array) -> Array:
-    """``sum_t [W_V,t; b_t] W_O,t`` over each student head's group, ``(G, D + 1, D)``.
-
-    The bias row is left out where an output bias can take it: rows of a map sum to one.
-    """
-    bias = weights.value_bias if weights.output_bias is None else None
-    reads = [weights.kv_head(t) for t in range(weights.num_heads)]
-    value = _with_bias(weights.value, bias)[reads]
-    forms: Array = np.einsum("ht,tiv,tvd->hid", member, value, weights.output, optimize=True)
-    return forms
+        left, right, _ = _factor_groups(queries[..., still], keys[..., still], c, groups, len(still))
+        query[..., still], key[..., still] = left, right
 
 
 def _with_bias(matrix: Array, bias: Array | None) -> Array:
@@ -280,17 +266,14 @@ def _with_bias(matrix: Array, bias: Array | None) -> Array:
     return np.concatenate([matrix, row[:, None]], axis=1)
 
 
-def _split_biases(
-    weights: HeadWeights, query: Array, key: Array, value: Array, output: Array, *, with_key_bias: bool
-) -> HeadWeights:
+def _split_biases(weights: HeadWeights, query: Array, key: Array, value: Array, output: Array) -> HeadWeights:
+    """The last rows as biases; a value bias goes to the output bias where there is one: rows of a map sum to one."""
     out_bias, value_bias = weights.output_bias, None
     if weights.value_bias is not None:
-        if out_bias is None:
-            value_bias = value[:, -1]
-        else:
-            reads = [weights.kv_head(t) for t in range(weights.num_heads)]
-            out_bias = out_bias + np.einsum("tv,tvd->d", weights.value_bias[reads], weights.output)
-            value_bias = np.zeros((len(value), value.shape[2]))
+        value_bias = value[:, -1]
+        if out_bias is not None:
+            out_bias = out_bias + np.einsum("tv,tvd->d", weights.value_bias[weights.reads], weights.output)
+            value_bias = np.zeros_like(value_bias)
     biased = weights.query_bias is not None or weights.key_bias is not None
     return HeadWeights(
         query[:, :-1],
@@ -298,7 +281,7 @@ def _split_biases(
         value[:, :-1],
         output,
         query[:, -1] if biased else None,
-        (key[:, -1] if with_key_bias else np.zeros((len(key), key.shape[2]))) if biased else None,
+        key[:, -1] if biased else None,
         value_bias,
         out_bias,
     )

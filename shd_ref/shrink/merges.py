@@ -12,24 +12,28 @@ from numpy.typing import ArrayLike
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index, check_integer
-from shd_ref.merging.gram import merge_gram, solve_alpha_from_gram
+from shd_ref.merging.gram import solve_alpha_from_gram
 from shd_ref.merging.matching import match_pairs
 from shd_ref.merging.mixing import compose_mixing
-from shd_ref.merging.plans import MergePlan, Pair, check_plan, plan_groups
+from shd_ref.merging.plans import MergePlan, Pair, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
+PLANS: tuple[str, ...] = ("auto", "matched", "balanced", "progressive")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class HeadMerge:
     """Groups of teacher heads and the weights of their logits (HEAD-1).
 
     Attributes:
         mixing: C ``(H_s, H_t)``: rows convex, 0 outside the group. A member may weigh 0: its values still count.
         groups: for each student head its teacher heads; every teacher head in exactly one group.
+        plan: the rounds of pairs that gave both, empty where there were none.
     """
 
     mixing: Array
     groups: tuple[tuple[int, ...], ...]
+    plan: MergePlan = ()
 
     def __post_init__(self) -> None:
         c = as_float(self.mixing, "mixing", ndim=2)
@@ -65,6 +69,17 @@ class HeadMerge:
         """For each teacher head, the student head whose group it is in."""
         return [int(head) for head in self.members.argmax(axis=0)]
 
+    def shares_keys(self, num_kv_heads: int) -> bool:
+        """Whether every student head merges heads of one key and value head, equally many each, in order (HEAD-7)."""
+        student, teacher = self.mixing.shape
+        if teacher % num_kv_heads or student % num_kv_heads:
+            return False
+        return all(
+            t // (teacher // num_kv_heads) == h // (student // num_kv_heads)
+            for h, group in enumerate(self.groups)
+            for t in group
+        )
+
 
 def as_merge(given: HeadMerge | Mapping[str, Any]) -> HeadMerge:
     """A merge, from the record or a mapping of its fields; checked (HEAD-1)."""
@@ -77,6 +92,24 @@ def as_merge(given: HeadMerge | Mapping[str, Any]) -> HeadMerge:
             "argument-shape", f"groups must be lists of heads; got {given['groups']!r}", "HEAD-1"
         ) from None
     return HeadMerge(as_float(given["mixing"], "mixing", ndim=2), groups)
+
+
+def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads: int) -> HeadMerge:
+    """The merge of a layer by a kind of plan (HEAD-3, HEAD-4).
+
+    Args:
+        gram: as in ``pooled_mixing``.
+        num_student_heads: H_s.
+        kind: ``"matched"`` inside ``num_kv_heads`` groups (needs networkx), ``"balanced"`` or ``"progressive"``.
+        num_kv_heads: of the teacher; where they do not divide H_s, any two heads may meet.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``not-finite``, ``dependency-missing``, ``heads-exceed``.
+    """
+    if kind != "matched":
+        return pooled_mixing(gram, merge_plan(len(np.asarray(gram)), num_student_heads, kind))
+    inside = num_kv_heads if num_student_heads % num_kv_heads == 0 else 1
+    return pooled_mixing(gram, grouped_plan(gram, num_student_heads, inside))
 
 
 def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> HeadMerge:
@@ -97,10 +130,10 @@ def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> H
     rounds = check_plan(plan, heads)
     alphas = []
     for one_round in rounds:
-        alphas.append(np.stack([solve_alpha_from_gram(pool, p, q) for p, q in one_round], axis=1))
-        pool = merge_pool(pool, one_round, alphas[-1])
+        alphas.append(_solve_round(pool, one_round))
+        pool = _merge_pool(pool, one_round, alphas[-1])
     mixing = compose_mixing(alphas, rounds, heads)[0] if rounds else np.eye(heads)
-    return HeadMerge(mixing, plan_groups(rounds, heads))
+    return HeadMerge(mixing, plan_groups(rounds, heads), rounds)
 
 
 def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> MergePlan:
@@ -138,9 +171,8 @@ def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> 
             scores = np.zeros((len(group), len(group)))
             for i, p in enumerate(group):
                 for j in range(i + 1, len(group)):
-                    scores[i, j] = -pooled_error(pool, p, group[j])
+                    scores[i, j] = -_pooled_error(pool, p, group[j])
             pairs += [(group[i], group[j]) for i, j in match_pairs(scores, count)]
-        alpha = np.stack([solve_alpha_from_gram(pool, p, q) for p, q in pairs], axis=1)
         # Positions after the round: the merged heads in the round's order, then the untouched ones (PLAN-4).
         used = {head for pair in pairs for head in pair}
         rest = [head for head in range(pool.shape[1]) if head not in used]
@@ -149,28 +181,39 @@ def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> 
             + [len(pairs) + rest.index(head) for head in group if head not in used]
             for number, group in enumerate(groups)
         ]
-        pool = merge_pool(pool, pairs, alpha)
+        pool = _merge_pool(pool, pairs, _solve_round(pool, pairs))
         rounds.append(tuple(pairs))
     return tuple(rounds)
 
 
-def pooled_error(gram: Array, p: int, q: int) -> float:
-    """``E(a*)`` of a pair, summed over the calibration, from its gram tensor ``(1, H, H, H, H)``."""
+def _pooled_error(gram: Array, p: int, q: int) -> float:
+    """``E(a*)`` of a pair, summed over the calibration, from the pool's gram tensor ``(1, H, H, H, H)``."""
+    pair = _pair_gram(gram, p, q)
     u, uw, w = (
-        float(gram[0, p, j, p, k] - gram[0, p, j, q, k] - gram[0, q, j, p, k] + gram[0, q, j, q, k])
-        for j, k in ((p, p), (p, q), (q, q))
+        float(pair[0, 0, j, 0, k] - pair[0, 0, j, 1, k] - pair[0, 1, j, 0, k] + pair[0, 1, j, 1, k])
+        for j, k in ((0, 0), (0, 1), (1, 1))
     )
-    alpha = float(solve_alpha_from_gram(gram, p, q)[0])
+    alpha = float(solve_alpha_from_gram(pair, 0, 1)[0])
     return alpha**2 * (u + 2 * uw + w) - 2 * alpha * (u + uw) + u  # || a (u + w) - u ||^2
 
 
-def merge_pool(gram: Array, one_round: Sequence[Pair], alpha: Array) -> Array:
-    """The gram tensor ``(1, H, ...)`` after a round with alphas ``(1, pairs)``, heads in the order of PLAN-4."""
-    names: list[object] = list(range(gram.shape[1]))
-    for number, (p, q) in reversed(list(enumerate(one_round))):
-        first, second = names.index(p), names.index(q)
-        gram = merge_gram(gram, first, second, alpha[:, number])
-        names = [("merged", number), *(name for name in names if name not in (p, q))]
+def _solve_round(gram: Array, one_round: Sequence[Pair]) -> Array:
+    """The alphas of a round's pairs ``(1, pairs)``."""
+    return np.stack([solve_alpha_from_gram(_pair_gram(gram, p, q), 0, 1) for p, q in one_round], axis=1)
+
+
+def _pair_gram(gram: Array, p: int, q: int) -> Array:
+    """The pair's entries alone, so that checking them does not read the whole tensor."""
+    pair: Array = gram[np.ix_([0], *[[p, q]] * 4)]
+    return pair
+
+
+def _merge_pool(gram: Array, one_round: Sequence[Pair], alpha: Array) -> Array:
+    """The gram tensor after a round, in the order of PLAN-4: maps mix, value outputs add (GRAM-4)."""
+    heads = gram.shape[1]
+    merge = HeadMerge(compose_mixing([alpha], [one_round], heads)[0], plan_groups([one_round], heads))
+    for axis, matrix in enumerate((merge.mixing, merge.members) * 2, start=1):
+        gram = np.moveaxis(np.tensordot(matrix, gram, (1, axis)), 0, axis)
     return gram
 
 

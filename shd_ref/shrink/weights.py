@@ -16,7 +16,7 @@ from shd_ref.integers import check_number
 LAYOUTS: tuple[str, ...] = ("half", "adjacent")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadWeights:
     """One layer of attention, head by head; inputs are rows (HEAD-1).
 
@@ -53,13 +53,20 @@ class HeadWeights:
         return len(self.key)
 
     @property
+    def head_dim(self) -> int:
+        """Entries of a query."""
+        return int(self.query.shape[2])
+
+    @property
+    def reads(self) -> list[int]:
+        """For each query head the key and value head that it reads (MAP-6)."""
+        per = self.num_heads // self.num_kv_heads
+        return [head // per for head in range(self.num_heads)]
+
+    @property
     def logit_scale(self) -> float:
         """The factor of ``q k^T``."""
-        return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
-
-    def kv_head(self, head: int) -> int:
-        """Which key and value head a query head reads (MAP-6)."""
-        return head // (self.num_heads // self.num_kv_heads)
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,16 @@ class Rotary:
         turned[..., first] = rows[..., first] * cos - rows[..., second] * sin
         turned[..., second] = rows[..., first] * sin + rows[..., second] * cos
         return turned
+
+
+def join_heads(part: Array) -> Array:
+    """Heads ``(H, D, d)`` side by side, as one matrix of rows ``(D, H * d)``."""
+    return part.swapaxes(0, 1).reshape(part.shape[1], -1)
+
+
+def split_heads(matrix: Array, num_heads: int) -> Array:
+    """A matrix ``(D, H * d)`` as its heads ``(H, D, d)``."""
+    return matrix.reshape(len(matrix), num_heads, -1).swapaxes(0, 1)
 
 
 def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:

@@ -9,7 +9,7 @@ import pytest
 
 from shd_ref import gram_tensor, matched_plan, merge_plan, softmax, solve_alpha, value_outputs
 from shd_ref.errors import ShdError
-from shd_ref.shrink.factors import factor_forms
+from shd_ref.shrink.factors import factor_forms, moment_roots
 from shd_ref.shrink.heads import (
     HeadWeights,
     Rotary,
@@ -142,16 +142,22 @@ def test_factors_are_the_best_of_their_rank() -> None:
         gap = forms - left @ right.T
         return float(np.einsum("gij,ik,gkl,lj->", gap, s1, gap, s2))
 
-    found = factor_forms(forms, 2, s1, s2, ridge=1e-12)
-    best = error(found.left, found.right)
-    assert best == pytest.approx(found.error * error(np.zeros((3, 5, 1)), np.zeros((4, 1))), rel=1e-6)
+    (root1, inverse1), (root2, inverse2) = moment_roots(s1, 1e-12), moment_roots(s2, 1e-12)
+
+    def factor(rank: int) -> tuple[np.ndarray, np.ndarray, float]:
+        found = factor_forms(list(root1 @ forms), [root2] * 3, rank)
+        return inverse1 @ found.left, inverse2 @ found.right, found.error
+
+    left, right, share = factor(2)
+    best = error(left, right)
+    assert best == pytest.approx(share * error(np.zeros((3, 5, 1)), np.zeros((4, 1))), rel=1e-6)
     for _ in range(20):
         right = random.normal(size=(4, 2))
         left = forms @ s2 @ right @ np.linalg.inv(right.T @ s2 @ right)  # the best for this right factor
         assert error(left, right) >= best
-    full = factor_forms(forms, 6, s1, s2, ridge=1e-12)
-    assert full.left.shape == (3, 5, 6)
-    np.testing.assert_allclose(full.left @ full.right.T, forms, atol=1e-6)
+    left, right, _ = factor(6)
+    assert left.shape == (3, 5, 6)
+    np.testing.assert_allclose(left @ right.T, forms, atol=1e-6)
 
 
 def calibration(heads: int, seed: int = 7) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
