@@ -6,8 +6,6 @@ A file is gathered in a local temporary file and uploaded in one go, so readers 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import importlib
 import itertools
 import os
@@ -26,11 +24,8 @@ from shd_ref.errors import ShdError
 REQUESTS: Final = 16
 """Requests under way at once while a cache is opened or checked."""
 
-PART_BYTES: Final = 50 * 2**20
-"""Parts in which s3fs uploads large files; it decides their entity tags, and nothing else."""
-
 COMPARED_BYTES: Final = 2**23
-"""Bytes read back at once."""
+"""Bytes of an upload read back at once."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -123,10 +118,6 @@ class RemoteStorage(Storage):
             while some := list(itertools.islice(waiting, REQUESTS)):
                 yield from pool.map(function, some)
 
-    def entity_tag(self, name: str) -> str:
-        """The object's entity tag, empty where the store has none."""
-        return str(self._info(name).get("ETag", "")).strip('"')
-
     def upload(self, name: str, path: str) -> None:
         """Put a local file as an object."""
         filesystem, prefix = self._connect()
@@ -201,27 +192,16 @@ class _RemotePending(PendingFile):
 
     def stands(self) -> bool:
         try:
-            return self._storage.entity_tag(self._name) in self._entity_tags or self._equals_object()
+            return self._equals_object()
         except FileNotFoundError:
             return False
 
-    @functools.cached_property
-    def _entity_tags(self) -> tuple[str, str]:
-        """What S3 calls these bytes, uploaded whole or in parts, unless it encrypts them with its own key."""
-        whole, parts, count = hashlib.md5(usedforsecurity=False), hashlib.md5(usedforsecurity=False), 0
-        with open(self._file.name, "rb") as file:  # noqa: PTH123 (a name of tempfile's)
-            while piece := file.read(PART_BYTES):
-                whole.update(piece)
-                parts.update(hashlib.md5(piece, usedforsecurity=False).digest())
-                count += 1
-        return whole.hexdigest(), f"{parts.hexdigest()}-{count}"
-
     def _equals_object(self) -> bool:
         """Whether the object holds these bytes, by reading all of it back."""
-        size = os.path.getsize(self._file.name)  # noqa: PTH202 (as above)
+        size = os.path.getsize(self._file.name)  # noqa: PTH202 (a name of tempfile's)
         if self._storage.size(self._name) != size:
             return False
-        with open(self._file.name, "rb") as file:  # noqa: PTH123
+        with open(self._file.name, "rb") as file:  # noqa: PTH123 (as above)
             for start in range(0, size, COMPARED_BYTES):
                 piece = file.read(COMPARED_BYTES)
                 if self._storage.read_range(self._name, start, start + len(piece)) != piece:
