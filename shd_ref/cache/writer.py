@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -11,7 +10,7 @@ from shd_ref.cache.documents.receipts import Errors, Receipt, Skipped
 from shd_ref.cache.documents.seal import Seal, check_fingerprint
 from shd_ref.cache.forms.form import NewRecord
 from shd_ref.cache.shards import write_blobs
-from shd_ref.cache.storage.documents import checksum_of, read_document
+from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
@@ -68,11 +67,12 @@ class CacheWriter:
         self.folder = self._storage.root
         self.manifest = manifest
         check_free(self._storage)
-        self._manifest_bytes = manifest.to_bytes()
         with write_errors(self.folder):
             self._storage.prepare()
-            self._storage.create(MANIFEST_NAME, self._manifest_bytes)
-        self._check_manifest()
+            self._storage.create(MANIFEST_NAME, manifest.to_bytes())
+        held = Manifest.read(self._storage)
+        if held.id != manifest.id:
+            raise other_job(self.folder, held.differences(manifest))
         with write_errors(self.folder):
             self._storage.remove_stale()
 
@@ -143,7 +143,7 @@ class CacheWriter:
         with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:
             receipt_file.write(receipt.to_bytes())
             receipt_file.sync()
-            with self._storage.exclusive(), self._beside_manifest():
+            with self._storage.exclusive():
                 return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
@@ -154,7 +154,7 @@ class CacheWriter:
                 are not those of the data set in the manifest; ``write-failed``.
         """
         checksums: list[str] = []
-        with write_errors(self._storage.locate(SEAL_NAME)), self._beside_manifest():
+        with write_errors(self._storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
             seal = Seal(
@@ -164,27 +164,6 @@ class CacheWriter:
             )
             self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
-
-    @contextlib.contextmanager
-    def _beside_manifest(self) -> Iterator[None]:
-        """Bytes appear only beside their manifest: refuse a place that is another than before (CACHE-66)."""
-        self._check_manifest()
-        yield
-        self._check_manifest()
-
-    def _check_manifest(self) -> None:
-        self._storage.check_held()
-        path = self._storage.locate(MANIFEST_NAME)
-        try:
-            held = read_document(self._storage, MANIFEST_NAME) == self._manifest_bytes
-        except FileNotFoundError as error:
-            message = (
-                f"{path} must stay until the job ends; it is gone: put it back to go on with what was committed, or "
-                "run the job again on an empty place"
-            )
-            raise ShdError("write-failed", message, "CACHE-66") from error
-        if not held:
-            raise other_job(self.folder, Manifest.read(self._storage).differences(self.manifest))
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         shards = range(self.manifest.shards.num_shards)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
-from shd_ref.cache import CacheReader, CacheWriter, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.commands.terminal import console
 from shd_ref.teacher.run.inputs import ModelInputs
@@ -53,29 +52,6 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def run_of(folder: Path) -> tuple[str | Path, ...]:
     return folder / "t.onnx", "--inputs", folder / "d.npz", "--student-heads", "2"
-
-
-def test_a_cache_that_is_moved_while_it_is_written_stops_the_command(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, written = CacheWriter.commit_file, []
-
-    def commit(self: CacheWriter, *args: Any) -> Any:
-        if len(written) == 1:
-            (tmp_path / "c").rename(tmp_path / "moved")
-        written.append(1)
-        return real(self, *args)
-
-    words = ("precompute", *run_of(made), "--samples-per-shard", "5", "--out")
-    with monkeypatch.context() as patch:
-        patch.setattr(CacheWriter, "commit_file", commit)
-        output = shd(*words, tmp_path / "c", code=1)
-    assert "write-failed" in output
-    assert "it is gone" in " ".join(output.split())
-    assert not (tmp_path / "c").exists()
-    assert len(CacheReader(tmp_path / "moved", allow_partial=True)) == 5
-    shd(*words, tmp_path / "moved")
-    assert verify_cache(tmp_path / "moved").ok
 
 
 @pytest.mark.parametrize("option", [("--max-length", "3"), ("--text-column", "input_ids")])

@@ -1,4 +1,4 @@
-"""Local folders: files that appear whole or not at all (CACHE-60 to CACHE-65, CACHE-66).
+"""Local folders: files that appear whole or not at all (CACHE-60 to CACHE-66).
 
 A file is written under a temporary name, synchronised and renamed. Its writer holds an advisory lock on it
 all the while, so another process can tell a dead writer's leftovers from work in progress, on any host that
@@ -6,7 +6,7 @@ shares the file system, and for any process id.
 
 Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-7). A writer holds
 the folder that it began with open: when that is moved, what is under way goes with it, and nothing is written to
-another folder that takes its place.
+another folder that takes its place (CACHE-66).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class LocalStorage(Storage):
         return [name for name in self.names() if (self.root / name).is_symlink()]
 
     def prepare(self) -> None:
-        """Create the folder, and hold it: from now on every file is one of this folder, wherever it is moved."""
+        """Create the folder, and hold it: from now on every file is one of this folder, wherever it is."""
         for path in (self.root, *self.root.parents):
             if path.exists() and not path.is_dir():
                 message = f"{path} must be a folder; it is a file: choose another place, or move it away"
@@ -136,25 +136,6 @@ class LocalStorage(Storage):
         if self._held is None:
             self._held = os.open(self.root, _FOLDER)
             weakref.finalize(self, os.close, self._held)
-
-    def check_held(self) -> None:
-        """Refuse to go on where the folder is no longer where it was (CACHE-66)."""
-        if self._held is None:
-            return
-        try:
-            there = self.root.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            what = "it is gone"
-        else:
-            if os.path.samestat(there, os.fstat(self._held)):
-                return
-            what = "another is in its place"
-        raise ShdError(
-            "write-failed",
-            f"{self.root} must stay the folder that this job began with until it ends; {what}: put the first one "
-            "back, or run the job again where it is now; what was committed is in it, and nothing elsewhere",
-            "CACHE-66",
-        )
 
     def remove_stale(self) -> None:
         """Remove temporary files whose writers are gone; those of living writers are locked and stay."""
@@ -195,7 +176,6 @@ class LocalStorage(Storage):
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """Exclude other writers of the cache; the system lets go when a process dies."""
-        self.check_held()
         with self._parent(LOCK_NAME) as (folder, base):
             try:
                 descriptor = os.open(base, _LOCK, 0o666, dir_fd=folder)
@@ -212,7 +192,6 @@ class LocalStorage(Storage):
 
     def open_parent(self, name: str) -> tuple[int, str]:
         """A descriptor of the folder in which a file is to be written, made if need be, and the file's name in it."""
-        self.check_held()
         *parts, base = name.split("/")
         return self._open_folder(parts, make=True), base
 
@@ -288,7 +267,6 @@ class LocalStorage(Storage):
 
 class _LocalPending(PendingFile):
     def __init__(self, storage: LocalStorage, name: str) -> None:
-        self._storage = storage
         self._folder, self._name = storage.open_parent(name)
         self._temp = _temporary_name(self._name)
         with contextlib.ExitStack() as undo:
@@ -309,10 +287,8 @@ class _LocalPending(PendingFile):
         os.fsync(self._descriptor)
 
     def commit(self) -> None:
-        self._storage.check_held()
         os.rename(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.fsync(self._folder)
-        self._storage.check_held()
 
     def stands(self) -> bool:
         return True  # commits are made under the lock
@@ -330,7 +306,6 @@ class _PendingLink(PendingFile):
     """Another name for a file that exists: committed shards never change in place, so caches may share them."""
 
     def __init__(self, storage: LocalStorage, name: str, source: LocalStorage) -> None:
-        self._storage = storage
         self._folder, self._name = storage.open_parent(name)
         self._temp = _temporary_name(self._name)
         self._source = source.locate(name)
@@ -343,11 +318,9 @@ class _PendingLink(PendingFile):
 
     def commit(self) -> None:
         """Link under a temporary name and rename, so that a shard without a receipt is replaced as well."""
-        self._storage.check_held()
         os.link(self._source, self._temp, dst_dir_fd=self._folder, follow_symlinks=False)
         os.rename(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.fsync(self._folder)
-        self._storage.check_held()
 
     def stands(self) -> bool:
         """Commits are made under the lock."""

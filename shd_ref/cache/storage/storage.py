@@ -162,13 +162,6 @@ class Storage(abc.ABC):
             ShdError: ``cache-exists`` when a file is in its place.
         """
 
-    def check_held(self) -> None:  # noqa: B027  (a prefix cannot be moved away)
-        """Refuse to go on where the place is no longer the one that was prepared.
-
-        Raises:
-            ShdError: ``write-failed`` (CACHE-66).
-        """
-
     @abc.abstractmethod
     def remove_stale(self) -> None:
         """Remove what dead writers left behind."""
