@@ -112,7 +112,7 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
 
     Source: Eq. 5-9. Deviation: D-1. Decision: D-22.
     """
-    _check_pool(gram, p, q, check)
+    p, q = _check_pool(gram, p, q, check)
     return solve_gram_pair(gram.double(), p, q, "least_squares").clipped
 
 
@@ -155,7 +155,7 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
 
     Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
     """
-    _check_pool(gram, p, q, check)
+    p, q = _check_pool(gram, p, q, check)
     check_real(alpha, "alpha", check=check)
     shape = (gram.shape[0], *gram.shape[5:])
     if tuple(alpha.shape) != shape:
@@ -173,8 +173,8 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
     return merged
 
 
-def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> None:
-    """A gram tensor and two positions of its pool (GRAM-6)."""
+def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> tuple[int, int]:
+    """Two positions of the pool of a gram tensor (GRAM-6), as Python's integers: torch takes uint8 for a mask."""
     check_real(gram, "gram", check=check)
     if gram.ndim not in (5, 6) or len(set(gram.shape[1:5])) != 1:
         raise ShdError(
@@ -186,3 +186,4 @@ def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> None:
     p, q = (check_integer(name, place, 0, heads - 1, "GRAM-6") for name, place in (("p", p), ("q", q)))
     if p == q:
         raise ShdError("argument-value", f"p and q must be two positions of 0..{heads - 1}; got {p} twice", "GRAM-6")
+    return p, q
