@@ -77,7 +77,7 @@ CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
     "compose_mixing": (
         lambda trial, seed: {
             "alphas": [trial.numbers(seed, 2, 2, low=0, high=16, shift=4)],
-            "plan": [[[0, 1], [2, 3]]],
+            "plan": [[[0, 1 + seed % 2], [2 - seed % 2, 3]]],
             "num_teacher_heads": 4,
         },
         {},
@@ -135,6 +135,14 @@ CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
 }
 """A right call of every operation by seed, and options that the call between two equal ones has besides."""
 
+_MASKED = {"attn_mask": np.array([[True] * 4 + [False]] * 3), "support": "intersect"}
+_WRITTEN_OVER: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk"), _MASKED),
+    **{operation: {"plan": [[[0, 1], [2, 3]]]} for operation in ("squeeze_heads", "diagnose")},
+    "layer_map": {"pairs": [[0, 2], [1, 4]]},
+}
+"""Masks and lists that ``CALLS`` leaves out."""
+
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, Array]]:
     """Copies of all numbers of an answer, with their places."""
@@ -179,7 +187,7 @@ def _survive(operation: str, trial: Trial) -> None:
     other = numbers_of(trial, operation, make(trial, 9531))
     same(before, _copied(operation, first), f"after another call of {operation}, the first result", exact=True)
     # What a caller writes into an array or a list is new input, though the object is the same.
-    for more in ({}, options) if options else ({},):
+    for more in ({}, *filter(None, (options, _WRITTEN_OVER.get(operation)))):
         inputs, new = {**make(trial, 9500), **_copy(more)}, {**make(trial, 9531), **_turned(more)}
         try:
             numbers_of(trial, operation, inputs)
@@ -226,16 +234,13 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _turned(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Other masks and lists of the same size."""
-    return {
-        name: value[..., ::-1].copy()
-        if isinstance(value, np.ndarray)
-        else value[::-1]
-        if isinstance(value, list)
-        else value
-        for name, value in options.items()
-    }
+def _turned(value: Any) -> Any:
+    """Other masks and lists of the same size: the other way round, all the way down."""
+    if isinstance(value, Mapping):
+        return {name: _turned(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_turned(item) for item in reversed(value)]
+    return value[..., ::-1].copy() if isinstance(value, np.ndarray) else value
 
 
 def _spoiled(inputs: Mapping[str, Any]) -> dict[str, Any]:
