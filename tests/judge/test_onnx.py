@@ -45,6 +45,7 @@ LAWS_OF_REFUSAL = (
     "law/refused-far-",
     "law/no-axis-stands-for-all-",
     "law/masks-refused-",
+    "law/kinds-refused-",
     "law/uncounted-rows-exempt-",
 )
 
