@@ -336,6 +336,11 @@ def _refuse(model: nn.Module, stage: str, error: BaseException) -> ShdError:
         error = error.__cause__
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    # onnxruntime says where it failed among its own files and codes: what the user can know is the operator or input.
+    if failed := re.search(r"while running (\w+) node|[Ii]nvalid dimensions for input: (\w+)", str(error)):
+        operator, name = failed.groups()
+        what = f"an operator {operator}" if operator else f"the input {name}"
+        cause = f"{what} that keeps sizes of the example inputs"
     cause = cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]}..."
     return ShdError("export-failed", f"{type(model).__name__} must {stage}; got {cause.rstrip('.:')}: {_REMEDY}")
 
@@ -512,7 +517,7 @@ def _compare(
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised, and said in one sentence
     allowed = load_tolerances()["graph"]["probs"]
     relative = float(allowed.get(str(expected[0].dtype).removeprefix("torch."), allowed["float32"]))
     largest, tolerance = 0.0, relative

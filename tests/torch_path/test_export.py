@@ -245,6 +245,19 @@ def test_a_failed_export_is_one_sentence(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("[ONNXRuntimeError] : 1 : FAIL : code returned while running Reshape node. Name:'x' /a/b.h:84", "Reshape"),
+        ("[ONNXRuntimeError] : 2 : Got invalid dimensions for input: input_ids for the following", "input_ids"),
+    ],
+)
+def test_codes_of_onnxruntime_are_put_into_words(text: str, cause: str) -> None:
+    message = str(shd_torch.export._refuse(nn.Identity(), "run", RuntimeError(text)))
+    assert f"{cause} that keeps sizes of the example inputs" in message
+    assert "ONNXRuntimeError" not in message
+
+
 @pytest.mark.slow
 def test_led_is_refused_in_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Attention in windows, whose number follows from the values."""
