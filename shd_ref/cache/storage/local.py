@@ -28,6 +28,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.drafts import sync
 from shd_ref.cache.storage.layout import LOCK_NAME
 from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
 from shd_ref.errors import ShdError
@@ -290,9 +291,6 @@ class _LocalPending(PendingFile):
         os.rename(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.fsync(self._folder)
 
-    def stands(self) -> bool:
-        return True  # commits are made under the lock
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -321,10 +319,6 @@ class _PendingLink(PendingFile):
         os.link(self._source, self._temp, dst_dir_fd=self._folder, follow_symlinks=False)
         os.rename(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.fsync(self._folder)
-
-    def stands(self) -> bool:
-        """Commits are made under the lock."""
-        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -376,16 +370,7 @@ def _make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make renames and removals in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(folder.parent)
 
 
 def _make_inside(folder: int, name: str) -> None:
