@@ -15,7 +15,7 @@ from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_mask, check_option, check_real, check_temperature
 from shd_torch.kd.chunks import check_chunk_rows
-from shd_torch.kd.targets import check_logits, cut_teacher
+from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | Mapping[str, Any]
@@ -137,8 +137,7 @@ class KdRows:
         if ids.shape[-1] == self.vocab_size:
             values, slope = self._classes(self.log_probs[at].to(own.dtype), own, wants_gradient)
             return values, None if slope is None else log_q.scatter_(-1, ids, slope)
-        log_q.scatter_(-1, ids, -math.inf)
-        tail = log_q.logsumexp(-1, keepdim=True)  # over the others, never one minus the rest
+        tail = take_tail(log_q, ids, own)[:, None]
         log_p = torch.cat((self.log_probs[at], self.log_tail[at][:, None]), -1).to(own.dtype)
         values, slope = self._classes(log_p, torch.cat((own, tail), -1), wants_gradient)
         if slope is None:

@@ -108,8 +108,21 @@ def kd_targets_topk(
         ids[part] = flat[part].topk(k, -1).indices.sort(-1).values
         log_p = (flat[part].to(log_probs.dtype) / temperature).log_softmax(-1)
         log_probs[part] = log_p.gather(-1, ids[part])
-        log_tail[part] = log_p.scatter_(-1, ids[part], -math.inf).logsumexp(-1)
+        log_tail[part] = take_tail(log_p, ids[part], log_probs[part])
     return TopkTargets(ids.reshape(*rows, k), log_probs.reshape(*rows, k), log_tail.reshape(rows), temperature, size)
+
+
+def take_tail(log_p: Tensor, ids: Tensor, head: Tensor) -> Tensor:
+    """``log_tail`` of rows (KD-9), which leaves ``-inf`` at ``ids`` of ``log_p``.
+
+    Args:
+        log_p: log-probabilities ``(R, V)``; changed in place.
+        ids: classes outside the tail, ``(R, k)``.
+        head: ``log_p`` at ``ids``.
+    """
+    tail = log_p.scatter_(-1, ids, -math.inf).logsumexp(-1)
+    # As a share of head and tail: where the tail is nearly all, the sum over it rounds to more than its logarithm.
+    return -torch.logaddexp(torch.zeros_like(tail), head.logsumexp(-1) - tail)
 
 
 @without_autocast

@@ -269,3 +269,13 @@ def test_a_step_compiles_whole(operation: str) -> None:
     torch.testing.assert_close(got, wanted)
     for one, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_tail_of_nearly_everything_keeps_its_digits() -> None:
+    """A sum over it rounds by more than its logarithm, on any processor."""
+    logits = torch.zeros(1, 50_000)
+    logits[0, 7] = 0.125
+    targets = shd_torch.kd.kd_targets_topk(logits, 1)
+    exact = -torch.tensor([0.125], dtype=torch.float64).exp().div(49_999).log1p()
+    limit = load_tolerances()["agreement"]["float32"]["loss"]["rtol"]
+    torch.testing.assert_close(targets.log_tail.double(), exact, rtol=limit, atol=0)
