@@ -9,7 +9,7 @@
 The student starts as its squeezed teacher and learns from three things: the text, the cached logits (KD) and the
 cached attention (SHD). The last line compares test losses, in nats a token; it is about
 
-    teacher 0.55, student 0.556 before and 0.546 after training, with 41% of the parameters
+    teacher 0.55, student 0.56 before and 0.55 after training, with 41% of the parameters
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 
 No callback is needed: Lightning moves the supervision to the device with the batch. It prints about
 
-    student 0.556 before and 0.548 after training
+    student 0.56 before and 0.55 after training
 """
 
 from __future__ import annotations
