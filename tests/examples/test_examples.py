@@ -64,7 +64,7 @@ def test_readme_turns_text_into_a_trained_student(
     capsys.readouterr()
     exec(compile(snippet, "README.md", "exec"), {"__name__": "__main__"})
     losses = dict(re.findall(r"^(before|after) ([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
-    assert float(losses["after"]) < float(losses["before"])
+    assert float(losses["after"]) < 0.95 * float(losses["before"])
     assert Path("trained", "model.safetensors").exists()
 
 
@@ -132,10 +132,14 @@ def test_example_prints_what_it_says(
 ) -> None:
     if script in NEEDS and find_spec(NEEDS[script]) is None:
         pytest.skip(f"this example needs {NEEDS[script]}")
-    *before, last = commands(script)
-    run_in(*before)
+    *preparation, last = commands(script)
+    run_in(*preparation)
     capsys.readouterr()
     run_in(last)
     printed = capsys.readouterr().out
     pattern = re.sub(r"(?:\\?[\d.,%]|\\-)+", ".+", re.escape(" ".join(expected(script).split())))
     assert re.search(pattern, " ".join(printed.split())), printed
+    losses = re.search(r"student ([\d.]+) before and ([\d.]+)", printed)
+    assert bool(losses) == ("student" in expected(script) and "accuracy" not in printed)
+    if losses:  # an accuracy over so few samples is chance
+        assert float(losses[2]) < float(losses[1])
