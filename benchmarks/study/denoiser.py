@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shd_ref.shrink.merges import merge_heads
 from shd_torch import capture_attention
 from shd_torch.maps import gram_tensor
-from shd_torch.shrink.merges import merge_heads
 
 PATCH = 2
 
@@ -102,9 +102,10 @@ def squeeze_denoiser(
         assert call.value is not None
         probs = call.compute_logits().double().softmax(-1)
         gram = gram_tensor(probs, call.value.double(), source.project.weight.mT.double()).sum(0)
-        merge = merge_heads(gram, heads, plan, call.num_heads)
+        merge = merge_heads(gram.cpu().numpy(), heads, plan, call.num_heads)
         order = torch.tensor([head for group in merge.groups for head in group], device=x_t.device)
-        scale = merge.mixing.sum(0) * (call.num_heads / heads) ** 0.5  # each teacher head is in one group
+        weights = merge.mixing.sum(0) * (call.num_heads / heads) ** 0.5  # each teacher head is in one group
+        scale = torch.from_numpy(weights).to(x_t.device)
         block.load_state_dict(source.state_dict())
         for name in ("weight", "bias"):
             rows = getattr(source.qkv, name).unflatten(0, (3, call.num_heads, -1)).clone()

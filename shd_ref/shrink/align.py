@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
+from shd_ref.tolerances import degenerate_threshold
 
 RIDGE = 1e-4
 """Share of the inputs' mean square that holds the refitted matrix to the one it started from."""
+RIDGES = (RIDGE, 1e-2, 1.0, 1e2)
+"""From these one is chosen for each matrix where none is given (ALIGN-7)."""
+HELD_OUT = 4
+"""Every fourth sample of the calibration set chooses the ridge; the others are fitted (ALIGN-7)."""
+
+
+class RowSums(NamedTuple):
+    """Sums over rows z of what a matrix reads and r of what it leaves of their targets t.
+
+    With a bias, each z ends in a 1.
+
+    Attributes:
+        inner: ``Z^T Z``, ``(F, F)``.
+        cross: ``Z^T R``, ``(F, D)``.
+        rows: how many there are.
+        size: ``||T||^2``.
+    """
+
+    inner: Array
+    cross: Array
+    rows: int
+    size: float
 
 
 def align_output(
@@ -48,11 +73,51 @@ def align_output(
     shift = None if bias is None else as_float(bias, "bias", ndim=1)
     if shift is not None and len(shift) != t.shape[1]:
         raise ShdError("argument-shape", f"bias must have {t.shape[1]} entries; got {len(shift)}", "ALIGN-2")
-    hold = np.full(z.shape[1], ridge * float((z**2).sum()) / z.shape[1])
     if shift is not None:
         z = np.concatenate([z, np.ones((len(z), 1))], axis=1)
         start = np.concatenate([start, shift[None]])
-        hold = np.append(hold, 0.0)
-    change = np.linalg.lstsq(z.T @ z + np.diag(hold), z.T @ (t - z @ start), rcond=None)[0]
-    found = start + change
-    return (found, None) if bias is None else (found[:-1], found[-1])
+    sums = RowSums(z.T @ z, z.T @ (t - z @ start), len(z), float((t**2).sum()))
+    refitted = start + solve_change(sums, ridge, biased=bias is not None)
+    return (refitted, None) if bias is None else (refitted[:-1], refitted[-1])
+
+
+def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Array | None, float | None]:
+    """The change of a matrix with the ridge of ``RIDGES`` that leaves the least error on held-out rows (ALIGN-7).
+
+    Args:
+        fitted: of the samples that are fitted.
+        held: of those that choose.
+        biased: whether the last row of the change is that of a bias, which no ridge holds.
+
+    Returns:
+        The change on all rows, and its ridge; None twice where the closed form stays.
+    """
+    ridge = RIDGES[-1]
+    if held.rows and fitted.rows:
+        errors = {ridge: _change_error(held, solve_change(fitted, ridge, biased=biased)) for ridge in RIDGES}
+        # Errors that rounding may tell apart are equal: then the closed form stays, or the larger ridge is taken.
+        most = min(0.0, *errors.values()) + degenerate_threshold() * held.size
+        if most >= 0.0:
+            return None, None
+        ridge = max(ridge for ridge in RIDGES if errors[ridge] <= most)
+    inner, cross = fitted.inner + held.inner, fitted.cross + held.cross
+    whole = RowSums(inner, cross, fitted.rows + held.rows, fitted.size + held.size)
+    return solve_change(whole, ridge, biased=biased), ridge
+
+
+def solve_change(sums: RowSums, ridge: float, *, biased: bool) -> Array:
+    """The change of a matrix that ALIGN-2 asks for, of least norm where several do."""
+    columns = len(sums.inner) - biased
+    hold = np.zeros(len(sums.inner))
+    hold[:columns] = ridge * sums.inner.diagonal()[:columns].sum() / columns
+    held = sums.inner + np.diag(hold)
+    try:
+        np.linalg.cholesky(held)
+    except np.linalg.LinAlgError:  # without a ridge, or without rows enough for it
+        return np.asarray(np.linalg.lstsq(held, sums.cross, rcond=None)[0], np.float64)
+    return np.asarray(np.linalg.solve(held, sums.cross), np.float64)
+
+
+def _change_error(sums: RowSums, change: Array) -> float:
+    """The squared error of these rows after a change of the matrix, less that before it."""
+    return float((change * (sums.inner @ change - 2.0 * sums.cross)).sum())

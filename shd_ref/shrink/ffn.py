@@ -88,8 +88,24 @@ def neuron_importance(activations: ArrayLike, second: ArrayLike) -> Array:
             f"activations must be (n, {w2.shape[1]}) with n of at least 1; got {hidden.shape}",
             "FFN-4",
         )
-    importance: Array = np.sqrt((hidden**2).mean(axis=0)) * np.linalg.norm(w2, axis=0)
+    return score_neurons((hidden**2).mean(axis=0), w2)
+
+
+def score_neurons(squares: Array, second: Array) -> Array:
+    """``neuron_importance`` from the mean squares of the activations ``(F,)`` and W2 ``(E, F)`` (FFN-4)."""
+    importance: Array = np.sqrt(squares) * np.linalg.norm(second, axis=0)
     return importance
+
+
+def most_important(scores: Array, count: int) -> tuple[int, ...]:
+    """The numbers of the ``count`` largest scores, rising; of those that rounding tells apart the first (FFN-5)."""
+    if not count:
+        return ()
+    last = np.sort(scores)[-count]
+    near = np.abs(scores - last) <= tie_width() * np.abs(last)
+    above = (scores > last) & ~near
+    kept = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
+    return tuple(int(number) for number in kept)
 
 
 def keep_neurons(
@@ -110,12 +126,10 @@ def keep_neurons(
             f"{second.weight.shape}",
             "FFN-5",
         )
-    last = np.sort(scores)[-count]
-    near = np.abs(scores - last) <= tie_width() * np.abs(last)
-    above = (scores > last) & ~near
-    kept = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
-    cut = Linear(first.weight[kept], None if first.bias is None else first.bias[kept])
-    return KeptNeurons(cut, Linear(second.weight[:, kept], second.bias), tuple(int(neuron) for neuron in kept))
+    kept = most_important(scores, count)
+    rows = list(kept)
+    cut = Linear(first.weight[rows], None if first.bias is None else first.bias[rows])
+    return KeptNeurons(cut, Linear(second.weight[:, rows], second.bias), kept)
 
 
 def _linear(given: Linear | Mapping[str, Any], name: str) -> Linear:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.attention import Array, as_float, check_option
+from shd_ref.attention import Array, Mask, as_float, check_option
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
 
@@ -82,7 +82,7 @@ class Rotary:
 
     frequencies: Array
     layout: str = "half"
-    slow: Array | None = None
+    slow: Mask | None = None
 
     def entries(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Positions in a head of each pair's first and second entry."""

@@ -106,7 +106,7 @@ def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:
     if s.shape != (len(axes), len(axes)):
         raise ShdError("argument-shape", f"moment must be (D, D) with D={len(axes)}; got {s.shape}", "WIDTH-5")
     total = float(np.trace(s))
-    energy = max(float(np.trace(axes.T @ s @ axes)) / total, 0.0) if total > 0.0 else 1.0
+    energy = max(float((axes * (s @ axes)).sum()) / total, 0.0) if total > 0.0 else 1.0
     return float(np.sqrt(energy * axes.shape[0] / axes.shape[1]))
 
 

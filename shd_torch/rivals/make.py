@@ -10,6 +10,7 @@ from torch import nn
 
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
+from shd_ref.shrink.merges import merge_heads
 from shd_torch.capture import Captured
 from shd_torch.capture.layers import number_layers
 from shd_torch.capture.projections import ProjectionWatch
@@ -19,7 +20,6 @@ from shd_torch.rivals.features import AttentionOutput, OrthogonalProjector, Proj
 from shd_torch.rivals.maps import Divergence, GeometricMean, MergedMaps, ScoreMse
 from shd_torch.rivals.rival import Rival
 from shd_torch.rivals.watch import Seen, eval_mode, watch_model
-from shd_torch.shrink.merges import merge_heads
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.gram import gram_tensor_from_qk
@@ -142,5 +142,5 @@ def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: in
         one = Factored.teacher(call.query, call.key, rule=call.rule)
         values = call.value[:, :, : call.key.shape[2]]
         gram = gram_tensor_from_qk(one, values, projection, query_mask=counted).sum(0)
-        plans[layer] = merge_heads(gram, heads, "matched", num_kv_heads=1).plan
+        plans[layer] = merge_heads(gram.cpu().numpy(), heads, "matched", num_kv_heads=1).plan
     return plans

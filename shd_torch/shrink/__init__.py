@@ -1,10 +1,10 @@
 """A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
 
 ``gates`` says which attention blocks and activations matter, and ``points`` measures students without some of them.
-``families`` alone knows names of modules; ``calibration`` runs a model layer by layer; ``merges``, ``heads``,
-``width`` and ``align`` are the mathematics, written independently of ``shd_ref.shrink``; ``layer`` joins them, and
-``student`` the layers; ``dropped`` is what no stock configuration can say, ``folders`` what is on the disk.
-Imports ``maps``.
+``families`` alone knows names of modules; ``calibration`` runs a model layer by layer, ``align`` gathers sums, both
+on the model's device; the algebra is NumPy, in ``shd_ref.shrink``: ``heads`` chooses its case, and ``width`` puts a
+model on its axes. ``layer`` joins them, and ``student`` the layers; ``dropped`` is what no stock configuration can
+say, ``folders`` what is on the disk. Imports ``maps``.
 """
 
 from shd_torch.shrink.folders import load_student, load_teacher

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_ref.shrink.align import HELD_OUT
+from shd_ref.shrink.weights import HeadWeights
 from shd_torch.maps.gram import gram_tensor
-from shd_torch.shrink.align import HELD_OUT
-from shd_torch.shrink.families import Family, base_of, find_part, has_part
+from shd_torch.shrink.families import Array, Family, as_array, base_of, find_part, has_part
 from shd_torch.shrink.heads import AttentionStatistics
-from shd_torch.shrink.weights import AttentionWeights
 
 _RECORDED = "shd_recorded"
 _GRAM_ENTRIES = 2**24  # of the products of one call: 128 MiB
@@ -155,7 +156,7 @@ class LayerTrace:
         ffn_inputs: what the FFN reads.
         ends: the stream after the FFN, before a norm that lies on it.
         outputs: what the layer returns.
-        neuron_squares: sum over counted rows of the squares of what the FFN's last matrix reads ``(F,)``, float64.
+        neuron_squares: mean over counted rows of the squares of what the FFN's last matrix reads ``(F,)``.
     """
 
     inputs: list[Tensor]
@@ -163,7 +164,7 @@ class LayerTrace:
     ffn_inputs: list[Tensor]
     ends: list[Tensor]
     outputs: list[Tensor]
-    neuron_squares: Tensor
+    neuron_squares: Array
 
 
 @torch.no_grad()
@@ -173,7 +174,7 @@ def study_layer(
     number: int,
     streams: Sequence[Tensor],
     batches: Sequence[Batch],
-    weights: AttentionWeights,
+    weights: HeadWeights,
 ) -> tuple[AttentionStatistics, LayerTrace]:
     """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams."""
     layer = family.layers_of(model)[number]
@@ -184,15 +185,16 @@ def study_layer(
     gram = torch.zeros((heads,) * 4, dtype=torch.float64, device=device)
     augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
-    bias = 0.0 if weights.query_bias is None else weights.query_bias[:, None]
+    query, projection = (torch.from_numpy(part).to(device) for part in (weights.query, weights.output))
+    bias = 0.0 if weights.query_bias is None else torch.from_numpy(weights.query_bias)[:, None].to(device)
     lengths = torch.zeros_like(sizes)
-    squares = torch.zeros(len(family.read_last(layer)[0]), dtype=torch.float64, device=device)
-    trace = LayerTrace([], [], [], [], [], squares)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    trace = LayerTrace([], [], [], [], [], np.empty(0))
     with _attention(model, _RECORDED) as recorded:
         watched = [find_part(layer, name) for name in names]
         for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
             probs, values = recorded.pop()
-            _add_gram(gram, probs, values, weights.output.flatten(0, 1), batch.counted)
+            _add_gram(gram, probs, values, projection.flatten(0, 1), batch.counted)
             there = batch.counted[..., None]
             x = read[0].double() * there
             mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
@@ -200,10 +202,10 @@ def study_layer(
             ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
             augmented += ones.mT @ ones
             centred += away.mT @ away
-            sizes += ((x.flatten(0, 1) @ weights.query + bias) * there.flatten(0, 1)).square().sum((1, 2))
+            sizes += ((x.flatten(0, 1) @ query + bias) * there.flatten(0, 1)).square().sum((1, 2))
             outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
             lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
-            squares += (read[3].double() * there).square().sum((0, 1))
+            squares = squares + (read[3].double() * there).square().sum((0, 1))
             kept = (read[0], read[1], read[2], read[4] if len(read) > 4 else out, out)
             for parts, part in zip(
                 (trace.inputs, trace.middles, trace.ffn_inputs, trace.ends, trace.outputs), kept, strict=True
@@ -215,9 +217,15 @@ def study_layer(
     if not (torch.isfinite(gram).all() and torch.isfinite(squares).all()):
         raise ShdError("not-finite", f"the teacher must give finite numbers; got NaN or infinity in layer {number}")
     query_size = (sizes / rows / weights.head_dim).sqrt()
-    length = max(stream.shape[1] for stream in streams)
-    moments = augmented / rows, centred / rows
-    return AttentionStatistics(gram, *moments, query_size, length, lengths / rows), trace
+    statistics = AttentionStatistics(
+        as_array(gram),
+        as_array(augmented / rows),
+        as_array(centred / rows),
+        as_array(query_size),
+        as_array(lengths / rows),
+        max(stream.shape[1] for stream in streams),
+    )
+    return statistics, replace(trace, neuron_squares=as_array(squares / rows))
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:
@@ -228,15 +236,14 @@ def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, c
         gram += gram_tensor(probs[part], values[part], projection, query_mask=counted[part], check=False).sum(0)
 
 
-def rotary_frequencies(model: nn.Module, family: Family) -> Tensor | None:
+def rotary_frequencies(model: nn.Module, family: Family) -> Array | None:
     """Radians a position of each pair of entries; None without rotary positions."""
     if not family.rotary:
         return None
     base = base_of(model)
     if not has_part(base, "rotary_emb.inv_freq"):
         raise ShdError("shrink-unsupported", "teacher must have one table of rotary frequencies; got none", "HEAD-14")
-    frequencies: Tensor = find_part(base, "rotary_emb.inv_freq")
-    return frequencies.double()
+    return as_array(find_part(base, "rotary_emb.inv_freq"))
 
 
 Recorded = list[tuple[Tensor, Tensor]]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink.weights import AttentionWeights
+from shd_ref.shrink.weights import HeadWeights, join_heads, split_heads
+
+Array: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = tuple[Array, Array | None]
+"""A projection as it is read: its matrix ``(in, out)`` and its bias ``(out,)``, float64."""
 
 
 @dataclass(frozen=True)
@@ -70,57 +76,54 @@ class Family:
             raise ShdError("shrink-unsupported", f"{type(model).__name__}.{self.layers} must be a list of layers")
         return found
 
-    def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> AttentionWeights:
+    def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> HeadWeights:
         """A layer's attention, head by head."""
-        *inputs, last = (find_part(layer, name) for name in self.projections)
-        parts = [read_linear(module) for module in inputs]
+        parts = [read_linear(find_part(layer, name)) for name in self.projections[:-1]]
         if len(parts) == 1:
             matrix, bias = parts[0]
-            biases = [None] * 3 if bias is None else list(bias.chunk(3))
-            parts = list(zip(matrix.chunk(3, dim=1), biases, strict=True))
+            biases = [None] * 3 if bias is None else np.split(bias, 3)
+            parts = list(zip(np.split(matrix, 3, axis=1), biases, strict=True))
         counts = (num_heads, num_kv_heads, num_kv_heads)
-        query, key, value = (
-            matrix.reshape(len(matrix), count, -1).movedim(1, 0)
-            for (matrix, _), count in zip(parts, counts, strict=True)
-        )
+        query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(parts, counts, strict=True))
         query_bias, key_bias, value_bias = (
             None if bias is None else bias.reshape(count, -1) for (_, bias), count in zip(parts, counts, strict=True)
         )
-        output, output_bias = read_linear(last)
-        if self.layer_scales is not None:
-            scale = find_part(layer, self.layer_scales[0]).double()
-            output, output_bias = output * scale, None if output_bias is None else output_bias * scale
+        output, output_bias = self._read_scaled(layer, self.projections[-1], 0)
         output = output.reshape(num_heads, -1, output.shape[1])
-        return AttentionWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias)
+        return HeadWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias)
 
     @torch.no_grad()
-    def write_attention(self, layer: nn.Module, weights: AttentionWeights) -> None:
+    def write_attention(self, layer: nn.Module, weights: HeadWeights) -> None:
         """Put an attention into a layer of the right sizes; a scale after the block becomes 1 (WIDTH-7)."""
         *inputs, last = (find_part(layer, name) for name in self.projections)
-        matrices = [part.movedim(0, 1).flatten(1) for part in (weights.query, weights.key, weights.value)]
+        parts = (weights.query, weights.key, weights.value)
+        matrices = [join_heads(part) for part in parts]
         biases = [weights.query_bias, weights.key_bias, weights.value_bias]
         if len(inputs) == 1:
-            given = [
-                torch.zeros(part.shape[::2]) if bias is None else bias
-                for part, bias in zip((weights.query, weights.key, weights.value), biases, strict=True)
+            whole = [
+                np.zeros(part.shape[::2]) if bias is None else bias for part, bias in zip(parts, biases, strict=True)
             ]
-            matrices, biases = [torch.cat(matrices, dim=1)], [torch.cat([bias.flatten().double() for bias in given])]
+            matrices, biases = [np.concatenate(matrices, axis=1)], [np.concatenate([bias.ravel() for bias in whole])]
         for module, matrix, bias in zip(inputs, matrices, biases, strict=True):
-            write_linear(module, matrix, None if bias is None else bias.flatten())
-        write_linear(last, weights.output.flatten(0, 1), weights.output_bias)
+            write_linear(module, matrix, None if bias is None else bias.ravel())
+        write_linear(last, weights.output.reshape(-1, weights.output.shape[2]), weights.output_bias)
         if self.layer_scales is not None:
             find_part(layer, self.layer_scales[0]).fill_(1.0)
 
-    def read_last(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    def read_last(self, layer: nn.Module) -> Rows:
         """The FFN's last matrix, as rows ``(F, D)``, and its bias; a scale after the block is folded in (WIDTH-7)."""
-        matrix, bias = read_linear(find_part(layer, self.ffn[1]))
+        return self._read_scaled(layer, self.ffn[1], 1)
+
+    def _read_scaled(self, layer: nn.Module, name: str, block: int) -> Rows:
+        """The matrix that writes to the stream, with the scale after its block."""
+        matrix, bias = read_linear(find_part(layer, name))
         if self.layer_scales is None:
             return matrix, bias
-        scale = find_part(layer, self.layer_scales[1]).double()
+        scale = as_array(find_part(layer, self.layer_scales[block]))
         return matrix * scale, None if bias is None else bias * scale
 
     @torch.no_grad()
-    def write_last(self, layer: nn.Module, matrix: Tensor, bias: Tensor | None) -> None:
+    def write_last(self, layer: nn.Module, matrix: Array, bias: Array | None) -> None:
         """Put the FFN's last matrix into a layer."""
         write_linear(find_part(layer, self.ffn[1]), matrix, bias)
         if self.layer_scales is not None:
@@ -283,20 +286,26 @@ def has_part(module: nn.Module, path: str) -> bool:
     return found is not None
 
 
-def read_linear(module: Any) -> tuple[Tensor, Tensor | None]:
+def as_array(tensor: Tensor) -> Array:
+    """A float64 copy in the host's memory."""
+    array: Array = tensor.detach().double().cpu().numpy().copy()
+    return array
+
+
+def read_linear(module: Any) -> Rows:
     """Rows ``(in, out)`` and bias of a Linear or of GPT-2's Conv1D, float64 copies."""
-    matrix, bias = module.weight.detach().double(), module.bias
-    matrix = matrix.T if isinstance(module, nn.Linear) else matrix
-    return matrix.clone(), None if bias is None else bias.detach().double().clone()
+    matrix = as_array(module.weight)
+    bias = None if module.bias is None else as_array(module.bias)
+    return matrix.T if isinstance(module, nn.Linear) else matrix, bias
 
 
 @torch.no_grad()
-def write_linear(module: Any, matrix: Tensor, bias: Tensor | None) -> None:
+def write_linear(module: Any, matrix: Array, bias: Array | None) -> None:
     """Put rows ``(in, out)`` and a bias into a Linear or a Conv1D; a bias without a place must be zero."""
-    module.weight.copy_(matrix.T if isinstance(module, nn.Linear) else matrix)
+    module.weight.copy_(torch.from_numpy(matrix.T if isinstance(module, nn.Linear) else matrix))
     if module.bias is not None:
-        module.bias.copy_(torch.zeros_like(module.bias) if bias is None else bias)
-    elif bias is not None and bool((bias != 0).any()):
+        module.bias.copy_(torch.zeros_like(module.bias) if bias is None else torch.from_numpy(bias))
+    elif bias is not None and bias.any():
         raise ShdError(
             "shrink-unsupported",
             f"a {type(module).__name__} of the student must hold a bias, which its configuration cannot say",

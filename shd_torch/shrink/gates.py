@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_ref.shrink.ffn import most_important
 from shd_torch.shrink.dropped import Dropped
 from shd_torch.shrink.families import Family, family_of, find_part
-from shd_torch.shrink.layer import most_important
 
 KINDS = ("attention", "activations")
 
@@ -55,7 +56,7 @@ def _least(scores: tuple[float, ...], kind: str, kept: int | None, least: int) -
     """The layers that go where ``kept`` stay."""
     number = len(scores)
     count = number if kept is None else check_integer(kind, kept, min(least, number), number, "DEPTH-9")
-    staying = most_important(torch.tensor(scores, dtype=torch.float64), count).tolist()
+    staying = most_important(np.array(scores), count)
     return tuple(layer for layer in range(number) if layer not in staying)
 
 

@@ -6,22 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shd_ref.tolerances import tie_width
+from shd_ref.shrink.ffn import merge_linear, most_important
+from shd_ref.shrink.merges import HeadMerge, merge_heads
+from shd_ref.shrink.weights import HeadWeights, join_heads
 from shd_torch.shrink.align import OutputFit
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.dropped import Dropped
-from shd_torch.shrink.families import Family, base_of, find_part, read_linear, write_linear
+from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, write_linear
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
-from shd_torch.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.sizes import Sizes, sizes_of
-from shd_torch.shrink.weights import AttentionWeights
 from shd_torch.shrink.width import Turn, final_readers
 
 Squeezer = Callable[..., Squeezed]
-Importance = Callable[[Tensor, Tensor], Tensor]
+Importance = Callable[[Array, Array], Array]
 STAGES = ("maps", "heads", "alignment", "errors")
 """Of a layer: what its attention says, the closed form, what is refitted, and what is measured."""
 
@@ -62,7 +63,7 @@ class Work:
     squeezer: Squeezer
     importance: Importance
     turn: Turn | None
-    frequencies: Tensor | None
+    frequencies: Array | None
     tell: Callable[..., None]
     reports: list[dict[str, Any]] = field(default_factory=list)
 
@@ -73,6 +74,17 @@ class Work:
     def on_axes(self, stream: Tensor) -> Tensor:
         """The teacher's stream where the student's is compared with it (ALIGN-3)."""
         return stream if self.turn is None else (stream.double() @ self.turn.basis).to(stream.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where streams are."""
+        return self.batches[0].stream.device
+
+    def project(self, matrix: Array, bias: Array | None) -> Callable[[Tensor], Tensor]:
+        """A projection of rows on their device, in float64."""
+        weight = torch.from_numpy(matrix).to(self.device)
+        shift = 0.0 if bias is None else torch.from_numpy(bias).to(self.device)
+        return lambda rows: rows.double() @ weight + shift
 
 
 def make_layer(
@@ -175,42 +187,21 @@ class _Ffn(NamedTuple):
         is_linear: whether readers and last matrix become one (FFN-1).
     """
 
-    readers: list[tuple[Tensor, Tensor | None]]
-    last: tuple[Tensor, Tensor | None]
+    readers: list[Rows]
+    last: Rows
     kept: list[int] | None
     is_linear: bool
 
 
-def _read_ffn(work: Work, layer: nn.Module, squares: Tensor, *, is_linear: bool) -> _Ffn:
+def _read_ffn(work: Work, layer: nn.Module, squares: Array, *, is_linear: bool) -> _Ffn:
     """All neurons of a teacher's linear FFN; else the most important ones, in their order (FFN-4, FFN-5)."""
     readers = [read_linear(find_part(layer, name)) for name in work.family.ffn[0]]
     matrix, bias = work.family.read_last(layer)
     if is_linear or work.sizes.neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
-    best = most_important(work.importance(squares, matrix), work.sizes.neurons)
-    cut = [keep_neurons(reader, best) for reader in readers]
-    return _Ffn(cut, (matrix[best], bias), best.tolist(), is_linear)
-
-
-def neuron_importance(squares: Tensor, matrix: Tensor) -> Tensor:
-    """What the output loses without a neuron, from the mean of its squares and its row of ``matrix`` (FFN-4)."""
-    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
-    return squares.sqrt() * norms
-
-
-def most_important(importance: Tensor, count: int) -> Tensor:
-    """The numbers of the neurons that stay, in their order; of equal ones the first (FFN-5)."""
-    if not count:
-        return importance.new_zeros(0, dtype=torch.int64)
-    last = importance.sort().values[-count]
-    near = (importance - last).abs() <= tie_width() * last.abs()
-    above = (importance > last) & ~near
-    return (above | (near & (near.cumsum(0) <= count - above.sum()))).nonzero()[:, 0]
-
-
-def keep_neurons(reader: tuple[Tensor, Tensor | None], kept: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A matrix ``(D, F)`` that makes neurons, and its bias, with those that stay (FFN-5)."""
-    return reader[0][:, kept], None if reader[1] is None else reader[1][kept]
+    best = list(most_important(work.importance(squares, matrix.T), work.sizes.neurons))
+    cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
+    return _Ffn(cut, (matrix[best], bias), best, is_linear)
 
 
 def _fill_layer(
@@ -240,9 +231,7 @@ def _fill_layer(
             for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
                 find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
     readers = [turn.read(norms[1], *given) for given in ffn.readers]
-    matrix, bias = ffn.last
-    last = matrix @ turn.basis, None if bias is None else bias @ turn.basis
-    _write_ffn(family, target, ffn._replace(readers=readers, last=last))
+    _write_ffn(family, target, ffn._replace(readers=readers, last=turn.write(*ffn.last)))
     for name, streams in zip(family.norms, (taught, middles), strict=True):
         if squeezed is not None or name != family.norms[0]:
             rows = counted_rows(work, [turn.normalise(stream) for stream in streams])
@@ -251,20 +240,13 @@ def _fill_layer(
 
 def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
     if ffn.is_linear:
-        family.write_last(target, *merge_linear(ffn.readers[0], ffn.last))
+        (first, first_bias), (last, last_bias) = ffn.readers[0], ffn.last
+        merged = merge_linear(first.T, last.T, first_bias, last_bias)
+        family.write_last(target, merged.weight.T, merged.bias)
         return
     for name, given in zip(family.ffn[0], ffn.readers, strict=True):
         write_linear(find_part(target, name), *given)
     family.write_last(target, *ffn.last)
-
-
-def merge_linear(
-    first: tuple[Tensor, Tensor | None], last: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    """Two matrices with nothing between them as one, of rows ``(in, out)`` (FFN-1, FFN-2)."""
-    moved = None if first[1] is None else first[1] @ last[0]
-    biases = [part for part in (moved, last[1]) if part is not None]
-    return first[0] @ last[0], torch.stack(biases).sum(0) if biases else None
 
 
 def _fit(
@@ -276,7 +258,7 @@ def _fit(
         The ridge; None where the closed form stayed.
     """
     module = find_part(target, name)
-    fit = OutputFit(*read_linear(module), work.ridge)
+    fit = OutputFit(*read_linear(module), work.ridge, work.device)
     watched = [module] if place is None else [module, find_part(target, place)]
     for (out, read), goal, batch in zip(
         run_layer(target, own, work.batches, source, watched), wanted, work.batches, strict=True
@@ -295,17 +277,17 @@ def _fit_readers(
     own: list[Tensor],
     names: Sequence[str],
     inputs: list[Tensor],
-    matrix: Tensor,
-    bias: Tensor | None,
+    matrix: Array,
+    bias: Array | None,
 ) -> float | None:
     """Refit what reads a cut stream towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
     modules = [find_part(target, name) for name in names]
-    fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.ridge)
+    fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.ridge, work.device)
+    project = work.project(matrix, bias)
     for (_, (read,)), given, batch in zip(
         run_layer(target, own, work.batches, source, modules[:1]), inputs, work.batches, strict=True
     ):
-        goal = given[batch.counted].double() @ matrix
-        fit.add(read[batch.counted], goal if bias is None else goal + bias, batch.held_rows)
+        fit.add(read[batch.counted], project(given[batch.counted]), batch.held_rows)
     found, offset = fit.solve()
     start = 0
     for module in modules:
@@ -322,11 +304,10 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
     for name, module in final_readers(work.student, work.family):
         if module.in_features != work.sizes.hidden:
             continue  # it reads several rows side by side
-        matrix, bias = read_linear(work.teacher.get_submodule(name))
-        fit = OutputFit(*read_linear(module), work.ridge)
+        project = work.project(*read_linear(work.teacher.get_submodule(name)))
+        fit = OutputFit(*read_linear(module), work.ridge, work.device)
         for given, stream, batch in zip(taught, own, work.batches, strict=True):
-            goal = norms[0](given)[batch.counted].double() @ matrix
-            fit.add(norms[1](stream)[batch.counted], goal if bias is None else goal + bias, batch.held_rows)
+            fit.add(norms[1](stream)[batch.counted], project(norms[0](given)[batch.counted]), batch.held_rows)
         write_linear(module, *fit.solve())
 
 
@@ -349,20 +330,22 @@ def _measure(
     return streams, {"attention_error": errors[0], "layer_error": errors[1]}
 
 
-def _side_by_side(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def _side_by_side(parts: Sequence[Rows]) -> Rows:
     """Several matrices that read the same rows, as one."""
     biases = [bias for _, bias in parts if bias is not None]
-    return torch.cat([matrix for matrix, _ in parts], dim=1), torch.cat(biases) if biases else None
+    return np.concatenate([matrix for matrix, _ in parts], axis=1), np.concatenate(biases) if biases else None
 
 
-def _input_matrix(weights: AttentionWeights) -> tuple[Tensor, Tensor | None]:
+def _input_matrix(weights: HeadWeights) -> Rows:
     """Queries, keys and values side by side, in the order in which a layer stores them."""
-    matrices = [part.movedim(0, 1).flatten(1) for part in (weights.query, weights.key, weights.value)]
-    biases = [b.flatten() for b in (weights.query_bias, weights.key_bias, weights.value_bias) if b is not None]
-    return torch.cat(matrices, dim=1), torch.cat(biases) if biases else None
+    heads = (weights.query, weights.key, weights.value)
+    biases = (weights.query_bias, weights.key_bias, weights.value_bias)
+    return _side_by_side(
+        [(join_heads(part), None if bias is None else bias.ravel()) for part, bias in zip(heads, biases, strict=True)]
+    )
 
 
-def _squeeze(work: Work, weights: AttentionWeights, merge: HeadMerge, statistics: AttentionStatistics) -> Squeezed:
+def _squeeze(work: Work, weights: HeadWeights, merge: HeadMerge, statistics: AttentionStatistics) -> Squeezed:
     return work.squeezer(
         weights,
         merge,

@@ -75,7 +75,10 @@ def choose_sizes(
         raise ShdError(
             "heads-exceed", f"heads must lie in 1..{teacher.heads}, the teacher's; got {heads}", "STUDENT-2"
         )
-    hidden = teacher.hidden if hidden is None else check_integer("hidden", hidden, 1, teacher.hidden, "STUDENT-2")
+    if hidden is None:
+        hidden = teacher.hidden
+    else:
+        hidden = check_integer("hidden", hidden, 2 if family.norm == "layer" else 1, teacher.hidden, "WIDTH-3")
     if neurons is not None:
         neurons = check_integer("neurons", neurons, 1, teacher.neurons, "STUDENT-2")
     if head_dim is not None:

@@ -17,11 +17,14 @@ from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_ref.shrink.depth import kept_layers
+from shd_ref.shrink.ffn import score_neurons
+from shd_ref.shrink.merges import PLANS
+from shd_ref.shrink.width import Axes, principal_axes
 from shd_torch.checks import check_finite, check_option
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.dropped import Dropped, check_dropped, choose_dropped
-from shd_torch.shrink.families import Family, base_of, family_of, find_part
+from shd_torch.shrink.families import Array, Family, as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.heads import squeeze_attention
 from shd_torch.shrink.layer import (
@@ -32,15 +35,13 @@ from shd_torch.shrink.layer import (
     counted_rows,
     fit_final,
     make_layer,
-    neuron_importance,
 )
-from shd_torch.shrink.merges import PLANS
 from shd_torch.shrink.sizes import Sizes, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, run_key
-from shd_torch.shrink.width import Turn, check_width, principal_axes, turn_ends
+from shd_torch.shrink.width import Turn, check_width, turn_ends
 
 FORMAT = 1
-Axes = Callable[[Tensor, int, str], Tensor]
+Principal = Callable[[Array, int, str], Axes]
 Progress = Callable[[int, int, str], None]
 
 
@@ -77,8 +78,8 @@ def shrink(
     batch_size: int = 16,
     out: str | os.PathLike[str] | None = None,
     squeezer: Squeezer = squeeze_attention,
-    axes: Axes = principal_axes,
-    importance: Importance = neuron_importance,
+    axes: Principal = principal_axes,
+    importance: Importance = score_neurons,
     progress: Progress | None = None,
 ) -> Shrunk:
     """A student with fewer heads, fewer layers or a narrower stream, which starts as its squeezed teacher.
@@ -138,7 +139,7 @@ def shrink(
     settings: dict[str, Any] = {"plan": plan, "align": align, "ridge": ridge}
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     # Others of these are for comparison, and no key could say which they are.
-    usual = squeeze_attention, principal_axes, neuron_importance
+    usual = squeeze_attention, principal_axes, score_neurons
     if folder is not None and (squeezer, axes, importance) == usual:
         keeper = _open_unfinished(folder, teacher, data, sizes, kept, wanted, batch_size, settings)
     mode = model.training
@@ -291,7 +292,7 @@ def _resume_layers(work: Work, saved: Unfinished | None) -> tuple[int, tuple[lis
     return number, (taught, own)
 
 
-def _make_ends(work: Work, axes: Axes, saved: Unfinished | None) -> None:
+def _make_ends(work: Work, axes: Principal, saved: Unfinished | None) -> None:
     """Everything outside the layers: as it is, or on the kept axes, which are found first."""
     layers = f"{_prefix(work.teacher, work.family)}."
     if work.sizes.hidden == work.teacher.config.hidden_size:
@@ -308,7 +309,8 @@ def _make_ends(work: Work, axes: Axes, saved: Unfinished | None) -> None:
             work.student.load_state_dict(found[0], strict=False)
         work.tell("axes found", 2 * len(work.family.layers_of(work.teacher)) - 1)
         return
-    work.turn = Turn(axes(_find_moment(work, eps), work.sizes.hidden, norm), norm, eps)
+    kept = axes(as_array(_find_moment(work, eps)), work.sizes.hidden, "layer" if norm == "layer" else "rms")
+    work.turn = Turn(torch.from_numpy(kept.basis).to(work.device), norm, eps)
     streams = [batch.stream for batch in work.batches]
     teacher_layers = work.family.layers_of(work.teacher)
     for number, layer in enumerate(teacher_layers):

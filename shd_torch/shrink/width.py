@@ -1,18 +1,30 @@
-"""A narrower stream (spec chapter WIDTH): principal axes over all norms, and a layer's weights on the kept ones."""
+"""A narrower stream (spec chapter WIDTH): a model's norms, weights and ends on the axes that it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink.families import Family, base_of, find_part, has_part, read_linear, write_linear
-from shd_torch.shrink.heads import leading_phases
-from shd_torch.shrink.weights import AttentionWeights
+from shd_ref.shrink.weights import HeadWeights, join_heads, split_heads
+from shd_ref.shrink.width import fold_norm, kept_scale
+from shd_torch.shrink.families import (
+    Array,
+    Family,
+    Rows,
+    as_array,
+    base_of,
+    find_part,
+    has_part,
+    read_linear,
+    write_linear,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,67 +47,40 @@ class Turn:
         x = x - x.mean(-1, keepdim=True) if self.norm == "layer" else x
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
-    def read_norm(self, norm: Any) -> tuple[Tensor, Tensor | None]:
-        """A norm's scale and shift."""
-        scale = norm.weight.detach().double() + (1.0 if self.norm == "rms-plus-one" else 0.0)
-        shift = getattr(norm, "bias", None)
-        return scale, None if shift is None else shift.detach().double()
+    @cached_property
+    def axes(self) -> Array:
+        """``basis`` for weights, which are in the host's memory."""
+        return as_array(self.basis)
 
     @torch.no_grad()
-    def write_norm(self, norm: Any, rows: Tensor, shift: Tensor | None = None) -> None:
+    def write_norm(self, norm: Any, rows: Tensor, shift: Array | None = None) -> None:
         """The one scale that a norm keeps (WIDTH-5), from the normalised rows ``(n, D)`` that it gave."""
-        total = rows.square().sum()
-        energy = (rows @ self.basis).square().sum() / total if total > 0 else total + 1.0
-        scale = float((energy * self.basis.shape[0] / self.basis.shape[1]).sqrt())
+        scale = kept_scale(as_array(rows.mT @ rows), self.axes)
         norm.weight.fill_(scale - (1.0 if self.norm == "rms-plus-one" else 0.0))
         if getattr(norm, "bias", None) is not None:
-            norm.bias.copy_(torch.zeros_like(norm.bias) if shift is None else shift)
+            norm.bias.copy_(torch.zeros_like(norm.bias) if shift is None else torch.from_numpy(shift))
 
-    def read(self, norm: Any, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A projection ``(..., D, E)`` that reads through this norm, on the kept axes (WIDTH-1, WIDTH-2)."""
-        scale, shift = self.read_norm(norm)
-        if shift is not None:
-            moved = shift @ matrix
-            bias = moved if bias is None else bias + moved
-        return self.basis.mT @ (scale[:, None] * matrix), bias
+    def read(self, norm: Any, matrix: Array, bias: Array | None) -> Rows:
+        """A projection ``(D, E)`` that reads through this norm, on the kept axes (WIDTH-1, WIDTH-2)."""
+        scale = as_array(norm.weight) + (1.0 if self.norm == "rms-plus-one" else 0.0)
+        shift = getattr(norm, "bias", None)
+        folded, bias = fold_norm(matrix, scale, None if shift is None else as_array(shift), bias)
+        return self.axes.T @ folded, bias
 
-    def turn_attention(self, norm: Any, weights: AttentionWeights) -> AttentionWeights:
+    def write(self, matrix: Array, bias: Array | None) -> Rows:
+        """A projection ``(F, D)`` that writes to the stream, on the kept axes (WIDTH-2)."""
+        return matrix @ self.axes, None if bias is None else bias @ self.axes
+
+    def turn_attention(self, norm: Any, weights: HeadWeights) -> HeadWeights:
         """An attention on the kept axes."""
-        query, query_bias = self.read(norm, weights.query, weights.query_bias)
-        key, key_bias = self.read(norm, weights.key, weights.key_bias)
-        value, value_bias = self.read(norm, weights.value, weights.value_bias)
-        return replace(
-            weights,
-            query=query,
-            key=key,
-            value=value,
-            output=weights.output @ self.basis,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=None if weights.output_bias is None else weights.output_bias @ self.basis,
-        )
-
-
-def principal_axes(moment: Tensor, width: int, norm: str) -> Tensor:
-    """``(D, width)``: the axes that hold most of the moment; for a LayerNorm with rows of mean zero (WIDTH-3, -4)."""
-    channels = len(moment)
-    layer = norm == "layer"
-    if layer and width < 2:
-        raise ShdError("argument-value", f"hidden must be at least 2 with LayerNorms; got {width}", "WIDTH-4")
-    start = _contrasts(channels, moment) if layer else torch.eye(channels, dtype=moment.dtype, device=moment.device)
-    values, vectors = torch.linalg.eigh(start.mT @ ((moment + moment.mT) / 2) @ start)
-    kept = start @ vectors[:, values.argsort(descending=True, stable=True)[: width - layer]]
-    basis: Tensor = kept * leading_phases(kept)
-    return basis @ _contrasts(width, moment).mT if layer else basis
-
-
-def _contrasts(size: int, like: Tensor) -> Tensor:
-    """``(size, size - 1)``: an orthonormal basis of what is orthogonal to the ones."""
-    ones = torch.ones(size, 1, dtype=like.dtype, device=like.device)
-    rest = torch.eye(size, dtype=like.dtype, device=like.device)[:, 1:]
-    axes: Tensor = torch.linalg.qr(torch.cat([ones, rest], 1))[0]
-    return axes[:, 1:]
+        changed: dict[str, Any] = {}
+        for name in ("query", "key", "value"):
+            heads, bias = getattr(weights, name), getattr(weights, f"{name}_bias")
+            matrix, moved = self.read(norm, join_heads(heads), None if bias is None else bias.ravel())
+            changed[name] = split_heads(matrix, len(heads))
+            changed[f"{name}_bias"] = None if moved is None else moved.reshape(len(heads), -1)
+        output, output_bias = self.write(weights.output, weights.output_bias)
+        return replace(weights, **changed, output=output, output_bias=output_bias)
 
 
 def check_width(model: nn.Module, family: Family) -> None:
@@ -161,15 +146,14 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn
     for name, module in final_readers(teacher, family):
         target = student.get_submodule(name)
         matrix, bias = read_linear(module)
-        chunks = matrix.reshape(
-            -1, turn.basis.shape[0], matrix.shape[1]
-        )  # a reader of several rows side by side has several
+        # A reader of several rows side by side has a chunk for each.
+        chunks = matrix.reshape(-1, turn.basis.shape[0], matrix.shape[1])
         turned, moved = zip(*(turn.read(norm, chunk, None) for chunk in chunks), strict=True)
         added = [part for part in (bias, *moved) if part is not None]
-        total = torch.stack(added).sum(0) if added else None
+        total = np.sum(added, axis=0) if added else None
         if target.bias is None and total is not None:
             # No place for a bias: the last norm keeps the shift that comes nearest to it through this reader.
-            shift = torch.linalg.lstsq(turned[0].mT, total[:, None]).solution[:, 0]
+            shift = np.linalg.lstsq(turned[0].T, total, rcond=None)[0]
             total = None
-        write_linear(target, torch.cat(turned), total)
+        write_linear(target, np.concatenate(turned), total)
     turn.write_norm(find_part(own, family.final_norm), last_rows, shift)

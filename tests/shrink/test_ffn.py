@@ -41,6 +41,14 @@ def test_neurons_by_what_the_output_loses() -> None:
     assert keep_neurons(Linear(W1, None), Linear(W2, None), np.ones(7), 3).kept == (0, 1, 2)
 
 
+def test_of_neurons_that_rounding_tells_apart_the_first_stay() -> None:
+    eye = Linear(np.eye(7), None)
+    for seed in range(8):
+        noise = np.random.default_rng(seed).normal(size=7)
+        scores = np.array([2.0, 1.0, 3.0, 1.0, 1.0, 0.5, 1.0]) * (1 + 1e-9 * noise)
+        assert keep_neurons(eye, eye, scores, 4).kept == (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "code"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shd_ref import gram_tensor, matched_plan, merge_plan, softmax, solve_alpha, value_outputs
+from shd_ref import gram_tensor, matched_plan, merge_plan, softmax, solve_alpha, squeeze_heads, value_outputs
 from shd_ref.errors import ShdError
 from shd_ref.shrink.factors import factor_forms, moment_roots
 from shd_ref.shrink.heads import (
@@ -18,7 +18,7 @@ from shd_ref.shrink.heads import (
     low_rank_heads,
     mix_queries,
 )
-from shd_ref.shrink.merges import HeadMerge, grouped_plan, pooled_mixing
+from shd_ref.shrink.merges import HeadMerge, grouped_plan, merge_heads, pooled_mixing
 
 WIDTH, DIM = 12, 4
 CAUSAL = np.tri(6, dtype=bool)
@@ -208,6 +208,50 @@ def test_without_key_groups_it_is_the_matched_plan_of_one_long_sample() -> None:
     outputs = value_outputs(values, projection)
     for count in (5, 4, 3, 2):
         assert grouped_plan(gram, count, 1) == matched_plan([(probs, outputs)], count)
+
+
+def test_of_equal_plans_the_first_is_chosen() -> None:
+    """Three copies each of two heads, which only rounding tells apart (PLAN-9)."""
+    pytest.importorskip("networkx")
+    random = np.random.default_rng(0)
+    maps, values = softmax(2 * random.normal(size=(5, 2, 6, 6))), random.normal(size=(5, 2, 6, 3))
+    order, output = [0, 1, 0, 1, 0, 1], np.tile(random.normal(size=(6, 9)), (3, 1))
+    gram = gram_tensor(maps[:, order], values[:, order], output).sum(axis=0)
+    for seed in range(8):
+        shaken = gram * (1 + 1e-15 * np.random.default_rng(seed).normal(size=gram.shape))
+        assert grouped_plan(shaken, 3, 1) == (((0, 1), (2, 4), (3, 5)),)
+
+
+@pytest.mark.parametrize(("kind", "kv_heads"), [("matched", 2), ("matched", 3), ("balanced", 2), ("progressive", 2)])
+def test_a_merge_by_a_kind_of_plan(kind: str, kv_heads: int) -> None:
+    """Inside key heads where these divide the student's heads (HEAD-4); the alphas are those of the plan (HEAD-3)."""
+    if kind == "matched":
+        pytest.importorskip("networkx")
+    _, gram = calibration(6)
+    merge = merge_heads(gram, 4, kind, kv_heads)
+    plan = grouped_plan(gram, 4, {2: 2, 3: 1}[kv_heads]) if kind == "matched" else merge_plan(6, 4, kind)
+    assert merge.plan == plan
+    np.testing.assert_array_equal(merge.mixing, pooled_mixing(gram, plan).mixing)
+
+
+def test_a_pool_s_alphas_are_those_of_its_merged_maps() -> None:
+    """Two rounds on the gram tensor equal the same rounds on maps and value outputs (GRAM-4)."""
+    random = np.random.default_rng(2)
+    probs, values = softmax(2 * random.normal(size=(1, 6, 9, 9))), random.normal(size=(1, 6, 9, 3))
+    projection = random.normal(size=(18, WIDTH))
+    merge = pooled_mixing(gram_tensor(probs, values, projection)[0], merge_plan(6, 2))
+    wanted = squeeze_heads(probs, value_outputs(values, projection), 2).mixing[0]
+    np.testing.assert_allclose(merge.mixing, wanted, atol=1e-9)
+
+
+@pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
+def test_rounding_chooses_no_sign(rotary: Rotary | None) -> None:
+    """Factors are those of the rule, not of the last bit (HEAD-13)."""
+    teacher, merge, s = make_weights(4, 4), make_merge(((0, 3), (1, 2))), moments(make_inputs(16))[0]
+    keys = low_rank_heads(teacher, merge, 1, DIM, s, rotary=rotary).key
+    for seed in range(4):
+        shaken = s * (1 + 1e-13 * np.random.default_rng(seed).normal(size=s.shape))
+        np.testing.assert_allclose(low_rank_heads(teacher, merge, 1, DIM, shaken, rotary=rotary).key, keys, atol=1e-7)
 
 
 TEACHER, MERGE = make_weights(4, 2), make_merge(((0, 1), (2, 3)))
