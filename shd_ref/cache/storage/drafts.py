@@ -73,7 +73,10 @@ class DraftFolder:
     def close(self, *, remove: bool) -> None:
         """Let the next run in, and first remove the folder, if so told."""
         if remove:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError, ShdError):
+                self.clear()
+                (self.folder / LOCK).unlink()  # last, so that what a kill leaves is known by it
+                self.folder.rmdir()
         os.close(self._lock)
 
     def __enter__(self) -> Self:
@@ -113,6 +116,9 @@ def remove_finished(folder: Path) -> None:
     if (folder / LOCK).is_file():
         with contextlib.suppress(ShdError), DraftFolder(folder):
             pass
+    else:  # empty, where the run was killed at its very end
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def sync(place: Path) -> None:

@@ -74,11 +74,42 @@ def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path)
 
 def test_a_kill_after_the_student_took_its_name(teacher: Path, tmp_path: Path) -> None:
     data, out = make_data("llama"), tmp_path / "student"
-    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), drafts.shutil, "rmtree", 1)
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), drafts.DraftFolder, "clear", 2)
     assert out.exists()
     with pytest.raises(ShdError, match="taken"):
         shrink(teacher, data, **SIZES, out=out)
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+@pytest.mark.parametrize("left", [["lock", "layer-0.safetensors"], ["lock"], []], ids=len)
+def test_a_kill_while_a_finished_run_is_cleared_away(tmp_path: Path, left: list[str]) -> None:
+    """The lock goes last: at any moment what is left is known by it, or empty."""
+    out, part = tmp_path / "student", tmp_path / ".student.part"
+    for folder in (out, part):
+        folder.mkdir()
+    (out / "shrink.json").write_text("{}", encoding="utf-8")
+    for name in left:
+        (part / name).touch()
+    with pytest.raises(ShdError, match="taken"):
+        folders.new_folder(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+def test_files_of_a_finished_run_go_before_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+    unlink = Path.unlink
+    with folders.drafting(tmp_path / "out") as draft:
+        for number in range(9):
+            draft.with_name(f"a{number}").touch()
+        draft.touch()
+
+        def note(path: Path, *args: bool, **options: bool) -> None:
+            removed.append(path.name)
+            unlink(path, *args, **options)
+
+        monkeypatch.setattr(Path, "unlink", note)
+    assert removed[-1] == "lock"
+    assert len(removed) == 10
 
 
 def test_pieces_that_do_not_fit(teacher: Path, tmp_path: Path) -> None:
