@@ -514,10 +514,36 @@ def test_skipped_samples_are_named_in_receipts_and_the_rest_is_right(tmp_path: P
     assert recheck_records(tmp_path / "cache", tmp_path / "teacher.onnx", arrays, num_records=20).records == 7
 
 
-def test_inputs_that_the_teacher_cannot_run_on_are_named(teacher: Path, tmp_path: Path) -> None:
+def test_inputs_that_the_teacher_cannot_run_on_are_named(tmp_path: Path) -> None:
+    model = encoder_layer(num_heads=4, mask="where")
+    # A table that is computed, whose size only the run can tell: numbers of its rows cannot be checked beforehand.
+    table = [
+        onnx.helper.make_node("Mul", ["limit_rows", "limit_rows"], ["limit_table"]),
+        onnx.helper.make_node("Gather", ["limit_table", "kind"], ["limit_picked"], axis=0),
+        onnx.helper.make_node("ReduceSum", ["limit_picked"], ["limit_sum"], keepdims=0),
+        onnx.helper.make_node("Add", ["x", "limit_sum"], ["x_limited"]),
+    ]
+    for node in model.graph.node:
+        node.input[:] = ["x_limited" if name == "x" else name for name in node.input]
+    nodes = [*table, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(2, np.float32), "limit_rows"))
+    shape = ["batch", "sequence"]
+    model.graph.input.append(onnx.helper.make_tensor_value_info("kind", onnx.TensorProto.INT64, shape))
+    onnx.save(model, tmp_path / "teacher.onnx")
+    inputs = {"x": np.random.default_rng(0).normal(size=(9, 3, 12)).astype(np.float32)}
+    inputs |= {name: np.ones((9, 3), np.int64) for name in ("mask", "kind")}
+    inputs["kind"][5, 1] = 7
+    with pytest.raises(ShdError, match=r"samples \[.*5.* failed: ") as caught:
+        precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", OPTIONS, RunOptions(mask="mask"))
+    assert caught.value.code == "inputs-invalid"
+
+
+def test_ids_beyond_the_vocabulary_are_named(teacher: Path, tmp_path: Path) -> None:
     inputs = make_tokens()
-    inputs["input_ids"][31, 0] = 50  # beyond the vocabulary
-    with pytest.raises(ShdError, match=r"samples \[.*31.* failed: ") as caught:
+    inputs["input_ids"][31, 0] = 50
+    with pytest.raises(ShdError, match=r"row 31: input_ids must be 0 to 49.* got 50 at position 0") as caught:
         precompute(teacher, inputs, tmp_path, OPTIONS, RUN)
     assert caught.value.code == "inputs-invalid"
 
