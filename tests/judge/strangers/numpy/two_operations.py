@@ -40,11 +40,18 @@ def softmax(attn_logits, attn_mask=None, temperature=1.0):
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
 
 
+def as_integers(*values):
+    """ERR-6: integers of any kind, and no booleans."""
+    if any(isinstance(value, bool) or not isinstance(value, int | np.integer) for value in values):
+        raise RefusedError("layers-invalid")
+    return [int(value) for value in values]
+
+
 def layer_map(num_teacher_layers, num_student_layers, pairs=None):
     """LAYER-1 to LAYER-6."""
-    for count in (num_teacher_layers, num_student_layers):
-        if type(count) is not int or count < 1:
-            raise RefusedError("layers-invalid")
+    num_teacher_layers, num_student_layers = as_integers(num_teacher_layers, num_student_layers)
+    if num_teacher_layers < 1 or num_student_layers < 1:
+        raise RefusedError("layers-invalid")
     if pairs is None:
         if num_student_layers > num_teacher_layers:
             raise RefusedError("layers-invalid")
@@ -54,8 +61,9 @@ def layer_map(num_teacher_layers, num_student_layers, pairs=None):
     if not students or len(set(students)) < len(students):
         raise RefusedError("layers-invalid")
     for pair in pairs:
-        if len(pair) != 2 or any(type(layer) is not int for layer in pair):
+        if len(pair) != 2:
             raise RefusedError("layers-invalid")
+        pair = as_integers(*pair)
         if not (0 <= pair[0] < num_student_layers and 0 <= pair[1] < num_teacher_layers):
             raise RefusedError("layers-invalid")
-    return sorted(tuple(pair) for pair in pairs)
+    return sorted(tuple(as_integers(*pair)) for pair in pairs)
