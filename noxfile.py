@@ -108,7 +108,7 @@ NUMERICAL_TESTS = (
 
 NUMERICAL_SLICE = (
     *("-k", "not compiles", "tests/specs/test_matched.py", "tests/specs/test_gram.py", "tests/shrink"),
-    *("tests/torch_path/shrink/test_parity.py", "tests/torch_path/maps/test_parity.py"),
+    "tests/torch_path/maps/test_parity.py",
 )
 """The quickest that choose, solve and cancel: CI runs them under ``PLAINEST`` and ``OTHERS``, in ten seconds."""
 

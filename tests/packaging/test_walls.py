@@ -311,3 +311,10 @@ def test_citation_names_the_version() -> None:
         line for line in (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines() if "version: " in line[:9]
     ]
     assert line == f"version: {shd_ref.__version__}"
+
+
+def test_files_that_nox_names_are_there() -> None:
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    named = re.findall(r"\"(tests/[\w/]+(?:\.py)?)\"", text)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
