@@ -54,8 +54,8 @@ def export_webdataset(
 ) -> ExportSummary:
     """Write the samples of a sealed cache as WebDataset tar files, one a shard.
 
-    Equal caches give equal files. A file appears whole or not at all; those that are there with all samples are kept,
-    so a stopped export goes on where it stopped.
+    Equal caches give equal files. A file appears whole or not at all; files that hold all samples are kept, so a
+    stopped export resumes.
 
     Args:
         cache: a sealed cache; every blob is checked as it is read.

@@ -166,7 +166,7 @@ def _json_alone(is_wanted: bool) -> Iterator[Callable[[Document | None], None]]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON takes in the place of a value of Python or NumPy."""
+    """A JSON value for a value of Python or NumPy."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,7 +1,7 @@
-"""Outputs other than caches: whole or not at all, and what a killed run left is replaced by the next one.
+"""Outputs other than caches are written whole or not at all, and the next run replaces the draft of a killed one.
 
-What is under way for ``NAME`` lies in a folder beside it, ``.NAME.part``, and its writer holds a lock on the file
-``lock`` in there. So whatever an earlier run left has a known name, and the work of a living one is never touched.
+The draft of ``NAME`` is in the folder ``.NAME.part`` next to it, and its writer holds a lock on the file ``lock`` in
+there. The draft of a killed run thus has a known name, and the draft of a running one is never touched.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ def put(draft: Path, target: Path) -> None:
 
 
 def remove_finished(folder: Path) -> None:
-    """Remove what a run left whose output is there, unless one is at work."""
+    """Remove the drafts of a run that has finished its output, unless another run is using the folder."""
     if (folder / LOCK).is_file():
         with contextlib.suppress(ShdError), DraftFolder(folder):
             pass
-    else:  # empty, where the run was killed at its very end
+    else:  # the run was killed before its last step, when the folder was empty
         with contextlib.suppress(OSError):
             folder.rmdir()
 
