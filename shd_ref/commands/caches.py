@@ -9,23 +9,12 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.cache import (
-    NO_ATTENTION,
-    CacheListing,
-    CacheWriter,
-    Manifest,
-    export_webdataset,
-    list_cache,
-    merge_caches,
-)
-from shd_ref.cache.listing import spans
+from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
 from shd_ref.commands.derive import Document, Failed
 from shd_ref.commands.options import CacheArgument, refuse_nothing
 from shd_ref.commands.terminal import console, fact_table, marked, messages, show_progress
+from shd_ref.report.facts import listing_facts, shard_ranges
 from shd_ref.teacher.run.options import Shown
-
-SHOWN_SPANS = 8
-"""Runs of missing shards that are printed."""
 
 
 def ls(cache: CacheArgument) -> Document:
@@ -83,7 +72,7 @@ def merge(
     if summary.sealed:
         console.print(marked("sealed", "green", ": the cache is complete"))
     else:
-        remedy = f": missing {_shard_ranges(summary.missing)}: write them, then merge again"
+        remedy = f": missing {shard_ranges(summary.missing)}: write them, then merge again"
         console.say(marked("partial", "yellow", remedy))
     return asdict(summary)
 
@@ -111,59 +100,17 @@ def export(
 
 
 def _listing_table(listing: CacheListing) -> Table:
-    manifest = listing.manifest
     table = fact_table(str(listing.folder))
-    total, missing = manifest.shards.num_shards, listing.missing
-    if listing.sealed:
-        table.add_row("state", marked("sealed", "green", ": complete"))
-    else:
-        remedy = "shd seal states that it is complete"
-        if missing:
-            remedy = (
-                f"{len(missing)} of {total} shards are missing ({_shard_ranges(missing)}). If this is one part of a "
-                "run (--shards), the other parts have them: shd merge brings parts together. If not, the same shd "
-                "precompute goes on"
-            )
-        table.add_row("state", marked("partial", "yellow", f": {remedy}"))
-    teacher = manifest.teacher
-    table.add_row("teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}...")
-    attention = manifest.attention
-    if attention is not NO_ATTENTION:
-        heads = f"{attention.num_teacher_heads} -> {attention.num_student_heads}"
-        table.add_row("heads", f"{heads}, strategy {attention.strategy}")
-        pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in attention.layers)
-        table.add_row("layers", f"{len(attention.layers)} (student:teacher {pairs})")
-    for form in manifest.forms:
-        for name, text in form.describe():
-            table.add_row(name, text)
-    table.add_row("compression", manifest.compression)
-    several = len(manifest.forms) > 1
-    for name, error in listing.errors.measured().items():
-        table.add_row(f"{name} error" if several else "error", error.describe())
-    skipped = f", {listing.skipped} skipped" if listing.skipped else ""
-    mean = listing.positions / max(listing.samples, 1)
-    table.add_row(
-        "samples", f"{listing.samples} of {manifest.dataset.num_samples}{skipped}, {mean:.0f} positions on average"
-    )
-    table.add_row(
-        "shards", f"{len(listing.written)} of {total}" + (f", missing {_shard_ranges(missing)}" * bool(missing))
-    )
-    ratio = listing.float32_bytes / max(listing.coded_bytes, 1)
-    table.add_row(
-        "size",
-        f"{decimal(listing.shard_bytes)}, codes {decimal(listing.coded_bytes)}, {ratio:.1f}x smaller than float32",
-    )
-    for form in manifest.forms if several else ():
-        coded, plain = listing.coded_by_form[form.SUBJECT], listing.float32_by_form[form.SUBJECT]
-        each = f"{listing.bytes_a_row(form):.1f} bytes a {form.unit}"
-        table.add_row(
-            f"{form.SUBJECT} size", f"{decimal(coded)}, {each}, {plain / max(coded, 1):.1f}x smaller than float32"
+    missing, total = listing.missing, listing.manifest.shards.num_shards
+    remedy = "shd seal states that it is complete"
+    if missing:
+        remedy = (
+            f"{len(missing)} of {total} shards are missing ({shard_ranges(missing)}). If this is one part of a "
+            "run (--shards), the other parts have them: shd merge brings parts together. If not, the same shd "
+            "precompute goes on"
         )
-    table.add_row("id", manifest.id)
+    state = marked("sealed", "green", ": complete") if listing.sealed else marked("partial", "yellow", f": {remedy}")
+    table.add_row("state", state)
+    for name, text in listing_facts(listing):
+        table.add_row(name, text)
     return table
-
-
-def _shard_ranges(shards: tuple[int, ...]) -> str:
-    runs = spans(shards)
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:SHOWN_SPANS])
-    return shown + ", ..." * (len(runs) > SHOWN_SPANS)

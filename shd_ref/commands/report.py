@@ -32,7 +32,7 @@ def report(
     from shd_ref.cache import CacheReader
     from shd_ref.cache.storage.drafts import drafting
     from shd_ref.cache.storage.outputs import output_file
-    from shd_ref.report.content import read_content
+    from shd_ref.report.content import read_content, read_evidence
     from shd_ref.report.page import render_page
 
     check_both(teacher, inputs)
@@ -43,8 +43,6 @@ def report(
         on_progress(0, 0)
         content = read_content(reader, max_records=records)
         if teacher is not None and inputs is not None:
-            from shd_ref.report.evidence import read_evidence
-
             on_progress(0, 0, says="teacher's own maps")
             source = inputs.open()
             evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)

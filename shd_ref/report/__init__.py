@@ -1,5 +1,5 @@
-"""One self-contained HTML page about a cache: what is in it, and how well it was squeezed.
+"""One self-contained HTML page about a cache: what ``shd ls`` says, and what lies in its records.
 
-``page.py`` is the way in; ``content.py`` reads the cache, ``evidence.py`` runs the teacher on a few samples, and
-``sections.py`` and ``figures.py`` make the parts. Imports the cache and ``teacher``; needs jinja2 and matplotlib.
+``page.py`` is the way in; ``content.py`` reads the cache, and runs its teacher on a few samples; ``facts.py`` is the
+table of ``shd ls``. Imports the cache and ``teacher``; the page and its figures need jinja2 and matplotlib.
 """

@@ -1,31 +1,42 @@
-"""What a cache holds, counted and summarised from its manifest, its receipts and some of its records."""
+"""What the page shows: a cache's merge weights and entropy, and what only its teacher can tell."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, CacheReader, Errors, Manifest, Receipt
-from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
-from shd_ref.cache.storage.places import open_storage
+from shd_ref.cache import NO_ATTENTION, CacheListing, CacheReader, Manifest, list_cache
 from shd_ref.errors import ShdError
+from shd_ref.merging.mixing import squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
+from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.sources import Arrays, Source
+from shd_ref.teacher.study.recheck import rerun_teacher
 
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _ROWS_PER_RECORD: Final = 64
 """Where every row has its own alpha: as many of a record's rows, evenly spaced, tell their distribution."""
 _MAPS_READ: Final = 32
 """Records whose maps are decoded for the entropy."""
-
 _EXAMPLE_CANDIDATES: Final = 64
 _EXAMPLE_LENGTH: Final = 24
 """Shorter maps show little, longer ones make large pictures."""
+
+CACHED: Final = "this cache"
+STRATEGIES: Final[dict[str, tuple[str, str]]] = {
+    "hard": ("hard", "map"),
+    "constant": ("constant", "map"),
+    "alpha per map": ("shd", "map"),
+    "alpha per row": ("shd", "row"),
+    "simplex": ("simplex", "map"),
+    "simplex per row": ("simplex", "row"),
+}
+"""Name: strategy and ``alpha_per``. The last two are the best convex weights there are."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +45,26 @@ class MergeAlphas:
 
     Attributes:
         label: the teacher heads on either side, such as ``"0 1 + 2 3"``; alpha is the weight of the first side.
-        quantiles: at ``QUANTILES``; empty where no alpha is finite.
-        count: how many were read.
-        clipped: how many of them lie outside [0, 1].
-        even: how many are exactly 1/2, which is what a pair without preference gets.
+        values: all that are finite.
     """
 
     label: str
-    quantiles: tuple[float, ...]
-    count: int
-    clipped: int
-    even: int
+    values: NDArray[np.float32]
+
+    @property
+    def quantiles(self) -> tuple[float, ...]:
+        """At ``QUANTILES``; empty without values."""
+        return tuple(np.quantile(self.values, QUANTILES).tolist()) if self.values.size else ()
+
+    @property
+    def clipped(self) -> int:
+        """How many lie outside [0, 1]."""
+        return int(((self.values < 0) | (self.values > 1)).sum())
+
+    @property
+    def even(self) -> int:
+        """How many are exactly 1/2, as of a pair without preference."""
+        return int((self.values == 0.5).sum())
 
 
 @dataclass(frozen=True)
@@ -65,67 +85,39 @@ class LayerContent:
     merges: tuple[MergeAlphas, ...]
     entropy: tuple[float, ...]
 
-    def total(self, field: str) -> int:
-        """The sum of ``count``, ``clipped`` or ``even`` over the merges."""
-        return sum(getattr(merge, field) for merge in self.merges)
-
-
-@dataclass(frozen=True)
-class ShardError:
-    """The codec error that the receipt of one shard states."""
-
-    shard: int
-    kl_mean: float
-    kl_max: float
-    tv_mean: float
-    rows: int
-
 
 @dataclass(frozen=True)
 class CacheContent:
     """A whole cache.
 
     Attributes:
-        manifest: as read.
-        sealed: whether it is complete.
-        samples: held; ``skipped`` are those that the teacher failed on.
-        shards: committed; ``shard_bytes`` is the size of their files.
-        lengths: of every sample.
-        coded_by_form: bytes of codes, by form; ``float32_by_form`` is what they teach, as float32.
-        rows_by_form: how many of its ``unit`` each form has.
-        errors: of each form, over all rows that were measured.
+        listing: as of ``shd ls``.
         layers: by student layer; none without attention.
         records_read, maps_read: how many records their alphas and their maps come from.
-        read_bytes_per_second: of codes of attention, checked and decoded, while this was collected.
-        shard_errors: of attention, by shard.
     """
 
-    manifest: Manifest
-    sealed: bool
-    samples: int
-    skipped: int
-    shards: int
-    shard_bytes: int
-    lengths: tuple[int, ...]
-    coded_by_form: Counter[str]
-    float32_by_form: Counter[str]
-    rows_by_form: Counter[str]
-    errors: Errors
+    listing: CacheListing
     layers: tuple[LayerContent, ...]
     records_read: int
     maps_read: int
-    read_bytes_per_second: float
-    shard_errors: tuple[ShardError, ...]
 
-    @property
-    def coded_bytes(self) -> int:
-        """Of all forms."""
-        return self.coded_by_form.total()
 
-    @property
-    def float32_bytes(self) -> int:
-        """Of all forms."""
-        return self.float32_by_form.total()
+@dataclass(frozen=True)
+class Evidence:
+    """What the teacher told of a few samples.
+
+    Attributes:
+        example: key of the sample whose maps are kept.
+        samples: how many samples the residuals are the mean of.
+        residuals: by ``CACHED`` and the names of ``STRATEGIES``: for every layer the mean relative error of the
+            merged attention output (MIX-8), along the cache's plan.
+        maps: by student layer the teacher's maps of the example, ``(H_t, n, n)``.
+    """
+
+    example: str
+    samples: int
+    residuals: dict[str, list[float]]
+    maps: dict[int, NDArray[Any]]
 
 
 def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent:
@@ -139,55 +131,91 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         ShdError: ``cache-corrupt`` and other codes of reading; ``cache-incomplete`` where nothing is committed;
             ``plan-invalid`` for a plan that does not lead to the student's heads.
     """
-    manifest, storage = reader.manifest, open_storage(reader.folder)
-    shards = committed_shards(storage.names(RECEIPTS_NAME))
-    receipts = list(storage.map(lambda shard: Receipt.read(storage, shard, manifest), shards))
-    if not any(receipt.records for receipt in receipts):
+    keys = list(dict.fromkeys(reader.keys()))[:max_records]
+    if not keys:
         raise ShdError(
             "cache-incomplete",
             f"{reader.folder} must hold at least one committed sample to be reported; got none",
             "CACHE-56",
         )
-    keys = list(dict.fromkeys(reader.keys()))[:max_records]
-    has_attention = manifest.attention is not NO_ATTENTION
+    listing, manifest = list_cache(reader.folder), reader.manifest
+    if manifest.attention is NO_ATTENTION:
+        return CacheContent(listing, (), len(keys), 0)
     alphas = [_by_row(reader.read(key, (), logits=False, hidden=()).alphas) for key in keys]
-    started, read_bytes = time.perf_counter(), 0
     entropies: list[NDArray[np.float64]] = []
-    for key in keys[: _MAPS_READ if has_attention else 0]:
+    for key in keys[:_MAPS_READ]:
         record = reader.read(key, logits=False, hidden=())
-        read_bytes += sum(blob.nbytes for blob in record.blobs.values())
-        entropies.append(
-            np.stack([mean_entropy(reader.decode(record, s)) for s in manifest.attention.student_layers])
-        )
-    seconds = time.perf_counter() - started
-    lengths = tuple(record.length for receipt in receipts for record in receipt.records)
-    num_layers = len(manifest.attention.layers) if has_attention else 0
-    return CacheContent(
-        manifest=manifest,
-        sealed=reader.sealed,
-        samples=len(lengths),
-        skipped=sum(len(receipt.skipped) for receipt in receipts),
-        shards=len(receipts),
-        shard_bytes=sum(receipt.size for receipt in receipts),
-        lengths=lengths,
-        coded_by_form=sum((receipt.coded_bytes(manifest) for receipt in receipts), Counter()),
-        float32_by_form=sum((receipt.plain_bytes(manifest) for receipt in receipts), Counter()),
-        rows_by_form=sum((receipt.counted_rows(manifest) for receipt in receipts), Counter()),
-        errors=reader.errors,
-        layers=tuple(
-            _layer_content(manifest, number, [part[number] for part in alphas], np.mean(entropies, axis=0)[number])
-            for number in range(num_layers)
-        ),
-        records_read=len(keys),
-        maps_read=len(entropies),
-        read_bytes_per_second=read_bytes / max(seconds, 1e-9),
-        shard_errors=tuple(
-            ShardError(receipt.shard, e.kl_mean, e.kl_max, e.tv_mean, e.rows)
-            for receipt in receipts
-            if has_attention
-            for e in [receipt.errors.attention]
-        ),
+        maps = (reader.decode(record, layer) for layer in manifest.attention.student_layers)
+        entropies.append(np.stack([mean_entropy(each) for each in maps]))
+    layers = tuple(
+        _layer_content(manifest, number, np.concatenate([values[number] for values in alphas], axis=-1), entropy)
+        for number, entropy in enumerate(np.mean(entropies, axis=0))
     )
+    return CacheContent(listing, layers, len(keys), len(entropies))
+
+
+def read_evidence(
+    reader: CacheReader,
+    teacher: str | Path,
+    inputs: Source | Arrays,
+    *,
+    num_samples: int = 4,
+    provider: str = "cpu",
+) -> Evidence:
+    """Run the cache's teacher on a few of its samples.
+
+    Args:
+        reader: the cache.
+        teacher: the ``.onnx`` file that it comes from.
+        inputs: the model inputs that it comes from, or some of them.
+        num_samples: how many samples: the example, then others in stored order.
+        provider: as in ``precompute``.
+
+    Raises:
+        ShdError: ``cache-mismatch`` for another teacher or other inputs; ``not-finite`` and
+            ``not-a-distribution`` for maps that the reference refuses.
+    """
+    form = reader.manifest.attention
+    if form is NO_ATTENTION:
+        raise ShdError(
+            "argument-value",
+            f"{reader.folder} must hold attention to be shown beside its teacher's; it holds none: leave --teacher "
+            "and --inputs out, and let shd verify run the teacher again",
+            "CACHE-160",
+        )
+    work = rerun_teacher(reader, teacher, inputs, provider=provider)
+    index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}
+    example = choose_example(reader, index_of)
+    keys = list(dict.fromkeys([example, *(key for key in reader if key in index_of)]))[:num_samples]
+    attention = AttentionReader(work.model, [site for _, site in work.layers], provider=provider)
+    kinds = {CACHED: (form.strategy, form.alpha_per)} | STRATEGIES
+    residuals: dict[str, list[float]] = {name: [] for name in kinds}
+    example_maps = {}
+    for number, (student_layer, site) in enumerate(work.layers):
+        errors = np.zeros((len(keys), len(kinds)))
+        # One sample a batch: without padding, so that the example's maps are its own.
+        for place, key in enumerate(keys):
+            (batch,) = work.inputs.batches([index_of[key]], 1)
+            mask = work.query_mask(batch, site)
+            maps, outputs = attention.read(number, batch)
+            for column, (name, (strategy, alpha_per)) in enumerate(kinds.items()):
+                errors[place, column] = squeeze_heads(
+                    maps,
+                    outputs,
+                    form.num_student_heads,
+                    plan=form.layer_plans[number],
+                    strategy=strategy,
+                    query_mask=None if mask is None else mask[: len(maps)],
+                    alpha_rule=form.alpha_rule if name == CACHED else "least_squares",
+                    alpha_per=alpha_per,
+                ).residual.mean()
+            if key == example:
+                record = reader.read(key, (), logits=False, hidden=())
+                rows, columns = form.map_shapes(record.extent)[number]
+                example_maps[student_layer] = maps[0, :, :rows, :columns]
+        for name, value in zip(kinds, errors.mean(axis=0).tolist(), strict=True):
+            residuals[name].append(value)
+    return Evidence(example, len(keys), residuals, example_maps)
 
 
 def choose_example(reader: CacheReader, known: Container[str] | None = None) -> str:
@@ -214,9 +242,8 @@ def mean_entropy(maps: NDArray[Any]) -> NDArray[np.float64]:
     p = np.clip(np.nan_to_num(maps.astype(np.float64), posinf=1.0), 0.0, 1.0)  # a file may hold anything
     mass = p.sum(axis=-1, keepdims=True)
     p /= np.where(mass > 0, mass, 1.0)
-    by_row = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1)  # (H, L)
-    counted = mass[..., 0] > 0
-    mean: NDArray[np.float64] = (by_row * counted).sum(axis=1) / np.maximum(counted.sum(axis=1), 1)
+    by_row = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1)  # (H, L), 0 without mass
+    mean: NDArray[np.float64] = by_row.sum(axis=1) / np.maximum((mass > 0).sum(axis=(1, 2)), 1)
     return mean
 
 
@@ -236,30 +263,15 @@ def _by_row(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _layer_content(
-    manifest: Manifest, number: int, alphas: Sequence[NDArray[np.float32]], entropy: NDArray[np.float64]
+    manifest: Manifest, number: int, alphas: NDArray[np.float32], entropy: NDArray[np.float64]
 ) -> LayerContent:
+    """Alphas ``(n, values)``, n = 0 for strategies without them."""
     attention, layer = manifest.attention, manifest.attention.layers[number]
     # A manifest's plan is checked for its range alone.
     plan = merge_plan(layer.num_teacher_heads, attention.num_student_heads, attention.layer_plans[number])
-    merges = []
-    joined = np.concatenate(alphas, axis=-1)  # (n, values), n = 0 for strategies without alphas
-    labels = list(merge_labels(plan, layer.num_teacher_heads)) if len(joined) else []
-    for label, values in zip(labels, joined, strict=True):
-        finite = values[np.isfinite(values)]
-        merges.append(
-            MergeAlphas(
-                label=label,
-                quantiles=tuple(float(q) for q in np.quantile(finite, QUANTILES)) if finite.size else (),
-                count=int(finite.size),
-                clipped=int(((finite < 0) | (finite > 1)).sum()),
-                even=int((finite == 0.5).sum()),
-            )
-        )
-    return LayerContent(
-        student_layer=layer.student_layer,
-        teacher_layer=layer.teacher_layer,
-        site=layer.site,
-        groups=plan_groups(plan, layer.num_teacher_heads),
-        merges=tuple(merges),
-        entropy=tuple(float(value) for value in entropy),
+    labels = list(merge_labels(plan, layer.num_teacher_heads)) if len(alphas) else []
+    merges = tuple(
+        MergeAlphas(label, values[np.isfinite(values)]) for label, values in zip(labels, alphas, strict=True)
     )
+    groups = plan_groups(plan, layer.num_teacher_heads)
+    return LayerContent(layer.student_layer, layer.teacher_layer, layer.site, groups, merges, tuple(entropy.tolist()))

@@ -1,18 +1,30 @@
-"""Figures as inline SVG that takes its colours from the page, and maps as PNG. Needs matplotlib."""
+"""Figures as inline SVG that takes its colours from the page, and maps as PNG. Needs the extra ``report``."""
 
 from __future__ import annotations
 
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.errors import ShdError
 from shd_ref.report.content import LayerContent
-from shd_ref.report.packages import Figure, MaxNLocator, image, mpl
+
+try:
+    import jinja2 as jinja2
+    import matplotlib as mpl
+    from markupsafe import Markup
+    from matplotlib import image
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ShdError(
+        "dependency-missing", f"shd report needs the package {error.name}: pip install 'squeezing-heads[report]'"
+    ) from error
 
 # Stand-ins that nothing else draws with; the page's style sheet says what they are in light and in dark.
 _COLOURS: Final = {"#0a0b01": "var(--ink)", "#0a0b02": "var(--muted)", "#0a0b03": "var(--line)"}
@@ -40,11 +52,10 @@ _STYLE: Any = {
 }
 
 
-def alpha_figure(layer: LayerContent, name: str) -> str:
+def alpha_figure(layer: LayerContent) -> Markup:
     """The distribution of alpha for every merge of a layer: median, middle half, middle nine tenths."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(3.6, 2.2), layout="constrained")
-        axes = figure.add_subplot()
+
+    def draw(axes: Any) -> None:
         for level in (0.0, 0.5, 1.0):
             axes.axhline(level, color=LINE, linewidth=0.8, linestyle="--" if level == 0.5 else "-", zorder=0)
         for number, merge in enumerate(layer.merges):
@@ -56,51 +67,36 @@ def alpha_figure(layer: LayerContent, name: str) -> str:
         axes.set_xlim(-0.6, len(layer.merges) - 0.4)
         axes.set_ylim(_SHOWN_ALPHAS[0] - 0.05, _SHOWN_ALPHAS[1] + 0.05)
         axes.set_yticks([0.0, 0.5, 1.0])
-        axes.set_xlabel("merge")
-        axes.set_ylabel("alpha")
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        return _svg(figure, name)
+
+    return _svg(draw, (3.6, 2.2), "merge", "alpha", f"alpha{layer.student_layer}")
 
 
-def entropy_figure(layers: Sequence[LayerContent], name: str) -> str:
+def entropy_figure(layers: Sequence[LayerContent]) -> Markup:
     """Mean row entropy of every student head, layer by layer."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-        axes = figure.add_subplot()
+
+    def draw(axes: Any) -> None:
         for layer in layers:
             axes.plot([layer.student_layer] * len(layer.entropy), layer.entropy, "o", color=SERIES[0], alpha=0.6)
         means = [float(np.mean(layer.entropy)) for layer in layers]
         axes.plot([layer.student_layer for layer in layers], means, color=SERIES[1], linewidth=1.6, label="mean")
-        axes.set_xlabel("student layer")
-        axes.set_ylabel("entropy (nats)")
         axes.set_ylim(bottom=0.0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return _svg(figure, name)
+
+    return _svg(draw, (6.4, 2.8), "student layer", "entropy (nats)", "entropy")
 
 
-def residual_figure(layers: Sequence[int], series: Mapping[str, Sequence[float]], name: str) -> str:
-    """Residual by layer over that of the constant merge, a line for every strategy."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-        axes = figure.add_subplot()
+def residual_figure(layers: Sequence[int], series: Mapping[str, Sequence[float]]) -> Markup:
+    """Residual by layer over that of the constant merge, a line for every strategy; the cache's own is first."""
+
+    def draw(axes: Any) -> None:
         for number, (label, values) in enumerate(series.items()):
-            own = number == 0
-            axes.plot(
-                layers,
-                values,
-                marker=MARKERS[number % len(MARKERS)],
-                color=SERIES[number % len(SERIES)],
-                label=label,
-                linewidth=2.4 if own else 1.0,
-                markersize=7 if own else 4.5,
-                zorder=1 if own else 2,
-            )
-        axes.set_xlabel("student layer")
+            widths = {"linewidth": 1.0, "markersize": 4.5} if number else {"linewidth": 2.4, "markersize": 7}
+            marker, colour = MARKERS[number % len(MARKERS)], SERIES[number % len(SERIES)]
+            axes.plot(layers, values, marker=marker, color=colour, label=label, zorder=1 + (number > 0), **widths)
         axes.axhline(1.0, color=LINE, linestyle="--", zorder=0)
-        axes.set_ylabel("error / constant merge")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.legend(loc="outside upper left", ncols=5, fontsize=8.5)
-        return _svg(figure, name)
+        axes.figure.legend(loc="outside upper left", ncols=5, fontsize=8.5)
+
+    return _svg(draw, (6.4, 3.4), "student layer", "error / constant merge", "residual")
 
 
 def map_picture(probs: NDArray[Any]) -> str:
@@ -112,10 +108,15 @@ def map_picture(probs: NDArray[Any]) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _svg(figure: Figure, name: str) -> str:
+def _svg(draw: Callable[[Any], None], size: tuple[float, float], x: str, y: str, name: str) -> Markup:
     """The figure as an element of the page: no header, no metadata, unique ids, colours of the page."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot(xlabel=x, ylabel=y)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        draw(axes)
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -123,4 +124,4 @@ def _svg(figure: Figure, name: str) -> str:
     for stand_in, colour in (_COLOURS | _COLOURS_OF_SERIES).items():
         text = text.replace(stand_in, colour)
     # The page names the figure; a reader need not hear its tick labels.
-    return text.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
+    return Markup(text.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1))

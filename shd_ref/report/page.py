@@ -1,4 +1,4 @@
-"""The page: every number as text, every figure in its place. Needs jinja2.
+"""The page: every number as text, every figure in its place. Needs the extra ``report``.
 
 Everything that comes from a cache is untrusted: the template escapes it, figures never hold its strings, and the
 page's own policy forbids scripts and requests.
@@ -6,43 +6,34 @@ page's own policy forbids scripts and requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from rich.filesize import decimal
 
 import shd_ref
-from shd_ref.cache import FORMAT_VERSION, NO_ATTENTION, CacheReader, Manifest
-from shd_ref.report.content import CacheContent, LayerContent
-from shd_ref.report.packages import jinja2
-from shd_ref.report.sections import (
-    Table,
-    alphas_section,
-    codec_section,
-    count_of,
-    entropy_section,
-    forms_section,
-    maps_section,
-    mean_kl,
-    residuals_section,
-)
+from shd_ref.cache import NO_ATTENTION, CacheReader, Manifest, StoredRecord
+from shd_ref.report.content import CACHED, CacheContent, Evidence, LayerContent, choose_example
+from shd_ref.report.facts import listing_facts
+from shd_ref.report.figures import alpha_figure, entropy_figure, jinja2, map_picture, residual_figure
 
-if TYPE_CHECKING:
-    from shd_ref.report.evidence import Evidence
+_SHOWN_LAYERS = 3
+_SHOWN_HEADS = 8
+_SHOWN_MEMBERS = 8
 
-_SECTIONS = (
-    ("alphas", "Merge weights"),
-    ("residuals", "Residuals"),
-    ("maps", "Maps"),
-    ("entropy", "Entropy"),
-    ("codec", "Codec"),
-    ("forms", "Forms"),
-    ("sizes", "Sizes"),
-    ("job", "How it was made"),
-)
-_OF_ANY_CACHE = ("forms", "sizes", "job")
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page; ``best`` marks cells by row and column."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: tuple[int, ...] = ()
+    best: Mapping[int, Iterable[int]] = field(default_factory=dict)
 
 
 def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> str:
@@ -57,31 +48,30 @@ def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence |
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = resources.files("shd_ref.report").joinpath("page.html").read_text(encoding="utf-8")
-    manifest = content.manifest
-    about_attention: dict[str, Any] = {}
+    listing, manifest = content.listing, reader.manifest
+    shards = f"{len(listing.written)} of {manifest.shards.num_shards}"
+    sections: dict[str, Any] = {}
     if manifest.attention is not NO_ATTENTION:
-        about_attention = {
-            "alphas": alphas_section(content),
-            "residuals": residuals_section(evidence),
-            "maps": maps_section(reader, evidence),
-            "entropy": entropy_section(content),
-            "codec": codec_section(content),
+        sections = {
+            "alphas": _alphas(content, manifest),
+            "residuals": _residuals(reader, evidence),
+            "maps": _maps(reader, content, evidence),
+            "entropy": _entropy(content),
             "groups": _groups(content.layers),
         }
     return environment.from_string(source).render(
-        about_attention,
+        sections,
         title=f"Supervision cache of {manifest.teacher.name}",
-        lead=f"{_lead(manifest)}: {count_of(content.samples, 'sample')}, each found by a hash of its inputs.",
-        warning=None
-        if content.sealed
-        else f"This cache is not complete: {content.shards} of {manifest.shards.num_shards} shards are committed.",
-        sections=[(name, title) for name, title in _SECTIONS if name in about_attention or name in _OF_ANY_CACHE],
-        tiles=_tiles(content),
-        forms=forms_section(content),
-        sizes=_sizes(content),
-        job=_job(content),
+        lead=f"{_lead(manifest)}: {count_of(listing.samples, 'sample')}, each found by a hash of its inputs.",
+        warning=None if listing.sealed else f"This cache is not complete: {shards} shards are committed.",
+        facts=list(listing_facts(listing)),
         footer=f"Made by squeezing-heads {shd_ref.__version__}. This file asks for nothing from anywhere.",
     )
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number and what it counts."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _lead(manifest: Manifest) -> str:
@@ -92,96 +82,146 @@ def _lead(manifest: Manifest) -> str:
     return f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {heads}"
 
 
-def _tiles(content: CacheContent) -> list[dict[str, str]]:
-    tiles = [
-        ("samples", f"{content.samples:,}", "complete" if content.sealed else "partial"),
-        ("stored codes", _bytes(content.coded_bytes), f"{_ratio(content):.1f}× smaller than float32"),
-    ]
-    if content.manifest.attention is not NO_ATTENTION:
-        tiles += _attention_tiles(content)
-    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
-
-
-def _attention_tiles(content: CacheContent) -> list[tuple[str, str, str]]:
-    attention = content.manifest.attention
-    count, clipped, even = (
-        sum(layer.total(name) for layer in content.layers) for name in ("count", "clipped", "even")
+def _alphas(content: CacheContent, manifest: Manifest) -> dict[str, Any]:
+    """The distribution of alpha, layer by layer."""
+    layers = content.layers
+    if not any(layer.merges for layer in layers):
+        text = f"The strategy {manifest.attention.strategy} has no pairwise weights."
+        return {"text": text, "figures": [], "table": None}
+    per = "row" if manifest.attention.alpha_per == "row" else "map"
+    text = (
+        f"Alpha is the weight of the first of two merged heads, one per {per}, before it is clipped to [0, 1]: bars "
+        f"hold the middle half and lines the middle nine tenths of {count_of(content.records_read, 'sample')}; the "
+        "dot is the median. A spread-out alpha is what a constant merge would throw away."
     )
-    worst = max((error.kl_max for error in content.shard_errors), default=0.0)
-    tiles = [
-        (
-            "heads",
-            f"{attention.num_teacher_heads} → {attention.num_student_heads}",
-            f"{attention.strategy}, by {attention.alpha_per}",
-        ),
-        ("layers", str(len(attention.layers)), "of the student"),
-        ("codec error", f"{mean_kl(content):.2g}", f"nats a row, at most {worst:.2g}"),
+    figures, rows = [], []
+    for layer in layers:
+        medians = [merge.quantiles[2] for merge in layer.merges if merge.quantiles]
+        note = f"median {min(medians):.2f} to {max(medians):.2f}" if medians else "no finite weight"
+        clipped = sum(merge.clipped for merge in layer.merges) / max(sum(len(one.values) for one in layer.merges), 1)
+        figures.append(
+            {
+                "svg": alpha_figure(layer),
+                "title": f"Layer {layer.student_layer}",
+                "note": f"{note}, {clipped:.1%} clipped",
+                "label": f"Merge weights of student layer {layer.student_layer}: {note}, {len(layer.merges)} merges",
+            }
+        )
+        for merge in layer.merges:
+            quantiles = [f"{q:.3f}" for q in merge.quantiles or (math.nan,) * 5]
+            shares = [f"{number / max(len(merge.values), 1):.1%}" for number in (merge.clipped, merge.even)]
+            rows.append([str(layer.student_layer), merge.label, *quantiles, *shares])
+    columns = ["layer", "teacher heads", "5%", "25%", "median", "75%", "95%", "clipped", "exactly 1/2"]
+    return {"text": text, "figures": figures, "table": Table("Quantiles of alpha", columns, rows, (1,))}
+
+
+def _residuals(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]:
+    """Every strategy beside the cache, or how to get that."""
+    if evidence is None:
+        text = (
+            "A cache does not hold the teacher's own maps, so what merging loses is not in it: make this page with "
+            "--teacher and --inputs to compare every strategy on some samples."
+        )
+        return {"text": text, "table": None}
+    series, layers = evidence.residuals, reader.manifest.attention.student_layers
+    means = {name: float(np.mean(values)) for name, values in series.items()}
+    by_layer = [*zip(*series.values(), strict=True), tuple(means.values())]
+    rows = [
+        [name, *(f"{value:.4f}" for value in values)]
+        for name, values in zip((*map(str, layers), "mean"), by_layer, strict=True)
     ]
-    if count:
-        tiles.append(("clipped weights", f"{clipped / count:.1%}", f"{even / count:.1%} without preference"))
-    return tiles
+    best = {number: [1 + int(np.argmin(np.array(row[1:], float)))] for number, row in enumerate(rows)}
+    change = means[CACHED] / means["constant"] - 1 if means["constant"] else 0.0
+    text = (
+        "Relative error of the attention output when the merged maps read the summed value outputs, on "
+        f"{count_of(evidence.samples, 'sample')}, along this cache's plan. It loses {means[CACHED]:.4f}: "
+        f"{abs(change):.1%} {'less' if change < 0 else 'more'} than the constant merge ({means['constant']:.4f}); "
+        f"the best convex weights of whole groups reach {means['simplex']:.4f} by map and "
+        f"{means['simplex per row']:.4f} by row."
+    )
+    ratios = {
+        name: [value / other if other else 1.0 for value, other in zip(values, series["constant"], strict=True)]
+        for name, values in series.items()
+        if name not in ("constant", "hard")
+    }
+    caption = "Relative error of the attention output, the least of each row marked"
+    return {
+        "text": text,
+        "svg": residual_figure(layers, ratios),
+        "label": "Relative error by student layer over that of the constant merge; the table below holds the numbers",
+        "table": Table(caption, ["layer", *series], rows, best=best),
+    }
 
 
-def _sizes(content: CacheContent) -> list[tuple[str, str]]:
-    lengths = np.array(content.lengths)
-    per_sample = content.coded_bytes / content.samples
-    facts = [
-        ("samples", f"{content.samples:,}, {int(lengths.sum()):,} positions; {content.skipped:,} more were skipped"),
-        ("length", f"median {np.median(lengths):.0f}, from {lengths.min()} to {lengths.max()}"),
-        ("codes", f"{_bytes(content.coded_bytes)}, {_ratio(content):.2f}× smaller than float32"),
-        ("a sample", f"{_bytes(per_sample)}, {_bytes(content.coded_bytes / int(lengths.sum()))} a position"),
-        ("shard files", f"{_bytes(content.shard_bytes)} in {count_of(content.shards, 'shard')}"),
-        (
-            "beside the codes",
-            f"{_bytes(content.shard_bytes - content.coded_bytes)}: weights, mixing matrices, headers",
-        ),
+def _maps(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> dict[str, Any]:
+    """Maps of the example, beside the teacher's where they are at hand."""
+    key = choose_example(reader) if evidence is None else evidence.example
+    record, attention = reader.read(key, logits=False, hidden=()), reader.manifest.attention
+    text = (
+        f"Sample {record.index}, {count_of(record.length, 'position')}: rows are queries, columns are keys, each "
+        "picture is scaled to its largest entry and its root is drawn, so that small entries show. "
+    )
+    text += (
+        "The teacher's maps are not in a cache: give --teacher and --inputs to see them beside the merged ones."
+        if evidence is None
+        else "Beside each merged map stand the teacher's maps it was made of"
+        + ("." if record.mixing is None else ", with their weights.")
+    )
+    temperature = attention.bound_temperature
+    if temperature not in (None, 1.0):
+        text += f" Merged maps are softened with temperature {temperature:g}, the teacher's are not."
+    layers, count = [], len(content.layers)
+    for number in map(round, np.linspace(0, count - 1, min(_SHOWN_LAYERS, count))):
+        student, groups = content.layers[number].student_layer, content.layers[number].groups[:_SHOWN_HEADS]
+        teacher = None if evidence is None else evidence.maps.get(student)
+        merged = reader.decode(record, student)
+        heads = [_head(record, number, head, group, merged[head], teacher) for head, group in enumerate(groups)]
+        rest = attention.num_student_heads - len(heads)
+        more = f", and {rest} more heads that are not shown" if rest else ""
+        layers.append({"title": f"Student layer {student}{more}", "heads": heads})
+    return {"text": text, "layers": layers}
+
+
+def _head(
+    record: StoredRecord, number: int, head: int, group: Sequence[int], merged: Any, teacher: Any
+) -> dict[str, Any]:
+    """A merged map, and the maps of the teacher that it was made of, with their weights if they are one per map."""
+    weights = None if record.mixing is None or record.mixing.ndim != 3 else record.mixing[number, head]
+    before = [
+        {
+            "uri": map_picture(teacher[member]),
+            "alt": f"Map of teacher head {member}",
+            "note": f"head {member}" + ("" if weights is None else f", {weights[member]:.2f}"),
+        }
+        for member in (() if teacher is None else group[:_SHOWN_MEMBERS])
     ]
-    if content.maps_read:
-        rate, each = content.read_bytes_per_second, content.coded_by_form["attention"] / content.samples
-        words = f"{_bytes(rate)} of maps a second, checked and decoded by one process, while this page was made"
-        facts.append(("read rate", f"{words} ({rate / each:,.0f} samples a second)"))
-    return facts
+    return {
+        "title": f"Student head {head}, from teacher heads {' '.join(map(str, group))}",
+        "before": before,
+        "after": {"uri": map_picture(merged), "alt": f"Merged map of student head {head}", "note": "merged"},
+    }
 
 
-def _job(content: CacheContent) -> list[tuple[str, str]]:
-    manifest = content.manifest
-    teacher, attention = manifest.teacher, manifest.attention
-    mask = manifest.inputs.mask
-    squeeze = []
-    if attention is not NO_ATTENTION:
-        strategy = f"{attention.strategy}, alpha rule {attention.alpha_rule}, one weight a {attention.alpha_per}"
-        squeeze = [("strategy", strategy), ("plans", _plans(manifest))]
-    return [
-        ("teacher", f"{teacher.name}, SHA-256 {teacher.sha256}"),
-        ("run by", f"{teacher.provider}, in {teacher.dtype}"),
-        *squeeze,
-        *(fact for form in manifest.forms for fact in form.describe()),
-        ("compression", manifest.compression),
-        (
-            "inputs",
-            ", ".join(manifest.inputs.names) + (f"; attention mask {mask}" if mask else "; no attention mask"),
-        ),
-        ("data set", f"{manifest.dataset.num_samples:,} samples, fingerprint {manifest.dataset.fingerprint}"),
-        (
-            "shards",
-            f"{manifest.shards.num_shards:,} of {manifest.shards.samples_per_shard:,} samples, "
-            f"seed {manifest.shards.seed}",
-        ),
-        (
-            "written by",
-            f"{manifest.created_by}, specification {manifest.spec_version}, format {FORMAT_VERSION}",
-        ),
-        ("cache id", manifest.id),
+def _entropy(content: CacheContent) -> dict[str, Any]:
+    """How diffuse the merged maps are."""
+    layers = content.layers
+    means = [float(np.mean(layer.entropy)) for layer in layers]
+    low, high = min(means), max(means)
+    text = (
+        f"Mean entropy of a row, head by head, on {count_of(content.maps_read, 'sample')}: {low:.2f} to {high:.2f} "
+        f"nats by layer, as if {math.exp(low):.0f} to {math.exp(high):.0f} keys shared the attention evenly."
+    )
+    columns = ["layer", *(f"head {head}" for head in range(len(layers[0].entropy))), "mean"]
+    rows = [
+        [str(layer.student_layer), *(f"{value:.2f}" for value in (*layer.entropy, mean))]
+        for layer, mean in zip(layers, means, strict=True)
     ]
-
-
-def _plans(manifest: Manifest) -> str:
-    attention = manifest.attention
-    layers = "the same for every layer" if attention.plans is None else "every layer has its own"
-    how = attention.matching
-    if how is None:
-        return layers
-    return f"{layers}; matched by {how.by} on {count_of(how.samples, 'sample')}, seed {how.seed}"
+    return {
+        "text": text,
+        "svg": entropy_figure(layers),
+        "label": f"Row entropy of every student head by layer; layer means {low:.2f} to {high:.2f} nats",
+        "table": Table("Mean row entropy in nats", columns, rows),
+    }
 
 
 def _groups(layers: Sequence[LayerContent]) -> Table:
@@ -196,11 +236,3 @@ def _groups(layers: Sequence[LayerContent]) -> Table:
     ]
     columns = ["student layer", "teacher layer", "site", "teacher heads of each student head"]
     return Table("Which teacher heads each student head learns from", columns, rows, (2, 3))
-
-
-def _ratio(content: CacheContent) -> float:
-    return content.float32_bytes / max(content.coded_bytes, 1)
-
-
-def _bytes(number: float) -> str:
-    return decimal(int(number))
