@@ -8,8 +8,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from shd_ref.commands.terminal import console, narrow_table
+from shd_ref.teacher.study.advice import TrainingMemory
 from shd_ref.teacher.study.forecast import Forecast
-from shd_ref.teacher.study.memory import TrainingMemory
 
 
 def print_forecast(forecast: Forecast, num_student_heads: int, command: str | None) -> None:

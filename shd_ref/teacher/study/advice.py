@@ -1,12 +1,23 @@
-"""Which way of storing to take: one answer, and why."""
+"""Which way of storing to take: one answer, and why; and the memory of a training step with it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from shd_ref.cache import CodecError
+from shd_ref.teacher.opening.parts import all_tensors
+from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.run.options import NO_FORM
+from shd_ref.teacher.run.teacher import TeacherRun
+
+_FLOAT: Final = 4  # bytes
+_OPTIMIZER_FLOATS: Final = 3  # a parameter: its gradient, and both moments of AdamW
+_WORKING_ARRAYS: Final = 6  # of the size of a layer's queries, while its loss is computed
 
 
 @dataclass(frozen=True)
@@ -89,30 +100,30 @@ def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: 
 def _compare(
     taken: FormForecast, ways: Sequence[FormForecast], usual: FormForecast | None, max_error: float, compression: str
 ) -> list[str]:
-    """Beside the limit, beside the usual way, and beside those that were too coarse."""
+    """With the limit, with the usual way, and with those that were too coarse."""
     error = taken.error.tv_mean
-    what = f"{taken.bytes_per_token:.0f} bytes a token, and coding moves {_percent(error)} of a row's probability"
+    cost = f"{taken.bytes_per_token:.0f} bytes a token, and coding moves {_percent(error)} of a row's probability"
     if error > max_error:
-        return [f"{what}: none of these reaches {_percent(max_error)}, and this one is nearest"]
-    reasons = [f"{what}: the smallest{' with zstd' * (compression != 'none')} of those below {_percent(max_error)}"]
+        return [f"{cost}: none of these reaches {_percent(max_error)}, and this one is nearest"]
+    reasons = [f"{cost}: the smallest{' with zstd' * (compression != 'none')} of those below {_percent(max_error)}"]
     if usual is not None and usual is not taken:
         change = 1 - taken.bytes_per_sample / usual.bytes_per_sample
         size = f"{abs(change):.0%} {'smaller' if change >= 0 else 'larger'}"
         reasons.append(f"{size} than {usual.title}, the default, which moves {_percent(usual.error.tv_mean)}")
-    coarser = [way for way in ways if way.error.tv_mean > max_error and way.bytes_per_sample < taken.bytes_per_sample]
-    for way in sorted(coarser, key=lambda way: way.error.tv_mean):
+    for way in sorted(ways, key=lambda way: way.error.tv_mean):
         smaller = 1 - way.bytes_per_sample / taken.bytes_per_sample
-        reasons.append(f"{way.title} would be {smaller:.0%} smaller, but moves {_percent(way.error.tv_mean)}")
+        if way.error.tv_mean > max_error and smaller > 0:
+            reasons.append(f"{way.title} would be {smaller:.0%} smaller, but moves {_percent(way.error.tv_mean)}")
     return reasons
 
 
 def _say_reading(taken: FormForecast, bandwidth: float, compression: str) -> str:
-    ratio = (taken.zstd_ratio or 1.0) if compression != "none" else 1.0
-    least, fed = _megabytes(taken.break_even * ratio), _megabytes(bandwidth)
-    if taken.break_even * ratio > bandwidth:
+    packed = taken.break_even * ((taken.zstd_ratio or 1.0) if compression != "none" else 1.0)
+    least, fed = _megabytes(packed), _megabytes(bandwidth)
+    if packed > bandwidth:
         return f"reading it keeps up with the teacher from {least} for each training device, which gets {fed}"
-    packed = f" compressed, {_megabytes(taken.break_even)} without," if compression != "none" else ""
-    return f"read faster than the teacher runs, from {least}{packed} for each training device ({fed} assumed)"
+    plain = f" compressed, {_megabytes(taken.break_even)} without," if compression != "none" else ""
+    return f"read faster than the teacher runs, from {least}{plain} for each training device ({fed} assumed)"
 
 
 def _megabytes(rate: float) -> str:
@@ -121,3 +132,75 @@ def _megabytes(rate: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.2%}" if share >= 0.00005 else "0%" if share == 0 else f"{100 * share:.1g}%"
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one step, in float32 with AdamW (mixed precision takes as much: halves beside float32 copies).
+
+    Attributes:
+        batch_size: samples of the step.
+        length: positions of the longest of them.
+        student_parameters: how many the student has.
+        is_assumed: whether that is only the teacher's number, as none was given.
+        student: weights.
+        optimizer: gradients and both moments.
+        records: of the batch, each as large as the longest.
+        term: of SHD: gradients of queries and keys of all taught layers, and one layer's work; about.
+        teacher: what a live one would hold in place of ``records``: weights, and its queries and keys of the batch.
+    """
+
+    batch_size: int
+    length: int
+    student_parameters: int
+    is_assumed: bool
+    student: int
+    optimizer: int
+    records: int
+    term: int
+    teacher: int
+
+
+def forecast_memory(
+    work: TeacherRun, record_bytes: float, length: int, batch_size: int, student_parameters: int | None
+) -> TrainingMemory:
+    """What a step takes.
+
+    Args:
+        work: the teacher.
+        record_bytes: of the longest sample.
+        length: its positions.
+        batch_size: samples of a step.
+        student_parameters: None for as many as the teacher has.
+    """
+    parameters, weights = count_weights(work.model)
+    student = parameters if student_parameters is None else student_parameters
+    weights += sum(count_weights(other.model)[1] for other in work.others)
+    positions = _FLOAT * batch_size * length
+    # A student's head is taken to be as wide as the teacher's.
+    own = [positions * work.options.num_student_heads * (site.d_k or site.d_v or 0) for _, site in work.layers]
+    teachers = sum(positions * work.num_teacher_heads * (site.d_k or site.d_v or 0) for _, site in work.layers)
+    return TrainingMemory(
+        batch_size=batch_size,
+        length=length,
+        student_parameters=student,
+        is_assumed=student_parameters is None,
+        student=_FLOAT * student,
+        optimizer=_FLOAT * _OPTIMIZER_FLOATS * student,
+        records=round(batch_size * record_bytes),
+        term=2 * sum(own) + _WORKING_ARRAYS * max(own, default=0),
+        teacher=weights + 2 * teachers,
+    )
+
+
+def count_weights(model: onnx.ModelProto) -> tuple[int, int]:
+    """Parameters of a graph and their bytes, those in files beside it too; shapes and axes are no parameters."""
+    kinds = onnx.TensorProto
+    others = (kinds.INT64, kinds.INT32, kinds.BOOL, kinds.STRING, kinds.UNDEFINED)
+    count, size = 0, 0.0
+    for tensor in all_tensors(model):
+        if tensor.data_type not in others:
+            entries = math.prod(tensor.dims)
+            count += entries
+            size += entries * np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    return count, round(size)

@@ -6,8 +6,8 @@ It needs no student and no training, so it tells how to merge before anything is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,15 +36,7 @@ from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.options import MATCHED, PLANS, RunOptions, check_run
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.session import open_session
-from shd_ref.teacher.sources import Arrays, ArraySource, Source
-from shd_ref.teacher.study.difference import (
-    CosineDistance,
-    CrossEntropy,
-    RelativeError,
-    RowMask,
-    Targets,
-    read_targets,
-)
+from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Source
 from shd_ref.teacher.study.intervals import Scores
 from shd_ref.teacher.study.options import FidelityOptions
 from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting, rank_costs
@@ -53,10 +45,10 @@ LEAST_SAMPLES: Final = 8
 """Fewer tell hardly anything apart: then samples that plans were matched on are judged too."""
 
 _HELD_BYTES: Final = 2**29
-"""What the teacher's own results may take in memory; beyond it they are computed again for every setting."""
+"""The teacher's own results that are kept in memory; beyond it they are computed again for every setting."""
 
-OnProgress = Callable[[int, int], None]
-"""Called with batches done and batches in all."""
+Results = dict[str, NDArray[Any]]
+RowMask = NDArray[np.bool_]
 
 
 def measure_fidelity(
@@ -65,7 +57,7 @@ def measure_fidelity(
     options: FidelityOptions,
     run: RunOptions | None = None,
     *,
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> FidelityReport:
     """Run a teacher with its attention squeezed in every layer at once, for every setting.
 
@@ -75,7 +67,7 @@ def measure_fidelity(
             targets.
         options: what to try.
         run: how to run it; ``samples_per_shard`` plays no part.
-        on_progress: called after every batch.
+        on_progress: called after every batch, with batches done and in all.
 
     Raises:
         ShdError: ``argument-value``, ``heads-exceed``, ``graph-invalid``, ``graph-unsupported`` (no site that can be
@@ -86,26 +78,24 @@ def measure_fidelity(
     test = _FidelityTest(Path(teacher), inputs, options, run or RunOptions())
     # Before the first run, so that what cannot be merged is refused at once.
     rules = [test.rules(setting) for setting in settings]
-    distinct = dict.fromkeys(rules)
-    total, done = len(test.batches) * len(distinct), 0
-    found: dict[tuple[MergeRule, ...], _Losses] = {}
-    for merged in distinct:
-        losses = _Losses(len(test.sites))
-        for got, wanted, batch in test.compare(merged):
-            losses.add(test, got, wanted, batch)
+    losses = {merged: Losses() for merged in rules}
+    total, done = len(test.batches) * len(losses), 0
+    for merged, own in losses.items():
+        for squeezed, plain, batch in test.compare(merged):
+            test.add(own, squeezed, plain, batch)
             done += 1
             if on_progress:
                 on_progress(done, total)
-        found[merged] = losses
-    results = _summarise([(setting, merged, found[merged]) for setting, merged in zip(settings, rules, strict=True)])
     return FidelityReport(
         output=test.output,
         sites=tuple(site.name for site in test.sites),
         skipped=test.skipped,
         samples=sum(len(batch.indices) for batch in test.batches),
         held_out=test.held_out,
-        loss=next(iter(found.values())).teacher_loss,
-        results=results,
+        loss=next(iter(losses.values())).teacher_entropies.value_or_none,
+        results=_summarise(
+            [(setting, merged, losses[merged]) for setting, merged in zip(settings, rules, strict=True)]
+        ),
     )
 
 
@@ -133,10 +123,8 @@ def _settings(options: FidelityOptions) -> list[Setting]:
     return list(dict.fromkeys(Setting(heads, *plan, *weight) for heads, plan, weight in combined))
 
 
-def _summarise(
-    measured: Sequence[tuple[Setting, tuple[MergeRule, ...], _Losses]],
-) -> tuple[Fidelity, ...]:
-    """Each setting beside the best of its student heads, by cost."""
+def _summarise(measured: Sequence[tuple[Setting, tuple[MergeRule, ...], Losses]]) -> tuple[Fidelity, ...]:
+    """Each setting compared with the best of its student heads, by cost."""
     # Equal costs keep the order of the settings: the source's own way comes first.
     ordered = [measured[number] for number in rank_costs([losses.scores.value for *_, losses in measured])]
     results = []
@@ -144,9 +132,16 @@ def _summarise(
         rivals = [one for one in ordered if one[0].num_student_heads == setting.num_student_heads]
         best = next((one for one in rivals if _can_precompute(one[1])), rivals[0])
         excess, excess_margin = losses.scores.above(best[2].scores, len(rivals) - 1)
+        errors = [relative_error(*square) for square in np.transpose(losses.squares).tolist()]
         results.append(
-            losses.summarise(
+            Fidelity(
                 setting=setting,
+                output_error=errors[0],
+                cosine_distance=losses.distances.value,
+                attention_error=float(np.mean(errors[1::2])),
+                merge_error=float(np.mean(errors[2::2])),
+                loss=losses.entropies.value_or_none,
+                margin=losses.scores.margin(),
                 excess=excess,
                 excess_margin=excess_margin,
                 can_precompute=_can_precompute(rules),
@@ -160,9 +155,6 @@ def _can_precompute(rules: Sequence[MergeRule]) -> bool:
     return all(rule.strategy != "simplex" for rule in rules)
 
 
-Results = dict[str, NDArray[Any]]
-
-
 class _FidelityTest:
     """The teacher, its samples, and its own results beside those of a squeezed one."""
 
@@ -170,8 +162,8 @@ class _FidelityTest:
         self.options, self.run = options, run
         check_run(run)
         self.model = load_teacher(teacher)
-        found = find_sites(self.model)
-        sites = select_sites(found, options.sites)
+        everything = find_sites(self.model)
+        sites = select_sites(everything, options.sites)
         self.sites = tuple(site for site in sites if site.supported)
         self.skipped = tuple(f"{site.name}: {site.reason}" for site in sites if not site.supported)
         if not self.sites:
@@ -183,7 +175,7 @@ class _FidelityTest:
         self.output = _choose_output(self.model, options.graph_output)
         source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
         specs = frozen_specs(self.model, [site.probs for site in self.sites])
-        kinds = find_kinds(self.model, found, specs, run.decoder_mask)
+        kinds = find_kinds(self.model, everything, specs, run.decoder_mask)
         self.inputs = ModelInputs(
             source,
             specs,
@@ -194,6 +186,8 @@ class _FidelityTest:
         )
         self._kinds = kinds
         self._masks = [self._mask_of_rows(site) for site in self.sites]
+        # Without kinds the output's rows are the inputs', else a decoder's.
+        self._output_mask = self.inputs.decoder_mask if kinds.kinds else self.inputs.mask
         order = [int(index) for index in sample_order(len(self.inputs), run.seed)]
         # Plans are matched on the first of them, as precompute will match them.
         others = order[options.calibration_samples :] if MATCHED in options.plan else order
@@ -206,7 +200,7 @@ class _FidelityTest:
             )
         self.batches = list(self.inputs.batches(chosen, run.batch_size, run.batch_tokens))
         self.projections = [projection_of(site).astype(np.float32) for site in self.sites]
-        self._plans: dict[tuple[int, str, str], tuple[MergePlan, ...]] = {}
+        self._plans: dict[tuple[int, str | None, str], tuple[MergePlan, ...]] = {}
         self._bare, self._weights = take_weights(self.model)
         self._teacher = self._open(None)
         graph, session = self._teacher
@@ -238,25 +232,49 @@ class _FidelityTest:
         """Results of the squeezed teacher, of the teacher, and the batch that both ran."""
         squeezed = self._open(rules)
         for number, batch in enumerate(self.batches):
-            yield _run(squeezed, batch), self._wanted(number), batch
+            yield _run(squeezed, batch), self._run_plain(number), batch
 
-    def row_mask(self, batch: Batch, number: int | None = None) -> RowMask | None:
-        """``(B, L)``, True = the row of a site counts, or without a number that of the output; None: every row."""
-        last = self.inputs.decoder_mask if self._kinds.kinds else self.inputs.mask  # a decoder's output
-        name = last if number is None else self._masks[number]
-        return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
+    def add(self, losses: Losses, squeezed: Results, plain: Results, batch: Batch) -> None:
+        """Count one batch."""
+        mask = _rows_that_count(self._output_mask, batch)
+        output, own = squeezed[self.output], plain[self.output]
+        if not np.isfinite(output).all():
+            raise ShdError(
+                "not-finite",
+                f"output {self.output!r} must be finite; got NaN or infinity in the batch of sample "
+                f"{batch.indices[0]}: look at its inputs",
+                "MAP-5",
+            )
+        squares = [squared_error(output, own, mask)]
+        for number, projection in enumerate(self.projections):
+            merged, unmerged, teacher = (
+                _project(array, projection)
+                for array in (
+                    squeezed[f"context_{number}"],
+                    squeezed[f"unmerged_{number}"],
+                    plain[f"context_{number}"],
+                )
+            )
+            rows = _rows_that_count(self._masks[number], batch)
+            squares += [squared_error(merged, teacher, rows), squared_error(merged, unmerged, rows)]
+        losses.squares = losses.squares + np.array(squares).T
+        losses.distances = losses.distances.joined(cosine_distances(output, own, mask))
+        if self.targets is not None:
+            targets = self.targets.of_batch(batch, mask, own)
+            losses.entropies = losses.entropies.joined(cross_entropies(output, targets))
+            losses.teacher_entropies = losses.teacher_entropies.joined(cross_entropies(own, targets))
 
     def _mask_of_rows(self, site: AttentionSite) -> str | None:
         return self.inputs.decoder_mask if self._kinds.has_decoder_rows(site) else self.inputs.mask
 
     def _plans_of(self, setting: Setting) -> tuple[MergePlan, ...]:
-        heads, by, alpha_per = setting.num_student_heads, setting.matched_by, setting.alpha_per
+        heads, by, alpha_per = key = setting.num_student_heads, setting.matched_by, setting.alpha_per
         if by is None:
             return tuple(merge_plan(site.num_heads or 0, heads, setting.plan) for site in self.sites)
-        key = (heads, by, alpha_per)
         if key not in self._plans:
+            opened = {"provider": self.run.provider, "num_threads": self.run.num_threads, "weights": self._weights}
             self._plans[key] = calibrate_plans(
-                self._reader(),
+                AttentionReader(self._bare, self.sites, **opened),
                 self.inputs,
                 heads,
                 by=by,
@@ -268,15 +286,6 @@ class _FidelityTest:
             )
         return self._plans[key]
 
-    def _reader(self) -> AttentionReader:
-        return AttentionReader(
-            self._bare,
-            self.sites,
-            provider=self.run.provider,
-            num_threads=self.run.num_threads,
-            weights=self._weights,
-        )
-
     def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
         graph = replace_attention(self._bare, self.sites, rules, output=self.output, row_mask_input=self._masks)
         session = open_session(
@@ -284,7 +293,7 @@ class _FidelityTest:
         )
         return graph, session
 
-    def _wanted(self, number: int) -> Results:
+    def _run_plain(self, number: int) -> Results:
         if number in self._held:
             return self._held[number]
         results = _run(self._teacher, self.batches[number])
@@ -294,67 +303,143 @@ class _FidelityTest:
         return results
 
 
-class _Losses:
-    """What one setting loses, summed over batches."""
+@dataclass
+class Losses:
+    """What one setting loses, summed over batches.
 
-    def __init__(self, num_sites: int) -> None:
-        self._output, self._cosine = RelativeError(), CosineDistance()
-        self._attention = [RelativeError() for _ in range(num_sites)]
-        self._merge = [RelativeError() for _ in range(num_sites)]
-        self._loss, self._teacher_loss = CrossEntropy(), CrossEntropy()
+    Attributes:
+        squares: ``(2, 1 + 2 sites)``: squared lengths of errors, and of what they are relative to: of the output, and
+            for every site of the attention output, with drift from earlier layers and without.
+        distances: of the outputs, see ``cosine_distances``.
+        entropies, teacher_entropies: of the squeezed teacher and of the teacher; empty without targets.
+    """
 
-    def add(self, test: _FidelityTest, got: Results, wanted: Results, batch: Batch) -> None:
-        """Count one batch."""
-        mask = test.row_mask(batch)
-        output, own = got[test.output], wanted[test.output]
-        if not np.isfinite(output).all():
-            raise ShdError(
-                "not-finite",
-                f"output {test.output!r} must be finite; got NaN or infinity in the batch of sample "
-                f"{batch.indices[0]}: look at its inputs",
-                "MAP-5",
-            )
-        self._output.add(output, own, mask)
-        self._cosine.add(output, own, mask)
-        for number, projection in enumerate(test.projections):
-            merged, unmerged, teacher = (
-                _project(array, projection)
-                for array in (got[f"context_{number}"], got[f"unmerged_{number}"], wanted[f"context_{number}"])
-            )
-            rows = test.row_mask(batch, number)
-            self._attention[number].add(merged, teacher, rows)
-            self._merge[number].add(merged, unmerged, rows)
-        if test.targets is not None:
-            targets = test.targets.of_batch(batch, mask, own)
-            self._loss.add(output, targets)
-            self._teacher_loss.add(own, targets)
-
-    @property
-    def teacher_loss(self) -> float | None:
-        """None without targets."""
-        return _number(self._teacher_loss.scores)
+    squares: NDArray[np.float64] | float = 0.0
+    distances: Scores = field(default_factory=Scores)
+    entropies: Scores = field(default_factory=Scores)
+    teacher_entropies: Scores = field(default_factory=Scores)
 
     @property
     def scores(self) -> Scores:
         """What settings are ranked by, of every sample."""
-        return self._cosine.scores if _number(self._loss.scores) is None else self._loss.scores
-
-    def summarise(self, **beside: Any) -> Fidelity:
-        """The means, and what is said of a setting beside others."""
-        return Fidelity(
-            output_error=self._output.value,
-            cosine_distance=self._cosine.scores.value,
-            attention_error=float(np.mean([error.value for error in self._attention])),
-            merge_error=float(np.mean([error.value for error in self._merge])),
-            loss=_number(self._loss.scores),
-            margin=self.scores.margin(),
-            **beside,
-        )
+        return self.distances if self.entropies.value_or_none is None else self.entropies
 
 
-def _number(scores: Scores) -> float | None:
-    """The value; None where nothing counted."""
-    return None if np.isnan(scores.value) else scores.value
+@dataclass(frozen=True)
+class Targets:
+    """What the teacher should have said; from it, its own loss.
+
+    Attributes:
+        name: of the column.
+        by_sample: for every sample a class label, or a class for each position ``(L,)``; negative ones do not count.
+        next_token: the column is the model's own input, so position i is judged by the token at i + 1.
+    """
+
+    name: str
+    by_sample: Mapping[int, NDArray[np.int64]]
+    next_token: bool
+
+    def of_batch(self, batch: Batch, row_mask: RowMask | None, logits: NDArray[Any]) -> NDArray[np.int64]:
+        """The target of every row of the logits; -1 where none counts.
+
+        Raises:
+            ShdError: ``inputs-invalid`` where they do not fit the output.
+        """
+        targets: NDArray[np.int64] = np.full(logits.shape[:-1], -1, dtype=np.int64)
+        for number, index in enumerate(batch.indices):
+            target = self.by_sample[index]
+            if target.ndim != targets.ndim - 1:
+                raise ShdError(
+                    "inputs-invalid",
+                    f"targets {self.name!r} must hold a class for every row {logits.shape[:-1]} of the output; got "
+                    f"{target.shape} a sample: choose another --output, or other targets",
+                )
+            if target.ndim:
+                targets[number, : len(target)] = target[: targets.shape[-1]]  # the rest is padding
+            else:
+                targets[number] = target
+        if row_mask is not None and row_mask.shape == targets.shape:
+            targets = np.where(row_mask, targets, -1)
+        if self.next_token:
+            targets = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], axis=1)
+        if targets.max(initial=-1) >= logits.shape[-1]:
+            raise ShdError(
+                "inputs-invalid",
+                f"targets {self.name!r} must be below the output's {logits.shape[-1]} classes; got {targets.max()}",
+            )
+        return targets
+
+
+def read_targets(source: Source, name: str, samples: Collection[int], *, next_token: bool) -> Targets:
+    """The targets of some samples, by their indices: a column of classes, one per sample or one per position.
+
+    Raises:
+        ShdError: ``inputs-invalid`` for a column that is absent or holds something else.
+    """
+    if name not in source.columns:
+        raise source.refuse(f"must hold the targets {name}; found {', '.join(source.columns)}")
+    if isinstance(source, IndexedSource):
+        rows = {index: source.row(index, [name])[name] for index in samples}
+    else:
+        chosen = set(samples)
+        rows = {index: row[name] for index, row in enumerate(source.rows([name])) if index in chosen}
+    for index, row in rows.items():
+        if isinstance(row, str) or row.dtype.kind not in "iu" or row.ndim > 1:
+            raise source.refuse(f"{name} must hold integers, one a sample or one a position, to be targets", index)
+    return Targets(name, {index: row.astype(np.int64) for index, row in rows.items()}, next_token)
+
+
+def squared_error(got: NDArray[Any], own: NDArray[Any], row_mask: RowMask | None = None) -> tuple[float, float]:
+    """``|| y~ - y ||^2`` and ``|| y ||^2`` over counted rows of ``(B, L, ...)``; all of ``(B, ...)``."""
+    fits = row_mask is not None and own.ndim > 2 and own.shape[:2] == row_mask.shape
+    rows: Any = row_mask if fits else slice(None)
+    error = got[rows].astype(np.float64) - own[rows]
+    return float((error**2).sum()), float((own[rows].astype(np.float64) ** 2).sum())
+
+
+def relative_error(error: float, norm: float) -> float:
+    """The root of the ratio of both squares; 0 where both vanish."""
+    if norm == 0.0:
+        return 0.0 if error == 0.0 else float("inf")
+    return float(np.sqrt(error / norm))
+
+
+def cosine_distances(got: NDArray[Any], own: NDArray[Any], row_mask: RowMask | None = None) -> Scores:
+    """1 - cosine of each sample's outputs, at least 0; ``(B, L, D)`` is first averaged over counted rows."""
+    a, b = (_pooled(array, row_mask) for array in (got, own))
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    cosine = (a * b).sum(axis=1) / np.where(norms == 0.0, 1.0, norms)
+    equal_zeros = ~a.any(axis=1) & ~b.any(axis=1)
+    return Scores(np.where(equal_zeros, 0.0, np.maximum(1.0 - cosine, 0.0)), np.ones(len(a)))
+
+
+def _pooled(array: NDArray[Any], row_mask: RowMask | None) -> NDArray[np.float64]:
+    wide = array.astype(np.float64)
+    if wide.ndim < 3:
+        return wide.reshape(len(wide), -1)
+    wide = wide.reshape(*wide.shape[:2], -1)
+    fits = row_mask is not None and row_mask.shape == wide.shape[:2]
+    weight = np.asarray(row_mask if fits else np.ones(wide.shape[:2]), dtype=np.float64)
+    mean: NDArray[np.float64] = np.einsum("bl,bld->bd", weight, wide) / np.maximum(weight.sum(1), 1.0)[:, None]
+    return mean
+
+
+def cross_entropies(logits: NDArray[Any], targets: NDArray[np.int64]) -> Scores:
+    """Cross entropy of each sample in nats, with a count for each target; negative targets are left out."""
+    sums, counts = [], []
+    for row_logits, row_targets in zip(logits, targets, strict=True):  # one sample: vocabularies are large
+        wide, classes = np.atleast_2d(row_logits).astype(np.float64), np.atleast_1d(row_targets)
+        wide, classes = wide[classes >= 0], classes[classes >= 0]
+        top = wide.max(axis=1, keepdims=True, initial=-np.inf)
+        log_sum = np.log(np.exp(wide - top).sum(axis=1)) + top[:, 0]
+        sums.append(float((log_sum - wide[np.arange(len(classes)), classes]).sum()))
+        counts.append(len(classes))
+    return Scores(np.array(sums), np.array(counts, dtype=np.float64))
+
+
+def _rows_that_count(name: str | None, batch: Batch) -> RowMask | None:
+    """``(B, L)``, True = the row counts, as the input of this name says; None: every row."""
+    return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
 
 
 def _run(opened: tuple[ReplacedGraph, Any], batch: Batch) -> Results:
@@ -375,13 +460,13 @@ def _project(context: NDArray[Any], projection: NDArray[np.float32]) -> NDArray[
     return joined
 
 
-def _choose_output(model: onnx.ModelProto, wanted: str | None) -> str:
+def _choose_output(model: onnx.ModelProto, name: str | None) -> str:
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
     names = [value.name for value in model.graph.output if value.type.tensor_type.elem_type in floats]
-    if not names or wanted not in (None, *names):
+    if not names or name not in (None, *names):
         raise ShdError(
             "argument-value",
             f"graph_output must be one of the graph's floating-point outputs {', '.join(names) or '(it has none)'}; "
-            f"got {wanted!r}",
+            f"got {name!r}",
         )
-    return wanted or names[0]
+    return name or names[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,8 +29,7 @@ from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs, TargetOut
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
-from shd_ref.teacher.study.advice import Advice, FormForecast, advise
-from shd_ref.teacher.study.memory import TrainingMemory, forecast_memory
+from shd_ref.teacher.study.advice import Advice, FormForecast, TrainingMemory, advise, forecast_memory
 from shd_ref.teacher.study.options import PlanOptions
 
 READ_SAMPLES: Final = 1000
@@ -132,27 +132,35 @@ def forecast_cache(
     work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
     work.check_samples()
     chosen = _spread(work.inputs.lengths, plan.samples)
-    study = _Study(work, list(work.checked_batches(chosen)), len(source))
-    batches = list(work.batches(chosen))
-    study.teacher_seconds = _time(_plain_runner(work), batches) / len(chosen)
-    ways = [way for form in (CODECS_OF if options.has_attention else (NO_FORM,)) for way in study.forecast(form)]
+    teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
+    refused: list[str] = []
+    measured = [
+        way
+        for form in (CODECS_OF if options.has_attention else (NO_FORM,))
+        for way in _measure_form(work, form, chosen, refused)
+    ]
+    forecasts = [_forecast_way(way, work, len(source), teacher_seconds) for way in measured]
+    ways = [forecast for forecast, _ in forecasts]
     default = PrecomputeOptions(1)
     usual = next((way for way in ways if (way.form, way.codec) == (default.form, default.stored_codec)), None)
     advice = advise(ways, usual, plan.bandwidth, plan.max_error)
     taken = ways[advice.form]
-    longest = int(study.lengths.max())
+    # Images have no lengths among their inputs: those of their maps.
+    lengths = _lengths_of(measured[0], work)
+    longest = int(lengths.max())
+    held = measured[-1].forms.attention
     return Forecast(
         num_samples=len(source),
         read_samples=len(work.inputs),
         measured_samples=len(chosen),
-        mean_length=float(study.lengths.mean()),
+        mean_length=float(lengths.mean()),
         max_length=longest,
-        support=study.support,
-        teacher_seconds=study.teacher_seconds,
-        squeeze_seconds=_time(work.storing(**taken.asks).squeeze, batches) / len(chosen),
+        support="" if held is NO_ATTENTION else held.support,
+        teacher_seconds=teacher_seconds,
+        squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
         ways=tuple(ways),
-        beside=study.beside,
-        refused=tuple(dict.fromkeys(study.refused)),
+        beside=forecasts[-1][1],
+        refused=tuple(dict.fromkeys(refused)),
         advice=advice,
         memory=forecast_memory(work, taken.bytes_longest, longest, plan.train_batch, plan.num_student_parameters),
         remarks=work.remarks,
@@ -160,124 +168,159 @@ def forecast_cache(
     )
 
 
-class _Study:
-    """A few samples of a teacher, to be stored in every way.
+class _Way:
+    """One way of storing, measured on a batch at a time; no arrays are kept but those of one record.
 
     Args:
-        work: gives maps before coding.
-        batches: small enough for check outputs.
-        num_samples: of the whole data set.
+        work: the teacher, storing so.
+        asks: the options that ask for it.
+        outputs: of the first batch.
     """
 
-    def __init__(self, work: TeacherRun, batches: Sequence[Batch], num_samples: int) -> None:
-        self._work, self._batches, self._num_samples = work, batches, num_samples
-        self.refused: list[str] = []
-        self.teacher_seconds = 1.0
-        self.support = "full"
-        self.beside: tuple[TargetForecast, ...] = ()
-        # Images have no lengths among their inputs: those of their maps.
-        self.lengths: NDArray[np.int64] = work.inputs.lengths
+    def __init__(self, work: TeacherRun, asks: dict[str, str], outputs: StudentOutputs) -> None:
+        self.work, self.asks = work, asks
+        attention = describe_attention(work, outputs)
+        if attention is not NO_ATTENTION:
+            attention = replace(attention, codec=work.options.stored_codec)
+        self.forms = Forms(attention, describe_logits(work, outputs), describe_hidden(work, outputs))
+        self.beside: list[Form] = [form for form in self.forms[1:] if form is not None]
+        self.held = self.beside if attention is NO_ATTENTION else [attention, *self.beside]
+        self._errors: list[Errors] = []
+        self._packed: list[tuple[int, int]] = []  # bytes of each record, and compressed
+        self._extents: list[Extent] = []
 
-    def forecast(self, form: str) -> Iterator[FormForecast]:
-        """The codecs of a form that can hold what the teacher gives; what cannot is noted in ``refused``.
+    def add(self, outputs: StudentOutputs) -> None:
+        """Code the samples of a batch."""
+        records = make_records(self.work, outputs, set(outputs.batch.indices), self.forms)
+        self._errors.append(measure_errors(self.work, outputs, records, self.forms))
+        self._extents += [record.extent for record in records]
+        self._packed += [_compress([blob for form in self.held for blob in form.pack(one)]) for one in records]
+        self.record = records[0]
 
-        Raises:
-            ShdError: ``not-finite``.
-        """
-        field, codecs = CODECS_OF.get(form, ("form", (form,)))
-        outputs: list[StudentOutputs] = []
-        for codec in codecs:
-            asks = {"form": form, field: codec}
-            try:
-                work = self._work.storing(**asks)
-                outputs = outputs or self._run(work)
-                yield self._measure(work, outputs, asks)
-            except ShdError as error:
-                if error.code not in _REFUSALS:
-                    raise
-                self.refused.append(f"{form}: {error}")
+    @property
+    def errors(self) -> Errors:
+        """Over all batches."""
+        return Errors.merged(self._errors)
 
-    def _run(self, work: TeacherRun) -> list[StudentOutputs]:
-        outputs = []
-        for batch in self._batches:
-            (output,) = work.squeeze(batch, checked=True)
-            for fault in find_faults(work, output):
-                raise fault.error()
-            outputs.append(output)
-        return outputs
+    @property
+    def zstd_ratio(self) -> float | None:
+        """None where the package is missing."""
+        plain, packed = map(sum, zip(*self._packed, strict=True))
+        return packed / plain if packed else None
 
-    def _measure(self, work: TeacherRun, outputs: Sequence[StudentOutputs], asks: dict[str, str]) -> FormForecast:
-        form = describe_attention(work, outputs[0])
-        if form is not NO_ATTENTION:
-            form = replace(form, codec=work.options.stored_codec)
-        forms = Forms(form, describe_logits(work, outputs[0]), describe_hidden(work, outputs[0]))
-        rows: list[Form] = [each for each in forms[1:] if each is not None]
-        held = rows if form is NO_ATTENTION else [form, *rows]
-        records: list[NewRecord] = []
-        parts: list[Errors] = []
-        for output in outputs:
-            made = make_records(work, output, set(output.batch.indices), forms)
-            parts.append(measure_errors(work, output, made, forms))
-            records += made
-        errors = Errors.merged(parts)
-        extents = self._extents(work, forms, records)
-        sizes_of = {each.SUBJECT: record_sizes(each, records[0], extents) for each in held}
-        sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)
-        self.support = "" if form is NO_ATTENTION else form.support
-        if not self.lengths.any():
-            self.lengths = np.array([extent.length for extent in extents])
-        counted = self.lengths - (work.inputs.firsts if len(self.lengths) == len(work.inputs) else 0)
-        rows_of = {
-            # Padding in front counts for no form, though maps keep its rows.
-            each.SUBJECT: float(counted.mean())
-            if each.unit == "position" and not extents[0].shapes
-            else float(np.mean([each.num_rows(extent) for extent in extents]))
-            for each in held
-        }
-        mean = float(sizes.mean())
-        tokens = float(counted.mean()) if held[0].unit == "sample" else rows_of[held[0].SUBJECT]
-        self.beside = tuple(
-            TargetForecast(
-                subject=each.SUBJECT,
-                codec=each.codec,
-                unit=each.unit,
-                bytes_per_row=float(sizes_of[each.SUBJECT].mean()) / rows_of[each.SUBJECT],
-                total_bytes=float(sizes_of[each.SUBJECT].mean()) * self._num_samples,
-                error=errors.measured()[each.SUBJECT],
-            )
-            for each in rows
-        )
-        return FormForecast(
-            form=asks["form"],
-            codec=" and ".join(each.codec for each in (rows if form is NO_ATTENTION else [form])),
-            asks=asks,
-            bytes_per_sample=mean,
-            bytes_per_token=mean / tokens,
-            bytes_longest=float(sizes.max()),
-            total_bytes=mean * self._num_samples,
-            zstd_ratio=_zstd_ratio([blob for record in records for each in held for blob in each.pack(record)]),
-            break_even=mean / self.teacher_seconds,
-            error=_error_of(errors),
-        )
-
-    def _extents(self, work: TeacherRun, forms: Forms, records: Sequence[NewRecord]) -> list[Extent]:
+    @property
+    def extents(self) -> list[Extent]:
         """Of the records of all samples that were read; where lengths do not decide them, of those that were run."""
-        if records[0].shapes or not work.inputs.lengths.any():
-            return [record.extent for record in records]
-        given, none = work.inputs, TargetOutputs(None, {})
-        sizes = zip(given.lengths.tolist(), given.firsts.tolist(), given.decoder_lengths.tolist(), strict=True)
+        inputs, none = self.work.inputs, TargetOutputs(None, {})
+        if self.record.shapes or not inputs.lengths.any():
+            return self._extents
+        sizes = zip(inputs.lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
         extents = [Extent(length, first, decoder=decoder) for length, first, decoder in sizes]
-        return [extent_of(forms, SampleOutputs(0, "", extent, (), none)) for extent in extents]
+        return [extent_of(self.forms, SampleOutputs(0, "", extent, (), none)) for extent in extents]
+
+
+def _measure_form(work: TeacherRun, form: str, chosen: Sequence[int], refused: list[str]) -> list[_Way]:
+    """The codecs of a form that can hold what the teacher gives; why others cannot is appended to ``refused``.
+
+    The teacher runs once for all codecs, and the check outputs of one batch are held at a time.
+
+    Raises:
+        ShdError: ``not-finite``.
+    """
+    name, codecs = CODECS_OF.get(form, ("form", (form,)))
+    works: dict[str, TeacherRun] = {}
+    ways: dict[str, _Way] = {}
+
+    @contextmanager
+    def noted(codec: str) -> Iterator[None]:
+        try:
+            yield
+        except ShdError as error:
+            if error.code not in _REFUSALS:
+                raise
+            refused.append(f"{form}: {error}")
+            works.pop(codec, None)
+            ways.pop(codec, None)
+
+    for codec in codecs:
+        with noted(codec):
+            works[codec] = work.storing(**{"form": form, name: codec})
+    for batch in work.checked_batches(chosen):
+        outputs: StudentOutputs | None = None
+        for codec, one in list(works.items()):
+            with noted(codec):
+                outputs = outputs or _run_checked(one, batch)
+                if codec not in ways:
+                    ways[codec] = _Way(one, {"form": form, name: codec}, outputs)
+                ways[codec].add(outputs)
+    return list(ways.values())
+
+
+def _run_checked(work: TeacherRun, batch: Batch) -> StudentOutputs:
+    (outputs,) = work.squeeze(batch, checked=True)
+    for fault in find_faults(work, outputs):
+        raise fault.error()
+    return outputs
+
+
+def _lengths_of(way: _Way, work: TeacherRun) -> NDArray[np.int64]:
+    lengths: NDArray[np.int64] = work.inputs.lengths
+    return lengths if lengths.any() else np.array([extent.length for extent in way.extents])
+
+
+def _forecast_way(
+    way: _Way, work: TeacherRun, num_samples: int, teacher_seconds: float
+) -> tuple[FormForecast, tuple[TargetForecast, ...]]:
+    """A way of storing, and what its records hold beside attention."""
+    extents, errors = way.extents, way.errors
+    sizes_of = {form.SUBJECT: record_sizes(form, way.record, extents) for form in way.held}
+    sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)
+    lengths = _lengths_of(way, work)
+    counted = lengths - (work.inputs.firsts if len(lengths) == len(work.inputs) else 0)
+    rows_of = {
+        # Padding in front counts for no form, though maps keep its rows.
+        form.SUBJECT: float(counted.mean())
+        if form.unit == "position" and not extents[0].shapes
+        else float(np.mean([form.num_rows(extent) for extent in extents]))
+        for form in way.held
+    }
+    mean, first = float(sizes.mean()), way.held[0]
+    beside = tuple(
+        TargetForecast(
+            subject=form.SUBJECT,
+            codec=form.codec,
+            unit=form.unit,
+            bytes_per_row=float(sizes_of[form.SUBJECT].mean()) / rows_of[form.SUBJECT],
+            total_bytes=float(sizes_of[form.SUBJECT].mean()) * num_samples,
+            error=errors.measured()[form.SUBJECT],
+        )
+        for form in way.beside
+    )
+    forecast = FormForecast(
+        form=way.asks["form"],
+        codec=first.codec if way.held != way.beside else " and ".join(form.codec for form in way.beside),
+        asks=way.asks,
+        bytes_per_sample=mean,
+        bytes_per_token=mean / (float(counted.mean()) if first.unit == "sample" else rows_of[first.SUBJECT]),
+        bytes_longest=float(sizes.max()),
+        total_bytes=mean * num_samples,
+        zstd_ratio=way.zstd_ratio,
+        break_even=mean / teacher_seconds,
+        error=_error_of(errors),
+    )
+    return forecast, beside
 
 
 def _error_of(errors: Errors) -> CodecError:
     """Of the maps; where there are none, of the rows of logits."""
     if errors.attention is not NO_ATTENTION:
         return errors.attention
-    found = errors.logits
-    if found is None:
-        return CodecError(0.0, 0.0, 0.0, 0)
-    return CodecError(found.kl_mean, found.kl_max, found.tv_mean, found.rows)
+    logits = errors.logits
+    return (
+        CodecError(0.0, 0.0, 0.0, 0)
+        if logits is None
+        else CodecError(logits.kl_mean, logits.kl_max, logits.tv_mean, logits.rows)
+    )
 
 
 def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
@@ -304,8 +347,8 @@ def _spread(lengths: NDArray[np.int64], count: int) -> list[int]:
     """Samples at even steps of the order of their lengths: few that stand for all."""
     count = min(count, len(lengths))
     places = ((np.arange(count) + 0.5) * len(lengths) / count).astype(int)
-    found: list[int] = np.argsort(lengths, kind="stable")[places].tolist()
-    return found
+    chosen: list[int] = np.argsort(lengths, kind="stable")[places].tolist()
+    return chosen
 
 
 class _SampledSource(Source):
@@ -327,13 +370,14 @@ class _SampledSource(Source):
             yield from islice(self._source.rows(columns), self._count)
 
 
-def _zstd_ratio(blobs: Sequence[Any]) -> float | None:
+def _compress(blobs: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of some blobs, and compressed; 0 where the package is missing."""
     try:
-        return sum(len(compress_blob(blob, "zstd")) for blob in blobs) / sum(map(len, blobs))
+        return sum(map(len, blobs)), sum(len(compress_blob(blob, "zstd")) for blob in blobs)
     except ShdError as error:
         if error.code != "dependency-missing":
             raise
-        return None
+        return sum(map(len, blobs)), 0
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
@@ -350,14 +394,12 @@ def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
     return run
 
 
-def _time(run: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
+def _time(run: Callable[[Batch], Any], batches: Iterable[Batch]) -> float:
     """Seconds for all batches: medians of some rounds, after one that warms up."""
-    for batch in batches:
-        run(batch)
-    seconds = []
-    for _ in range(ROUNDS):
+    held, seconds = list(batches), []
+    for _ in range(1 + ROUNDS):
         started = time.perf_counter()
-        for batch in batches:
+        for batch in held:
             run(batch)
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.median(seconds[1:])

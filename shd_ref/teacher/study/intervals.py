@@ -1,4 +1,4 @@
-"""How far a mean over some samples may be from that over all: intervals, and differences of two runs on one sample.
+"""How far a mean over some samples may be from the mean over all: intervals, and differences of two runs.
 
 By Student's t on the samples, without a draw: the same run gives the same numbers. A ratio of sums, such as the loss
 of a token, is linearised (the delta method), so that long samples count as what they are.
@@ -6,7 +6,7 @@ of a token, is linearised (the delta method), so that long samples count as what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -27,14 +27,23 @@ class Scores:
         counts: ``(n,)``, how much of it was counted: 1 for a mean over samples.
     """
 
-    sums: Array
-    counts: Array
+    sums: Array = field(default_factory=lambda: np.zeros(0))
+    counts: Array = field(default_factory=lambda: np.zeros(0))
+
+    def joined(self, other: Scores) -> Scores:
+        """With further samples."""
+        return Scores(np.concatenate([self.sums, other.sums]), np.concatenate([self.counts, other.counts]))
 
     @property
     def value(self) -> float:
         """NaN where nothing counted."""
         total = float(self.counts.sum())
         return float(self.sums.sum()) / total if total else float("nan")
+
+    @property
+    def value_or_none(self) -> float | None:
+        """None where nothing counted."""
+        return self.value if self.counts.any() else None
 
     @property
     def influences(self) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -9,11 +10,10 @@ from typing import Final
 from shd_ref.cache.storage.documents import build, encode_document, parse_members, read_document
 from shd_ref.cache.storage.drafts import drafting
 from shd_ref.cache.storage.local import LocalStorage
-from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.external import check_external_data, hash_teacher
 from shd_ref.teacher.packages import DecodeError, onnx
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions
-from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting
+from shd_ref.teacher.study.ranking import WEIGHED, FidelityReport, Setting
 
 SUFFIX: Final = ".fidelity.json"
 
@@ -62,28 +62,16 @@ def advise_plan(teacher: Path, options: PrecomputeOptions) -> str | None:
         None where no test is known for this file and number of heads, and where the samples of the test could not
         tell this way from the recommended one.
     """
-    kept = _read(kept_path(teacher))
-    if kept is None:
-        return None
-    said = _compare(kept.report, options)
-    # The teacher is read last, and only where there is something to say.
-    return None if said is None or kept.teacher != _identify(teacher) else f"{said} ({kept_path(teacher).name})"
-
-
-def _read(path: Path) -> _Kept | None:
-    """None for a file that is not there, or not what ``keep_report`` writes."""
+    path = kept_path(teacher)
     try:
-        return build(_Kept, parse_members(read_document(LocalStorage(path.parent), path.name), path), path)
-    except (OSError, ShdError):
-        return None
-
-
-def _identify(teacher: Path) -> str | None:
-    """Its hash; None for what the run itself will refuse."""
-    try:
+        kept = build(_Kept, parse_members(read_document(LocalStorage(path.parent), path.name), path), path)
+        text = _compare(kept.report, options)
+        if text is None:
+            return None
+        # The teacher is read last, and only where there is something to say.
         check_external_data(onnx.load(teacher, load_external_data=False), teacher)
-        return hash_teacher(teacher)
-    except (OSError, ValueError, DecodeError):  # the second also for a ShdError
+        return f"{text} ({path.name})" if kept.teacher == hash_teacher(teacher) else None
+    except (OSError, ValueError, DecodeError):  # no such file or another one, or what the run itself will refuse
         return None
 
 
@@ -97,23 +85,20 @@ def _compare(report: FidelityReport, options: PrecomputeOptions) -> str | None:
     best = report.recommended()[heads]
     best = best if best in offered else offered[0]
     used = next((one for one in offered if one.setting == _setting_of(options)), None)
-    found = f"{best.setting.title}: {report.measure} {max(best.cost, 0.0):.4g}"
+    title = f"{best.setting.title}: {report.measure} {max(best.cost, 0.0):.4g}"
     if used is None:
         return (
             f"{heads} heads are merged in a way that shd fidelity has not measured; the best that it found on "
-            f"{report.samples} samples is {found}"
+            f"{report.samples} samples is {title}"
         )
-    excess, margin = used.excess - best.excess, _margin(used) + _margin(best)
+    excess = used.excess - best.excess
+    margin = sum(math.inf if one.excess_margin is None else one.excess_margin for one in (used, best))
     if used is best or excess <= margin:
         return None
     return (
         f"{heads} heads are merged by {used.setting.title}: {report.measure} {used.cost:.4g} in shd fidelity; better "
-        f"is {found}, lower by {excess:.2g} ± {margin:.1g} on {report.samples} samples"
+        f"is {title}, lower by {excess:.2g} ± {margin:.1g} on {report.samples} samples"
     )
-
-
-def _margin(one: Fidelity) -> float:
-    return float("inf") if one.excess_margin is None else one.excess_margin
 
 
 def _setting_of(options: PrecomputeOptions) -> Setting | None:

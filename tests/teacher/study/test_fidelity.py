@@ -24,8 +24,14 @@ from shd_ref.teacher.run.inputs import Batch, ModelInputs
 from shd_ref.teacher.run.options import PLANS, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.session import open_session
-from shd_ref.teacher.study.difference import CosineDistance, CrossEntropy, RelativeError, Targets
-from shd_ref.teacher.study.fidelity import measure_fidelity
+from shd_ref.teacher.study.fidelity import (
+    Targets,
+    cosine_distances,
+    cross_entropies,
+    measure_fidelity,
+    relative_error,
+    squared_error,
+)
 from shd_ref.teacher.study.options import FidelityOptions
 from shd_ref.teacher.study.ranking import rank_costs
 from shd_ref.tolerances import load_tolerances
@@ -265,24 +271,16 @@ def test_measures_follow_their_definitions() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 3, 5)), rng.normal(size=(2, 3, 5))
     mask = np.array([[True, True, False], [True, False, False]])
-    error = RelativeError()
-    error.add(a[:1], b[:1], mask[:1])
-    error.add(a[1:], b[1:], mask[1:])
-    assert error.value == pytest.approx(np.linalg.norm((a - b)[mask]) / np.linalg.norm(b[mask]))
-    cosine = CosineDistance()
-    cosine.add(a, b, mask)
+    error = np.add(squared_error(a[:1], b[:1], mask[:1]), squared_error(a[1:], b[1:], mask[1:]))
+    assert relative_error(*error) == pytest.approx(np.linalg.norm((a - b)[mask]) / np.linalg.norm(b[mask]))
     pairs = [(a[0, :2].mean(0), b[0, :2].mean(0)), (a[1, 0], b[1, 0])]
-    assert cosine.scores.value == pytest.approx(
+    assert cosine_distances(a, b, mask).value == pytest.approx(
         np.mean([1 - x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs])
     )
-    same = RelativeError()
-    same.add(np.zeros((2, 3)), np.zeros((2, 3)))
-    assert same.value == 0.0
-    equal, rows = CosineDistance(), rng.normal(size=(100, 24))
-    equal.add(rows * 3.0, rows)
-    assert (equal.scores.sums >= 0.0).all()  # not -1e-16
-    same.add(np.ones((2, 3)), np.zeros((2, 3)))
-    assert same.value == np.inf
+    assert relative_error(*squared_error(np.zeros((2, 3)), np.zeros((2, 3)))) == 0.0
+    assert relative_error(*squared_error(np.ones((2, 3)), np.zeros((2, 3)))) == np.inf
+    rows = rng.normal(size=(100, 24))
+    assert (cosine_distances(rows * 3.0, rows).sums >= 0.0).all()  # not -1e-16
 
 
 def test_targets_are_next_tokens_given_tokens_or_classes() -> None:
@@ -294,10 +292,8 @@ def test_targets_are_next_tokens_given_tokens_or_classes() -> None:
     log_probs = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
 
     def loss(targets: NDArray[Any], given: NDArray[Any], *, next_token: bool = False) -> float:
-        entropy = CrossEntropy()
         by_sample = Targets("targets", dict(enumerate(targets)), next_token)
-        entropy.add(given, by_sample.of_batch(batch, mask, given))
-        return entropy.scores.value
+        return cross_entropies(given, by_sample.of_batch(batch, mask, given)).value
 
     following = [-log_probs[0, i, ids[3, i + 1]] for i in range(3)] + [
         -log_probs[1, i, ids[1, i + 1]] for i in (0, 1)

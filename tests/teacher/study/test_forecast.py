@@ -22,9 +22,8 @@ from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import CODECS_OF, PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.advice import FormForecast, advise
+from shd_ref.teacher.study.advice import FormForecast, advise, count_weights
 from shd_ref.teacher.study.forecast import Forecast, forecast_cache, record_sizes
-from shd_ref.teacher.study.memory import count_weights
 from shd_ref.teacher.study.options import PlanOptions
 
 app = load_app()
