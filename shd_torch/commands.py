@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shd_ref.commands.derive import Document, add_command
+from shd_ref.commands.derive import Document, add_command, require_packages
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.terminal import ShownGroup, console, show_progress
 from shd_ref.errors import ShdError
@@ -68,7 +68,7 @@ def export(
     Eager attention, dynamic batch and sequence axes; the graph is compared with the model at two sizes. For any other
     PyTorch module use shd_torch.export_teacher. A trained student goes out with --student: to run, not to be read.
     """
-    _require("torch", extra="torch")
+    require_packages("torch", extra="torch")
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
     if find_spec("transformers") is not None:  # without it, the loader says what to install
@@ -122,7 +122,9 @@ def demo(
 
     shd-torch demo --out demo_out --seeds 2
     """
-    _require("torch", "transformers", "accelerate", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all")
+    require_packages(
+        "torch", "transformers", "accelerate", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all"
+    )
     from shd_torch.demo.run import run_demo
 
     return run_demo(
@@ -134,13 +136,6 @@ def demo(
         workers=workers,
         console=console,
     )
-
-
-def _require(*packages: str, extra: str) -> None:
-    for package in packages:
-        if find_spec(package) is None:
-            message = f"this command needs the package {package}: pip install 'squeezing-heads[{extra}]'"
-            raise ShdError("dependency-missing", message)
 
 
 for _command in (export, doctor, shrink, demo):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.filesize import decimal
 
-from shd_ref.commands.derive import Document
-from shd_ref.commands.terminal import console, marked, narrow_table, show_progress
+from shd_ref.commands.derive import Document, require_packages
+from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 
@@ -58,12 +56,7 @@ def doctor(
     recipe with a range for beta on your own batches. --probe trains pairs of students, with and without SHD, on the
     same batches, and says what the gain is with its 95% interval.
     """
-    from importlib.util import find_spec
-
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
-            raise ShdError("dependency-missing", message)
+    require_packages("torch", "transformers", extra="hf")
     from transformers.utils import logging
 
     from shd_torch.doctor import Wishes, diagnose
@@ -79,7 +72,6 @@ def doctor(
             student,
             arrays,
             wishes,
-            data_name=None if data is None else str(data),
             progress=lambda done, total, what: on_progress(done, total, says=what),
         )
     print_diagnosis(found)
@@ -143,9 +135,6 @@ def print_diagnosis(found: Diagnosis) -> None:
         facts.add_row(name, text)
     console.print()
     console.print(facts)
-    if found.inheritance.command is not None:
-        console.print("\na start that needs no training:")
-        console.say(f"  {found.inheritance.command}")
 
 
 def _rows(found: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
@@ -166,72 +155,40 @@ def _number(value: Any) -> str:
 
 
 def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    study, squeezed = found.study, found.squeezed
+    fidelity, squeezed = found.fidelity, found.squeezed
     start = "squeezed" if found.is_squeezed else "weights of its folder" if found.has_weights else "random weights"
     if found.teacher_parts is not None:
         yield "teacher", found.teacher_parts.name
     yield "student", f"{found.student_parts.name}, {start}"
     if found.unmeasured is not None:
         yield "fidelity", f"not measured, as no graph could be made of the teacher: {found.unmeasured}"
-    elif study is None:
+    elif fidelity is None:
         yield "fidelity", "not measured: give --data" if found.verdict.answer != "no" else "not measured"
-    if study is not None and squeezed is not None:
-        unit = study.fidelity.measure
-        own = "" if study.fidelity.loss is None else f", the teacher's own {study.fidelity.loss:.4f}"
-        yield (
-            "fidelity",
-            f"{unit} {_margin(squeezed.cost, squeezed.margin)} with {squeezed.setting.num_student_heads} heads{own}; "
-            f"attention output off by {squeezed.attention_error:.1%}",
-        )
+    if fidelity is not None and squeezed is not None:
+        own = "" if fidelity.loss is None else f", the teacher's own {fidelity.loss:.4f}"
+        cost = f"{fidelity.measure} {plus_minus(squeezed.cost, squeezed.margin)}"
+        heads = f"{squeezed.setting.num_student_heads} heads{own}"
+        yield "fidelity", f"{cost} with {heads}; attention output off by {squeezed.attention_error:.1%}"
         yield "best plan", squeezed.setting.title
-        most = max(range(len(study.sinks)), key=study.sinks.__getitem__)
-        yield (
-            "first token",
-            f"{np.mean(study.sinks):.1%} of attention, {study.sinks[most]:.1%} in layer {most}; evenly it would be "
-            f"{study.even:.1%}",
-        )
-        yield from _ways(study.forecast)
     if found.failure is not None:
         yield "together", f"not possible: {found.failure}"
     if found.untried is not None:
         yield "together", f"not tried: {found.untried}"
     if found.objective is not None and found.beta is not None:
+        beta = found.beta
         yield "recipe", f"{found.objective.recipe} with SHD ({found.objective.reason})"
         yield (
             "beta",
-            f"{found.beta.low:.1g} to {found.beta.high:.1g}; {found.beta.middle:.1g} has a gradient "
-            f"{found.beta.first:.1%} as long as all else's at the first step, and {found.beta.later:.0%} after "
-            f"{found.beta.steps} steps without it",
+            f"{beta.low:.1g} to {beta.high:.1g}; {beta.middle:.1g} has a gradient {beta.first:.1%} as long as all "
+            f"else's at the first step, and {beta.later:.0%} after {beta.steps} steps without it",
         )
-    yield "inherit weights", found.inheritance.reason
     if found.probe is not None:
         yield "probe", _say_probe(found.probe)
 
 
-def _ways(forecast: Any) -> Iterator[tuple[str, str]]:
-    """Bytes and memory of each way to be taught."""
-    if forecast is None:
-        return
-    for form in ("maps", "factored"):
-        ways = [way for way in forecast.ways if way.form == form]
-        if ways:
-            best = forecast.taken if forecast.taken in ways else min(ways, key=lambda way: way.error.tv_mean)
-            yield (
-                f"cache, {form}",
-                f"{best.codec}: {best.bytes_per_token:.0f} bytes a token, {decimal(round(best.total_bytes))} for "
-                f"{forecast.num_samples} samples; moves {best.error.tv_mean:.2%} of a row",
-            )
-    memory = forecast.memory
-    yield (
-        "memory of a step",
-        f"student {decimal(memory.student + memory.optimizer)}, SHD {decimal(memory.term)}, and records "
-        f"{decimal(memory.records)} or a live teacher {decimal(memory.teacher)} (batch {memory.batch_size})",
-    )
-
-
 def _say_probe(probe: Probe) -> str:
     means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
-    gain = f"gain {_margin(probe.gain, probe.margin)}"
+    gain = f"gain {plus_minus(probe.gain, probe.margin)}"
     return (
         f"{gain} ({probe.measure} on {probe.held_out} held-out samples: {means}; {probe.options.seeds} pairs "
         f"of {probe.options.steps} steps, beta {probe.options.beta:.1g}; 95% over seeds). {_say_power(probe)}"
@@ -246,13 +203,3 @@ def _say_power(probe: Probe) -> str:
     steps = f"; if it grows with the steps, give --probe {2 * probe.options.steps}"
     seeds = "" if probe.seeds_needed is None else f", or --seeds {probe.seeds_needed} for one of this size"
     return f"So many seeds tell a gain beyond {probe.margin or 0.0:.2g} from 0. {half}{steps}{seeds}"
-
-
-def _margin(value: float, margin: float | None) -> str:
-    """A number and half of its interval, with two digits of the latter."""
-    if not margin or not math.isfinite(margin):
-        return f"{value:.4g}"
-    if margin < 1e-5:
-        return f"{value:.1e} ± {margin:.0e}"
-    digits = max(1 - math.floor(math.log10(margin)), 0)
-    return f"{value:.{digits}f} ± {margin:.{digits}f}"

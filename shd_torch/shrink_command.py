@@ -14,7 +14,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from shd_ref.commands.derive import Document
+from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
@@ -74,12 +74,7 @@ def shrink(
     attention or activations were dropped; shrink.json in it says what was done, and how far each layer's stream
     is from the teacher's. A run that was stopped goes on when the same command is given again. See specs/shrink.md.
     """
-    from importlib.util import find_spec
-
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            message = f"this command needs the package {package}: pip install 'squeezing-heads[hf]'"
-            raise ShdError("dependency-missing", message)
+    require_packages("torch", "transformers", extra="hf")
     smaller: dict[str, Any] = {
         "heads": heads,
         "layers": read_layers(layers),

@@ -52,6 +52,7 @@ REMOVED: Mapping[str, str] = {
     r"help: shd-torch shrink": "--fit-samples",
     r"names: shd_ref\.cache\.(make|write)_card|help: shd card": "a person writes a shared cache's page",
     r"help: shd: ": "the list of commands lacks card",
+    r"names: shd_torch\.doctor\.(Diagnosis|diagnose)": "sinks, forecasts, inheritance: see shd plan",
     r"bytes: (kd|recipes|shrink)-v1: ": "goldens now, in tests/goldens",
 }
 """Patterns of entries that go or change on purpose, and why."""

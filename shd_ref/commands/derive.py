@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -62,6 +63,18 @@ class Failed(typer.Exit):
     def __init__(self, document: Document) -> None:
         super().__init__(1)
         self.document = document
+
+
+def require_packages(*packages: str, extra: str) -> None:
+    """Refuse to run without some packages, and name the extra that brings them.
+
+    Raises:
+        ShdError: ``dependency-missing``.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            message = f"this command needs the package {package}: pip install 'squeezing-heads[{extra}]'"
+            raise ShdError("dependency-missing", message)
 
 
 def add_command(

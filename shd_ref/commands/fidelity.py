@@ -13,7 +13,7 @@ from rich.table import Table
 
 from shd_ref.commands.derive import Document, Without
 from shd_ref.commands.options import InputOptions, TeacherPath
-from shd_ref.commands.terminal import console, messages, narrow_table, print_remarks, show_progress
+from shd_ref.commands.terminal import console, messages, narrow_table, plus_minus, print_remarks, show_progress
 from shd_ref.commands.words import option_words
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.options import FidelityOptions
@@ -92,29 +92,24 @@ def _table(report: FidelityReport, heads: int) -> Table:
     for name in (f"{report.measure}{unit}", f"above best{unit}", "attention\nerror"):
         table.add_column(name, justify="right")
     recommended, best = report.recommended().get(heads), report.best().get(heads)
+
+    def say(value: float, margin: float | None) -> str:
+        return plus_minus(value / 10**power, margin and margin / 10**power, most=4)
+
     for result in results:
         cost = max(result.cost, 0.0) if report.loss is None else result.cost  # 0 up to rounding of either sign
-        above = _with_margin(result.excess / 10**power, result.excess_margin, power)
+        above = "indistinguishable" if result.is_tied else say(result.excess, result.excess_margin)
         table.add_row(
             result.setting.plan_title,
             result.setting.weights_title + ("" if result.can_precompute else " *"),
-            _with_margin(cost / 10**power, result.margin, power),
-            "best" if result is best else "indistinguishable" if result.is_tied else above,
+            say(cost, result.margin),
+            "best" if result is best else above,
             f"{result.attention_error:.3f}",
             style="bold" * (result is recommended),
         )
     if not all(result.can_precompute for result in results):
         table.caption = "* not offered by shd precompute for groups of more than two"
     return table
-
-
-def _with_margin(value: float, margin: float | None, power: int) -> str:
-    """A number and half of its interval, with two digits of the latter, but not of what is next to nothing."""
-    if not margin:
-        return f"{value:.4g}"
-    scaled = margin / 10**power
-    digits = min(max(1 - math.floor(math.log10(scaled)), 0), 4)
-    return f"{value:.{digits}f} ± {scaled:.{digits}f}"
 
 
 def _reason(report: FidelityReport, heads: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -91,6 +92,17 @@ def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
         show_edge=False,
         collapse_padding=True,
     )
+
+
+def plus_minus(value: float, margin: float | None, most: int | None = None) -> str:
+    """A number and half of its interval, if it has one, with two digits of the latter, but at most so many."""
+    if not margin or not math.isfinite(margin):
+        return f"{value:.4g}"
+    if most is None and margin < 1e-5:
+        return f"{value:.1e} ± {margin:.0e}"
+    digits = max(1 - math.floor(math.log10(margin)), 0)
+    digits = digits if most is None else min(digits, most)
+    return f"{value:.{digits}f} ± {margin:.{digits}f}"
 
 
 EVERY: Final = 15.0

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from shd_torch.doctor.lockstep import train_students
 from shd_torch.doctor.objective import Batch, Objective, cut_batches, inputs_of, student_terms
+from shd_torch.doctor.probe import train_students
 from shd_torch.recipes import scale_report
 from shd_torch.teacher import OnlineTeacher
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.study.options import PlanOptions
-from shd_ref.teacher.study.ranking import Fidelity
+from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.beta import BetaRange, find_beta
 from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
-from shd_torch.doctor.graph import Arrays, GraphStudy, study_graph, study_model
-from shd_torch.doctor.inherit import Inheritance, find_inheritance
-from shd_torch.doctor.models import Student, Teacher, read_student, read_teacher
+from shd_torch.doctor.graph import Arrays, Progress, measure_graph, measure_model
 from shd_torch.doctor.objective import Objective, choose_objective, inputs_of
-from shd_torch.doctor.parts import Parts, parts_of
+from shd_torch.doctor.pair import Parts, Student, Teacher, parts_of, read_student, read_teacher
 from shd_torch.doctor.probe import Probe, ProbeOptions, check_probe, run_probe
 from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
@@ -27,8 +24,6 @@ from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.online import layer_kls
 from shd_torch.training.recipe import is_causal_model
 from shd_torch.training.rows import IGNORED
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -59,10 +54,11 @@ class Diagnosis:
         teacher_parts: None of a graph.
         student_parts: of the student.
         differences: those that block first.
-        inheritance: what ``shrink`` can do.
-        study: of the teacher's graph; None without data.
+        has_weights: whether the student's folder holds any.
+        is_squeezed: whether ``shrink`` made it.
+        fidelity: of the teacher's graph; None without data.
         objective: the base loss; None without data or for a graph.
-        beta: the range beside it.
+        beta: the range for it.
         probe: the paired run, where it was asked for.
         unmeasured: why the teacher's graph could not be made, if it was asked for.
         untried: why the two were not run together, though they may work.
@@ -75,10 +71,9 @@ class Diagnosis:
     teacher_parts: Parts | None
     student_parts: Parts
     differences: tuple[Difference, ...]
-    inheritance: Inheritance
     has_weights: bool
     is_squeezed: bool
-    study: GraphStudy | None = None
+    fidelity: FidelityReport | None = None
     objective: Objective | None = None
     beta: BetaRange | None = None
     probe: Probe | None = None
@@ -90,57 +85,32 @@ class Diagnosis:
     @property
     def squeezed(self) -> Fidelity | None:
         """The way to squeeze that is recommended at the student's heads."""
-        return None if self.study is None else self.study.fidelity.recommended().get(self.student_parts.heads)
-
-    def conclude(self) -> None:
-        """Make the verdict of what is there."""
-        self.verdict = judge(
-            self.differences,
-            self.squeezed,
-            self.probe,
-            is_squeezed_start=self.is_squeezed,
-            failure=self.failure,
-            is_measurable=self.unmeasured is None,
-        )
+        return None if self.fidelity is None else self.fidelity.recommended().get(self.student_parts.heads)
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        study, squeezed, probe = self.study, self.squeezed, self.probe
-        forecast = None if study is None else study.forecast
-        return {
+        squeezed, probe = self.squeezed, self.probe
+        document: dict[str, Any] = {
             "verdict": asdict(self.verdict),
             "teacher": {"name": self.teacher} | ({} if self.teacher_parts is None else asdict(self.teacher_parts)),
             "student": {"source": self.student, "has_weights": self.has_weights, "is_squeezed": self.is_squeezed}
             | asdict(self.student_parts),
             "differences": [asdict(one) for one in self.differences],
-            "fidelity": None
-            if squeezed is None
-            else asdict(squeezed.setting)
-            | {
-                "cost": squeezed.cost,
-                "margin": squeezed.margin,
-                "attention_error": squeezed.attention_error,
-                "plans": squeezed.plans,
-            },
-            "sinks": None if study is None else {"by_layer": study.sinks, "even": study.even},
-            "forecast": None if forecast is None else asdict(forecast),
+            "fidelity": None,
             "recipe": None if self.objective is None else asdict(self.objective),
             "beta": None if self.beta is None else asdict(self.beta),
-            "inheritance": asdict(self.inheritance),
             "unmeasured": self.unmeasured,
             "untried": self.untried,
             "failure": self.failure,
-            "probe": None
-            if probe is None
-            else asdict(probe)
-            | {
-                "gains": probe.gains,
-                "gain": probe.gain,
-                "margin": probe.margin,
-                "indistinguishable": not probe.is_distinguishable,
-                "seeds_needed": probe.seeds_needed,
-            },
+            "probe": None,
         }
+        if squeezed is not None:
+            names = ("cost", "margin", "attention_error", "plans")
+            document["fidelity"] = asdict(squeezed.setting) | {name: getattr(squeezed, name) for name in names}
+        if probe is not None:
+            said = {name: getattr(probe, name) for name in ("gains", "gain", "margin", "seeds_needed")}
+            document["probe"] = asdict(probe) | said | {"indistinguishable": not probe.is_distinguishable}
+        return document
 
 
 def diagnose(
@@ -149,7 +119,6 @@ def diagnose(
     data: Arrays | None = None,
     wishes: Wishes | None = None,
     *,
-    data_name: str | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Examine a pair: will attention supervision work for it?
@@ -160,7 +129,6 @@ def diagnose(
         data: the models' inputs by name ``(N, ...)``, and ``labels`` where there are any; None looks at the
             configurations alone.
         wishes: a probe, and how.
-        data_name: of the file, for a command that is shown.
         progress: gets the numbers of steps done and in all, 0 where nothing is counted, and what is done.
 
     Raises:
@@ -186,13 +154,19 @@ def diagnose(
         parts,
         own,
         _differences(taught, learner, parts, own),
-        find_inheritance(taught, learner, data_name),
         learner.has_weights,
         learner.is_squeezed,
     )
     if data is not None and not any(one.effect == "blocks" for one in found.differences):
         _measure(found, taught, learner, data, wishes, tell)
-    found.conclude()
+    found.verdict = judge(
+        found.differences,
+        found.squeezed,
+        found.probe,
+        is_squeezed_start=found.is_squeezed,
+        failure=found.failure,
+        is_measurable=found.unmeasured is None,
+    )
     return found
 
 
@@ -200,8 +174,7 @@ def _differences(teacher: Teacher, student: Student, parts: Parts | None, own: P
     """Of tokenizers first: other tokens make all else vain."""
     by_parts = [] if parts is None else compare_parts(parts, own)
     tokens = compare_tokenizers(teacher.folder, student.folder) if own.patches is None else []
-    found = [*tokens, *by_parts]
-    return tuple(sorted(found, key=lambda one: ("blocks", "hurts", "note").index(one.effect)))
+    return tuple(sorted([*tokens, *by_parts], key=lambda one: ("blocks", "hurts", "note").index(one.effect)))
 
 
 def _measure(
@@ -213,14 +186,6 @@ def _measure(
     tell: Progress,
 ) -> None:
     own = found.student_parts
-    kinds = getattr(student.config, "is_encoder_decoder", False)  # whose attention calls are more than its layers
-    layers = None if kinds else own.layers
-    asked: dict[str, Any] = {
-        "heads": own.heads,
-        "layers": layers,
-        "plan": PlanOptions(train_batch=wishes.batch_size, num_student_parameters=own.parameters),
-        "progress": tell,
-    }
     arrays = {name: part for name, part in data.items() if name != "labels"}
     for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if tokens in arrays and mask not in arrays:
@@ -228,7 +193,7 @@ def _measure(
     _check_tokens(arrays, None if found.teacher_parts is None else found.teacher_parts.vocabulary)
     if teacher.graph is not None:
         try:
-            found.study = study_graph(teacher.graph, arrays, **asked)
+            found.fidelity = measure_graph(teacher.graph, arrays, own.heads, progress=tell)
         except ShdError as error:
             if error.code != "heads-exceed":  # a graph's heads are known by now alone
                 raise
@@ -241,7 +206,7 @@ def _measure(
         _check_labels(batch["labels"], own)
     model = teacher.model
     try:
-        found.study = study_model(model, arrays, **asked, next_token=is_causal_model(model))
+        found.fidelity = measure_model(model, arrays, own.heads, next_token=is_causal_model(model), progress=tell)
     except ShdError as error:
         if not error.code.startswith(("export-", "graph-")):
             raise
@@ -317,7 +282,7 @@ def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeache
     own, best = found.student_parts, found.squeezed
     parts = found.teacher_parts
     assert parts is not None  # a model has them
-    sites = len(found.study.sinks) if found.study is not None else parts.layers
+    sites = parts.layers if found.fidelity is None else len(found.fidelity.sites)
     pairs = layer_map(sites, min(own.layers, sites))
     plan: Any = None
     options: Mapping[str, Any] = {}
@@ -373,7 +338,7 @@ def _try_together(
         taught = live(**one)
     except Exception as error:  # of the model's own code too, on data that it does not take
         cannot = f"the teacher {_say_error(error)}"
-        if not isinstance(error, ShdError) or found.study is None or student.is_squeezed:
+        if not isinstance(error, ShdError) or found.fidelity is None or student.is_squeezed:
             found.failure = cannot
             return None
     mask = one["attention_mask"].bool() if "attention_mask" in one else None

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
-from shd_torch.doctor.parts import Parts
+from shd_torch.doctor.pair import Parts
 
 BLOCKS: Final = "blocks"
 """Supervision cannot work with it."""

@@ -24,7 +24,7 @@ from shd_torch.commands import app
 from shd_torch.doctor import Probe, Wishes, diagnose, diagnosis
 from shd_torch.doctor.beta import find_beta
 from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
-from shd_torch.doctor.parts import Parts, parts_of
+from shd_torch.doctor.pair import Parts, parts_of
 from shd_torch.doctor.probe import ProbeOptions
 from shd_torch.doctor.verdict import judge
 from shd_torch.doctor_command import read_data
@@ -205,10 +205,6 @@ def test_a_pair_is_probed(pair: Path, short: None) -> None:
     assert found["beta"]["high"] == pytest.approx(5 * found["beta"]["low"])
     assert found["beta"]["low"] > 0
     assert found["fidelity"]["num_student_heads"] == 2
-    assert len(found["sinks"]["by_layer"]) == 2
-    assert found["inheritance"]["is_possible"]
-    ways = {(way["form"], way["codec"]) for way in found["forecast"]["ways"]}
-    assert {form for form, _ in ways} == {"maps", "factored"}
 
 
 @pytest.mark.slow
@@ -247,21 +243,14 @@ def test_what_a_user_sees(pair: Path, short: None, monkeypatch: pytest.MonkeyPat
     for word in (
         "fidelity",
         "best plan",
-        "first token",
-        "cache, maps",
-        "memory of a step",
-        "(batch 8)",
         "image_kd with SHD",
     ):
         assert word in result.stdout
-    assert "no: the teacher is a dinov2, the student a vit" in " ".join(result.stdout.split())
 
 
 def test_configurations_alone(pair: Path) -> None:
     found = diagnose(str(pair / "teacher"), str(pair / "student"))
-    assert (found.verdict.answer, found.verdict.rests_on, found.study) == ("yes", "configuration", None)
-    assert found.inheritance.command is not None
-    assert "--heads 2 --layers 1 --data DATA" in found.inheritance.command
+    assert (found.verdict.answer, found.verdict.rests_on, found.fidelity) == ("yes", "configuration", None)
     lost = diagnose(str(pair / "vit"), str(pair / "dino"))
     assert (lost.verdict.answer, lost.differences[0].part) == ("no", "heads")
 
@@ -293,8 +282,8 @@ def test_a_teacher_that_cannot_teach_live(pair: Path, tmp_path: Path, monkeypatc
     """Its attention cannot be read as it runs, but its graph can."""
     import transformers
 
-    study = SimpleNamespace(sinks=(0.1,), fidelity=SimpleNamespace(recommended=dict))
-    monkeypatch.setattr(diagnosis, "study_model", lambda *_, **__: study)
+    report = SimpleNamespace(sites=("softmax",), recommended=dict)
+    monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: report)
     sizes = {"vocab_size": 31, "hidden_size": 24, "n_layer": 1, "n_head": 4}
     transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).save_pretrained(tmp_path / "bloom")
     found = diagnose(str(tmp_path / "bloom"), str(pair / "student"), {"input_ids": np.full((4, 5), 3)})
@@ -314,7 +303,7 @@ def test_a_student_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """It is judged by its last hidden states, where they have the teacher's shape; else by nothing."""
     from transformers import BertModel
 
-    monkeypatch.setattr(diagnosis, "study_model", lambda *_, **__: None)
+    monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: None)
     monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
     for name, sizes in {
         "teacher": {},
@@ -338,7 +327,7 @@ def test_a_student_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "study_model", lambda *_, **__: None)
+    monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: None)
     make_teacher("deit", heads=2, layers=1).float().save_pretrained(tmp_path / "deit")
     pictures = make_data("vit", samples=4)["pixel_values"].float().numpy()
     found = diagnose(str(pair / "vit"), str(tmp_path / "deit"), {"pixel_values": pictures})
@@ -352,7 +341,7 @@ def test_a_teacher_without_a_graph_is_not_measured(pair: Path, short: None, monk
     def fail(*_: Any, **__: Any) -> None:
         raise ShdError("export-failed", "this model has no graph")
 
-    monkeypatch.setattr(diagnosis, "study_model", fail)
+    monkeypatch.setattr(diagnosis, "measure_model", fail)
     words = (pair / "teacher", pair / "student", "--data", pair / "tokens.npy", "--batch-size", 8)
     result = run(*words)
     assert result.exit_code == 0, result.output
@@ -382,12 +371,6 @@ def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["verdict"]["rests_on"], found["recipe"]) == ("measurement", None)
-    assert "give the teacher's folder" in found["inheritance"]["reason"]
-    with torch.no_grad():
-        ids = torch.from_numpy(np.load(pair / "tokens.npy")[:8])
-        maps = model(input_ids=ids, output_attentions=True).attentions
-    expected = [float(each[:, :, 1:, 0].mean()) for each in maps]
-    assert found["sinks"]["by_layer"] == pytest.approx(expected, rel=1e-4)
     config = model.config
     config.num_attention_heads = config.num_key_value_heads = 8
     config.save_pretrained(tmp_path / "many")
