@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from support.shrink.models import make_data, make_teacher
 
 from shd_ref.errors import ShdError
-from shd_torch.doctor.models import read_student, read_teacher
+from shd_torch.doctor.pair import read_student, read_teacher
 from shd_torch.export import load_hf_model
 from shd_torch.shrink import folders, load_student, load_teacher, shrink
 from shd_torch.shrink.folders import find_folder, new_folder, save_student
