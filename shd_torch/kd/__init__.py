@@ -6,8 +6,7 @@ takes a tail or draws, so that none of it is used here. Imports ``maps``, ``supe
 start with ``loss.py``.
 """
 
-from shd_torch.kd.hidden import hidden_loss
-from shd_torch.kd.loss import kd_loss, linear_kd_loss
+from shd_torch.kd.loss import hidden_loss, kd_loss, linear_kd_loss
 from shd_torch.kd.targets import kd_targets_sampled, kd_targets_topk, mean_logits
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 

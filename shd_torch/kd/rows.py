@@ -14,8 +14,7 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_mask, check_option, check_real, check_temperature
-from shd_torch.kd.chunks import check_chunk_rows
-from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
+from shd_torch.kd.targets import check_chunk_rows, check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | Mapping[str, Any]
@@ -43,37 +42,22 @@ class KdKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class KdRows:
-    """What the loss is made of, rows flattened.
+    """What the loss is made of, rows flattened."""
 
-    Attributes:
-        divergence: ``kl``, ``reverse_kl``, ``jsd`` or ``cross_entropy``, ends of ``jsd`` resolved (KD-18).
-        mixing: the m of ``jsd``.
-        temperature: T.
-        factor: ``()``, of the sum over counted rows of their divergences, ``T^2`` included.
-        counted: ``(R,)`` boolean, None where all rows count.
-        index: of the rows that count; None where all rows are read, and ``counted`` is applied.
-        vocab_size: V, after the cut.
-        logits: ``(R, V)`` of the teacher, or None.
-        ids: ``(R, slots)``, or None.
-        log_probs, log_tail: of top-k targets.
-        weights, entropy: of sampled targets.
-        chunk_rows: as given.
-    """
-
-    divergence: str
-    mixing: float
-    temperature: float
-    factor: Tensor
-    counted: Tensor | None
-    index: Tensor | None
-    vocab_size: int
-    logits: Tensor | None
-    ids: Tensor | None
-    log_probs: Tensor | None
-    log_tail: Tensor | None
-    weights: Tensor | None
-    entropy: Tensor | None
-    chunk_rows: int | None
+    divergence: str  # kl, reverse_kl, jsd or cross_entropy, ends of jsd resolved (KD-18)
+    mixing: float  # the m of jsd
+    temperature: float  # T
+    factor: Tensor  # (), of the sum over counted rows of their divergences, T^2 included
+    counted: Tensor | None  # (R,) boolean, None where all rows count
+    index: Tensor | None  # of the rows that count; None where all rows are read, and counted is applied
+    vocab_size: int  # V, after the cut
+    logits: Tensor | None  # (R, V) of the teacher, or None
+    ids: Tensor | None  # (R, slots), or None
+    log_probs: Tensor | None  # of top-k targets
+    log_tail: Tensor | None  # of top-k targets
+    weights: Tensor | None  # of sampled targets
+    entropy: Tensor | None  # of sampled targets
+    chunk_rows: int | None  # as given
 
     def rows_of(self, part: slice) -> slice | Tensor:
         """The rows of a chunk: a slice of all, or of the index of those that count."""
@@ -84,12 +68,9 @@ class KdRows:
         return rows if self.index is None else len(self.index)
 
     def terms(self, z: Tensor, at: slice | Tensor, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        """A chunk's divergences ``(r,)``, and their gradient with respect to ``z / T`` ``(r, V)``.
+        """A chunk's divergences ``(r,)`` and, if wanted, their gradient with respect to ``z / T`` ``(r, V)``.
 
-        Args:
-            z: the student's logits of these rows ``(r, V)`` in a wide dtype; overwritten.
-            at: the rows, as ``rows_of`` gives them.
-            wants_gradient: whether the second is asked for.
+        ``z`` are the student's logits of the rows ``at``, ``(r, V)`` in a wide dtype; they are overwritten.
         """
         log_q = _log_softmax_(z, self.temperature)
         if self.weights is not None:
@@ -175,16 +156,13 @@ def kd_rows(
     check: bool = True,
     chunk_rows: int | None = None,
 ) -> KdRows:
-    """Every check of the loss but those of the student's side, and its rows.
+    """Every check of the loss but those of the student's side, and its rows; keywords as in ``kd_loss``.
 
     Args:
         targets: as in ``kd_loss``.
         rows: leading axes of the student's logits.
-        num_classes: V of the student's side, after the cut.
-        dtype: what is computed in.
-        device: where.
-        cut_to: the ``vocab_size`` of the caller.
-        divergence, mixing, temperature, t_squared, loss_mask, reduction, check, chunk_rows: as in ``kd_loss``.
+        num_classes: V of the student's side, after the cut to ``cut_to``.
+        dtype: what is computed in, on ``device``.
     """
     check_option("divergence", divergence, DIVERGENCES, "KD-17")
     check_option("reduction", reduction, REDUCTIONS, "KD-3")

@@ -1,9 +1,9 @@
-"""Making targets: the mean of teachers' logits, the top k with a tail, classes drawn from a row (KD-5 to KD-15)."""
+"""The teacher side of the loss on logits: rows in chunks, and making targets (KD-5 to KD-15)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,37 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
-from shd_torch.kd.chunks import check_rows, row_chunks
 from shd_torch.precision import without_autocast
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
+
+_ENTRIES = {"cpu": 1 << 22}
+_ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for a GPU
+
+
+def row_chunks(rows: int, width: int, device: torch.device, chunk_rows: int | None) -> Iterator[slice]:
+    """Slices over rows, each of at most ``chunk_rows`` rows, or of what a device is given at once."""
+    size = chunk_rows or max(_ENTRIES.get(device.type, _ENTRIES_OF_A_DEVICE) // max(width, 1), 1)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def check_rows(value: Tensor, name: str, *, check: bool, ndim: int | None = None) -> None:
+    """``check_real``, which would make copies of the whole; the host waits once."""
+    check_real(value, name, check=False, ndim=ndim)
+    if not check or value.ndim < 2:
+        check_real(value, name, check=check)
+        return
+    rows = value.flatten(0, -2)
+    parts = row_chunks(len(rows), rows.shape[-1], value.device, None)
+    finite = [torch.isfinite(rows[part]).all() for part in parts]
+    if finite and not bool(torch.stack(finite).all()):
+        check_real(value, name, check=True)
+
+
+def check_chunk_rows(chunk_rows: int | None) -> None:
+    """None, or an integer of at least 1."""
+    if chunk_rows is not None:
+        check_integer("chunk_rows", chunk_rows, 1, None, "ERR-6")
+
 
 MEANS: tuple[str, ...] = ("logits", "probs")
 
@@ -36,7 +64,7 @@ def mean_logits(
         of: ``"logits"`` (BabyLlama), or ``"probs"``: the result's softmax at the temperature is the mean of theirs.
         weights: one number above 0 a teacher, divided by their sum; equal without it.
         temperature: T, of the probabilities.
-        check: look at the values, which makes the host wait for the device.
+        check: validate the values, which costs a device sync.
 
     Returns:
         Logits ``(..., V)``, float64 if a teacher's are, else float32; without a graph.
@@ -86,7 +114,7 @@ def kd_targets_topk(
         k: number of classes, 1 to V.
         temperature: T > 0, to which the targets are bound from now on.
         vocab_size: read the first so many classes alone; the others are padding, and must look like it (KD-7).
-        check: look at the values, which makes the host wait for the device.
+        check: validate the values, which costs a device sync.
         chunk_rows: rows that are widened at once; default by the device.
 
     Returns:
@@ -113,13 +141,7 @@ def kd_targets_topk(
 
 
 def take_tail(log_p: Tensor, ids: Tensor, head: Tensor) -> Tensor:
-    """``log_tail`` of rows (KD-9), which leaves ``-inf`` at ``ids`` of ``log_p``.
-
-    Args:
-        log_p: log-probabilities ``(R, V)``; changed in place.
-        ids: classes outside the tail, ``(R, k)``.
-        head: ``log_p`` at ``ids``.
-    """
+    """``log_tail`` of rows (KD-9); leaves ``-inf`` at ``ids`` of ``log_p``, whose entries there are ``head``."""
     tail = log_p.scatter_(-1, ids, -math.inf).logsumexp(-1)
     # As a share of head and tail: where the tail is nearly all, the sum over it rounds to more than its logarithm.
     return -torch.logaddexp(torch.zeros_like(tail), head.logsumexp(-1) - tail)
@@ -147,7 +169,7 @@ def kd_targets_sampled(
         power: classes are drawn in proportion to ``P^power``; 1 gives every draw the same weight.
         temperature: T > 0, to which the targets are bound from now on.
         vocab_size: as in ``kd_targets_topk``.
-        check: look at the values, which makes the host wait for the device.
+        check: validate the values, which costs a device sync.
         chunk_rows: rows that are widened at once; default by the device.
 
     Returns:

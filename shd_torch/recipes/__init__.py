@@ -1,23 +1,18 @@
 """Base losses that SHD is combined with (``specs/recipes.md``), each with SHD beside it by one argument.
 
 Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, taught,
-beta=0.02)`` adds the attention term, from a cache or from live teachers; ``scale_report`` says what each term is
+beta=0.02)`` adds the attention term, from a cache or from live teachers; ``temperature`` is T of both softmaxes, and
+``check=False`` leaves out validating the values, which costs a device sync. ``scale_report`` says what each term is
 worth in the loss and in the gradient. Imports ``kd``, ``teacher`` and ``capture``; start with ``terms.py``.
 """
 
-from shd_torch.recipes.babyllama import babyllama
-from shd_torch.recipes.cross_entropy import cross_entropy
-from shd_torch.recipes.deit import deit_hard, deit_soft
 from shd_torch.recipes.diffusion import DiffusionDraw, diffusion, draw_diffusion, linear_betas, noised
-from shd_torch.recipes.gkd import gkd
-from shd_torch.recipes.kd import image_kd, language_kd
-from shd_torch.recipes.minillm import Rollout, minillm_advantages, minillm_policy, minillm_rollout
-from shd_torch.recipes.mixed_sampling import TeacherMixture
-from shd_torch.recipes.nkd import nkd
+from shd_torch.recipes.features import OrthogonalProjection, ViTKD, vkd, vkd_detection
+from shd_torch.recipes.images import deit_hard, deit_soft, nkd
+from shd_torch.recipes.logits import babyllama, cross_entropy, gkd, image_kd, language_kd
+from shd_torch.recipes.minillm import Rollout, TeacherMixture, minillm_advantages, minillm_policy, minillm_rollout
 from shd_torch.recipes.scale import ScaleReport, scale_report
 from shd_torch.recipes.terms import SHD, Term, Terms
-from shd_torch.recipes.vitkd import ViTKD
-from shd_torch.recipes.vkd import OrthogonalProjection, vkd, vkd_detection
 
 __all__ = [
     "SHD",

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
 from shd_torch.checks import check_real, compute_dtype
 from shd_torch.precision import without_autocast
-from shd_torch.recipes.terms import SHD, Term, Terms, check_above_zero, check_weight, join
+from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_weight, join
 
 LEAST_MASS = 1e-12
 """What the mass of a bin is raised to before its logarithm (REC-32)."""
-
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 class DiffusionDraw(NamedTuple):
@@ -96,7 +94,6 @@ def noised(x0: Tensor, noise: Tensor, t: Tensor, *, betas: Tensor | None = None,
         noise: same shape.
         t: steps ``(B,)``, integers from 0.
         betas: as in ``diffusion``.
-        check: look at the values, which makes the host wait for the device.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
@@ -145,7 +142,6 @@ def diffusion(
         kd_weight: g.
         bound_weight: of the bound; a training that divides it by steps / 1000 says so here.
         shd: the attention term beside it; its teachers saw the same draw.
-        check: look at the values, which makes the host wait for the device.
 
     Returns:
         The terms ``mse`` (1), ``bound`` where the student has a range, and ``kd`` where there is a teacher.
@@ -155,7 +151,7 @@ def diffusion(
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("bound_weight", bound_weight)
     if snr_clip is not None:
-        check_above_zero("snr_clip", snr_clip, "REC-30")
+        check_number("snr_clip", snr_clip, "REC-30", above=0)
     _check_same_shape(x0, noise, check)
     dtype, device = compute_dtype(student_output), student_output.device
     start, drawn = (each.detach().to(device, dtype) for each in (x0, noise))
@@ -194,13 +190,7 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
         table = betas.detach().double().cpu()
         if len(table) < 2 or bool(((table <= 0) | (table >= 1)).any()):
             raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1", "REC-27")
-    if not isinstance(t, Tensor) or t.dtype not in _INTEGERS:
-        kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise ShdError("argument-dtype", f"t must be a tensor of integers; got {kind}", "REC-28")
-    if tuple(t.shape) != (len(like),):
-        raise ShdError(
-            "argument-shape", f"t must be one step a sample ({len(like)},); got {tuple(t.shape)}", "REC-28"
-        )
+    check_integers(t, "t", (len(like),), "REC-28")
     at = t.to(like.device, torch.int64)
     if check and bool(((at < 0) | (at >= len(table))).any()):
         raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}", "REC-28")

@@ -3,29 +3,71 @@
 The order of a step: sample with ``TeacherMixture``; ``minillm_rollout`` on the sampled text, once; then, for each
 pass over it, ``minillm_policy`` on the student's new logits, plus ``language_kd`` on a batch of pre-training text
 (weight 1, ``scaled`` for another). SHD joins either batch: on the sampled text its teachers are live, on the
-pre-training text a cache will do.
-"""
+pre-training text a cache will do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_torch.checks import check_mask, check_option, check_real, compute_dtype
 from shd_torch.kd import kd_loss
 from shd_torch.kd.targets import check_logits
 from shd_torch.precision import without_autocast
-from shd_torch.recipes.terms import SHD, Term, Terms, check_above_zero, check_share, check_weight, join
+from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_share, check_weight, join
+
+
+class TeacherMixture:
+    """A logits processor that makes ``generate`` sample from ``(1 - mix) p_S + mix p_T`` (REC-21).
+
+    Probabilities are mixed, not logits: the importance weights of ``minillm_rollout`` hold for nothing else. ::
+
+        mixture = TeacherMixture(teacher, mix=0.2, attention_mask=batch["attention_mask"])
+        ids = student.generate(**batch, do_sample=True, top_k=0, logits_processor=[mixture])
+
+    Other changes of the distribution (``top_p``, ``top_k``, a temperature) come after it in ``generate``, and would
+    act on the mixture. The teacher reads the whole text again at every token, in the mode it is in, and shares the
+    student's vocabulary.
+
+    Args:
+        teacher: a Hugging Face causal language model on the student's device.
+        mix: the teacher's share, 0 to 1; the published .2.
+        attention_mask: of the prompts ``(B, prompt length)``, padded on the left; None where none is padded.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    def __init__(self, teacher: nn.Module, mix: float = 0.2, *, attention_mask: Tensor | None = None) -> None:
+        self.teacher, self.mix, self.attention_mask = teacher, check_share("mix", mix), attention_mask
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The logarithm of the mixture ``(B, V)``, of the student's scores and the text so far ``(B, n)``."""
+        student = scores.float().log_softmax(-1)
+        if self.mix == 0:
+            return student
+        given: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        if self.attention_mask is not None:
+            mask = self.attention_mask.to(input_ids.device)
+            made = mask.new_ones((len(mask), input_ids.shape[1] - mask.shape[1]))
+            mask = given["attention_mask"] = torch.cat((mask, made), 1)
+            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        teacher: Tensor = self.teacher(**given).logits[:, -1].float().log_softmax(-1).to(student.device)
+        if self.mix == 1:
+            return teacher
+        return torch.logaddexp(math.log1p(-self.mix) + student, math.log(self.mix) + teacher)
+
 
 WHITENINGS: tuple[str, ...] = ("biased", "unbiased", "none")
 WHITENING_EPSILON = 1e-8
-
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 class Rollout(NamedTuple):
@@ -66,7 +108,6 @@ def minillm_rollout(
         mix: the teacher's share of the mixture, 0 to 1.
         reward_scale: divides the rewards; above 0.
         reward_clip: the largest magnitude of a reward after that.
-        check: look at the values, which makes the host wait for the device.
 
     Returns:
         The record, without a graph.
@@ -75,8 +116,8 @@ def minillm_rollout(
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     mix = check_share("mix", mix)
-    check_above_zero("reward_scale", reward_scale, "REC-22")
-    check_above_zero("reward_clip", reward_clip, "REC-22")
+    check_number("reward_scale", reward_scale, "REC-22", above=0)
+    check_number("reward_clip", reward_clip, "REC-22", above=0)
     ids, counted = _check_text(student_logits, teacher_logits, tokens, mask, check)
     student, teacher = (_at(logits, ids, counted) for logits in (student_logits, teacher_logits))
     teacher = teacher.to(student)
@@ -103,7 +144,6 @@ def minillm_advantages(
         mask: boolean ``(B, R)``.
         discount: gamma, 0 to 1.
         whitening: ``"biased"`` (variance over n, as published), ``"unbiased"`` (over n - 1) or ``"none"``.
-        check: look at the values, which makes the host wait for the device.
 
     Returns:
         Advantages ``(B, R)``.
@@ -153,7 +193,6 @@ def minillm_policy(
         whitening: as in ``minillm_advantages``.
         reverse_kl_weight: b, of the single-step term over the whole vocabulary.
         shd: the attention term beside it, of live teachers: no cache holds text that was sampled now.
-        check: look at the values, which makes the host wait for the device.
 
     Returns:
         The terms ``policy`` (1) and ``reverse_kl`` (b).
@@ -214,12 +253,8 @@ def _check_text(
             f"got {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}",
             "REC-21",
         )
-    if not isinstance(tokens, Tensor) or tokens.dtype not in _INTEGERS:
-        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ShdError("argument-dtype", f"tokens must be a tensor of integers; got {kind}", "REC-21")
     rows, size = tuple(student_logits.shape[:2]), student_logits.shape[2]
-    if tuple(tokens.shape) != rows:
-        raise ShdError("argument-shape", f"tokens must be {rows}; got {tuple(tokens.shape)}", "REC-21")
+    check_integers(tokens, "tokens", rows, "REC-21")
     check_mask(mask, "mask", rows)
     counted = mask.to(student_logits.device)
     ids = tokens.to(counted.device, torch.int64).masked_fill(~counted, 0)

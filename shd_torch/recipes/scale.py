@@ -16,23 +16,14 @@ from shd_torch.recipes.terms import Term, check_weight
 
 @dataclass(frozen=True)
 class TermScale:
-    """One term of a loss on one batch.
+    """One term of a loss on one batch."""
 
-    Attributes:
-        value: before its weight.
-        weight: as in the loss.
-        loss_share: ``|weight * value|`` over the sum of that over all terms.
-        gradient_norm: of ``weight * value`` with respect to the parameters.
-        gradient_share: that over the sum of it over all terms.
-        cosine: of this gradient and that of all other terms together; NaN where one of them is zero.
-    """
-
-    value: float
-    weight: float
-    loss_share: float
-    gradient_norm: float
-    gradient_share: float
-    cosine: float
+    value: float  # before its weight
+    weight: float  # as in the loss
+    loss_share: float  # |weight * value| over the sum of that over all terms
+    gradient_norm: float  # of weight * value with respect to the parameters
+    gradient_share: float  # that over the sum of it over all terms
+    cosine: float  # of this gradient and that of all other terms together; NaN where one of them is zero
 
 
 @dataclass(frozen=True)

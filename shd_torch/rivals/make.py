@@ -15,11 +15,18 @@ from shd_torch.capture import Captured
 from shd_torch.capture.layers import number_layers
 from shd_torch.capture.projections import ProjectionWatch
 from shd_torch.capture.taps import record
-from shd_torch.rivals.copy import AttentionCopy
-from shd_torch.rivals.features import AttentionOutput, OrthogonalProjector, Projector, SelfCorrelation
-from shd_torch.rivals.maps import Divergence, GeometricMean, MergedMaps, ScoreMse
-from shd_torch.rivals.rival import Rival
-from shd_torch.rivals.watch import Seen, eval_mode, watch_model
+from shd_torch.rivals.losses import (
+    AttentionCopy,
+    AttentionOutput,
+    Divergence,
+    GeometricMean,
+    MergedMaps,
+    OrthogonalProjector,
+    Projector,
+    ScoreMse,
+    SelfCorrelation,
+)
+from shd_torch.rivals.rival import Rival, Seen, eval_mode, watch_model
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.gram import gram_tensor_from_qk

@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shd_torch.capture import AttentionCall
-from shd_torch.capture.outputs import read_logits
+from shd_torch.capture import AttentionCall, Captured, capture_attention
+from shd_torch.capture.outputs import read_every_hidden_state, read_logits
 from shd_torch.kd.rows import Record
 from shd_torch.recipes import SHD, Term
-from shd_torch.rivals.watch import Seen, eval_mode, watch_model
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
+
+
+@dataclass(eq=False)
+class Seen:
+    """The last forward pass of a watched model.
+
+    Attributes:
+        captured: its attention calls, with values.
+        hidden: hidden states ``(B, L, D)`` as Hugging Face counts them, 0 for the embeddings; empty unless asked for.
+    """
+
+    captured: Captured
+    hidden: tuple[Tensor, ...] = field(default=())
+
+
+@contextmanager
+def watch_model(model: nn.Module, *, hidden: bool) -> Iterator[Seen]:
+    """Read every forward pass inside the block; the last one wins.
+
+    With ``hidden`` the model is asked for hidden states, by ``output_hidden_states=True``.
+    """
+    with capture_attention(model, keep_values=True) as captured:
+        seen, handles = Seen(captured), []
+        if hidden:
+
+            def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                return args, {**kwargs, "output_hidden_states": True}
+
+            def take(_: nn.Module, __: Any, output: Any) -> None:
+                seen.hidden = read_every_hidden_state(output, type(model).__name__)
+
+            handles = [model.register_forward_pre_hook(ask, with_kwargs=True), model.register_forward_hook(take)]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; every module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class Lesson(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import hidden_loss, kd_loss, mean_logits
-from shd_torch.kd.hidden import DISTANCES
-from shd_torch.kd.hidden import REDUCTIONS as OVER_LAYERS
+from shd_torch.kd.loss import DISTANCES
+from shd_torch.kd.loss import REDUCTIONS as OVER_LAYERS
 from shd_torch.kd.rows import DIVERGENCES
 from shd_torch.training.rows import ROWS
 from shd_torch.training.schedules import BetaSchedule

@@ -209,7 +209,7 @@ def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool) -> None:
 
 
 def test_checks_make_no_copy_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shd_torch.kd.chunks._ENTRIES, "cpu", 4000)
+    monkeypatch.setitem(shd_torch.kd.targets._ENTRIES, "cpu", 4000)
     z = torch.randn(2, 256, 1000, dtype=torch.bfloat16)
     with Live(z) as looking:
         shd_torch.kd.targets.check_logits(z, "student_logits", check=True)

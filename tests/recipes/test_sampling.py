@@ -61,7 +61,7 @@ def test_the_ends_of_the_mixture(models: tuple[object, object]) -> None:
         scores, theirs = (model(ids).logits[:, -1] for model in (student, teacher))
     torch.testing.assert_close(TeacherMixture(teacher, 0)(ids, scores), scores.log_softmax(-1))
     torch.testing.assert_close(TeacherMixture(teacher, 1)(ids, scores), theirs.log_softmax(-1))
-    with pytest.raises(ShdError, match="mix must be at most 1"):
+    with pytest.raises(ShdError, match="and at most 1"):
         TeacherMixture(teacher, 1.2)
 
 

@@ -25,7 +25,7 @@ from support.makers import write_cache as write_made
 from support.students import precompute
 from support.two_sequences import encoder_decoder
 
-import shd_torch.kd.chunks
+import shd_torch.kd.targets
 from shd_ref.cache import NO_ATTENTION, CacheReader
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import (
@@ -297,7 +297,7 @@ def test_no_wide_copy_of_the_logits_is_made(name: str, tmp_path: Path, monkeypat
     """Decoding, loss and gradient hold no more than the gradient of the student's logits, in their own dtype."""
     from support.makers import FORMS as MADE
 
-    monkeypatch.setitem(shd_torch.kd.chunks._ENTRIES, "cpu", 4000)
+    monkeypatch.setitem(shd_torch.kd.targets._ENTRIES, "cpu", 4000)
     write_made(tmp_path / "cache", job(8, **MADE[name]))
     samples = [{"input_ids": torch.arange(index, index + length_of(index))} for index in range(8)]
     joined = SupervisedDataset(samples, tmp_path / "cache", hidden=[])
