@@ -4,24 +4,209 @@ Needs Triton but no GPU. Shows which tiles fit; says nothing about time. Prints 
 ``kernel_resources.json`` beside this file. Compiling all of them takes a quarter of an hour; what Triton has in its
 cache is not compiled again.
 
-    python benchmarks/kernel_resources.py [--capability 80 90] [--width 32 64 128 256] [--dtype bfloat16 float32]
-"""
+    python benchmarks/kernel_resources.py [--capability 80 90] [--width 32 64 128 256] [--dtype bfloat16 float32]"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
-from dataclasses import asdict
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from torch import Tensor
 
-from shd_torch.kernels.launch import DTYPES
-from shd_torch.kernels.resources import Variant, choose_variant_tile, measure
-from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, count_unrolled
+from shd_torch.kernels.launch import DTYPES, CodedOperands, FactoredOperands, Heads, Mask, dot_precision, make_heads
+from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
+
+PROGRAMS: tuple[str, ...] = ("lse", "rows", "keys")
+
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled program takes.
+
+    Attributes:
+        registers: of a thread.
+        spilled_bytes: of a thread, stores and loads that registers had no room for.
+        shared_bytes: shared memory of a program.
+    """
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile a program.
+
+    Attributes:
+        program: of ``PROGRAMS``.
+        width: head size, of student and teacher.
+        dtype: of their queries and keys.
+        members: teacher heads unrolled in the program; 0 for groups of different sizes, None for codes.
+        atomic: dk in the same pass (``rows`` only).
+        is_causal: causal attention.
+    """
+
+    program: str
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    members: int | None = 2
+    atomic: bool = False
+    is_causal: bool = True
+
+    @property
+    def name(self) -> str:
+        """For tables and test ids."""
+        form = {None: "coded", 0: "looped"}.get(self.members, f"{self.members} members")
+        words = [self.program, f"d={self.width}", str(self.dtype).removeprefix("torch.")]
+        if self.program != "lse":
+            words += [form, *["atomic"] * self.atomic]
+        return " ".join(words)
+
+
+def measure(variant: Variant, capability: int, tile: Tile | None = None) -> Resources:
+    """Compile a variant for a device that need not be here.
+
+    Args:
+        variant: what to compile.
+        capability: of the device, 80 for 8.0.
+        tile: instead of the one that a launch would use.
+
+    Returns:
+        What the assembler says the program takes.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from shd_torch.kernels import passes
+
+    kernel = getattr(passes, f"{variant.program}_pass")
+    tile = tile or choose_variant_tile(variant, capability)
+    arguments = _example_arguments(variant) | {"ROWS": tile.rows, "KEYS": tile.keys}
+    parts = _Specialised({}, {})
+    signature = {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        signature[parameter.name] = parts.specialise((index,), value, constant=parameter.is_constexpr)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=parts.constants, attrs=parts.attributes)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage = _read_usage(compiled.asm["cubin"])
+    return Resources(usage["REG"], usage["STACK"], compiled.metadata.shared)
+
+
+def choose_variant_tile(variant: Variant, capability: int) -> Tile:
+    """The tile that a launch would use."""
+    row_bytes = pad_width(variant.width) * variant.dtype.itemsize
+    is_float32 = variant.dtype == torch.float32
+    return choose_tile(variant.program, row_bytes, variant.members, divmod(capability, 10), is_float32=is_float32)
+
+
+@dataclass(frozen=True)
+class _Specialised:
+    """What Triton derives from arguments at a launch: their types, constants, and which are multiples of 16."""
+
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+
+    def specialise(self, path: tuple[int, ...], value: Any, *, constant: bool = False) -> Any:
+        if constant or value is None or (isinstance(value, int) and value == 1):
+            self.constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            parts = [self.specialise((*path, index), part) for index, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, float):
+            return "fp32"
+        if isinstance(value, Tensor) or value % 16 == 0:
+            self.attributes[path] = [["tt.divisibility", 16]]
+        return _POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
+
+
+def _example_arguments(variant: Variant) -> dict[str, Any]:
+    """A call on tensors without memory, of shapes that leave no dimension special."""
+    batch, num_student_heads, num_teacher_heads, length = 2, 12, 24, 2048
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def heads(number: int) -> Heads:
+        # (B, L, H, d) seen as (B, H, L, d), as models make them.
+        tensors = [empty(batch, length, n, variant.width, dtype=variant.dtype) for n in (number, number // 2)]
+        queries, keys = (x.transpose(1, 2) for x in tensors)
+        return make_heads(queries, keys, 0.125, 1.0)._replace(lse=empty(batch, number, length))
+
+    student, teacher = heads(num_student_heads), heads(num_teacher_heads)
+    rows = empty(batch, num_student_heads, length)
+    mixing = empty(batch, num_student_heads, num_teacher_heads)[..., None].expand(-1, -1, -1, length)
+    members = empty(num_student_heads, max(variant.members or 0, 2), dtype=torch.int32)
+    factored = FactoredOperands(
+        teacher,
+        mixing,
+        mixing.stride(),
+        members,
+        empty(num_student_heads, dtype=torch.int32),
+        members.shape[1],
+        rows,
+        length,
+    )
+    samples = empty(batch, dtype=torch.int32)
+    starts = empty(batch, num_student_heads, dtype=torch.int64)
+    coded = CodedOperands(empty(1, dtype=torch.uint8), starts, samples, samples, rows, num_student_heads)
+    padded = pad_width(variant.width)
+    return {
+        "lse": rows,
+        "model": student,
+        "dq": empty(1),
+        "dk": empty(1) if variant.atomic or variant.program == "keys" else None,
+        "kl": rows,
+        "student": student,
+        "supervision": coded if variant.members is None else factored,
+        "mask": Mask(None, None, length, length),
+        "weights": rows,
+        "peak": empty(),
+        "factor": 0.125,
+        "CODED": variant.members is None,
+        "MEMBERS": variant.members or 0,
+        "TRIANGULAR": variant.is_causal,
+        "CAUSAL": variant.is_causal,
+        "WIDTH": variant.width,
+        "PADDED": padded,
+        "TEACHER_WIDTH": variant.width,
+        "TEACHER_PADDED": padded,
+        "PRECISION": dot_precision(),
+    }
+
+
+def _read_usage(cubin: bytes) -> dict[str, int]:
+    """Registers and stack of a thread; a program without a local array has a stack for its spills alone."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", report)}
+
 
 RESULT = Path(__file__).with_suffix(".json")
 
@@ -43,6 +228,8 @@ def describe(variant: Variant) -> dict[str, Any]:
 
 
 def main() -> None:
+    import triton
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="80 for compute capability 8.0")
     parser.add_argument("--width", type=int, nargs="+", default=[32, 64, 128, 256], help="head sizes")

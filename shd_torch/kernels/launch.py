@@ -1,7 +1,6 @@
 """From a checked request to launched programs, and the reasons why a call cannot be served here.
 
-Triton is imported when a kernel first runs, never with the package.
-"""
+Triton is imported when a kernel first runs, never with the package."""
 
 from __future__ import annotations
 
@@ -10,12 +9,11 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shd_torch.kernels.operands import CodedOperands, FactoredOperands, Heads, Mask, RowsKl
 from shd_torch.kernels.tiles import (
     MASS_TILE,
     MAX_FLOAT32_WIDTH,
@@ -27,6 +25,68 @@ from shd_torch.kernels.tiles import (
 )
 from shd_torch.supervision.mask import AttentionRule
 
+
+class Heads(NamedTuple):
+    """Queries and keys of one model."""
+
+    queries: Tensor  # (B, H, L, d), the last axis contiguous
+    keys: Tensor  # (B, H / group_size, S, d), the last axis contiguous
+    query_strides: tuple[int, ...]  # of batch, head, row
+    key_strides: tuple[int, ...]
+    lse: Tensor | None  # (B, H, L), natural log-sum-exp of the scaled and tempered logits
+    num_heads: int
+    group_size: int  # query heads that read one key head
+    scale: float  # of the logits, over T, in units of log2
+
+
+class Mask(NamedTuple):
+    """Which keys a row may attend to; causality is decided when the program is compiled."""
+
+    key_mask: Tensor | None  # (B, S) uint8, 1 = may attend
+    window: int | None
+    num_rows: int  # L
+    num_keys: int  # S
+
+
+class FactoredOperands(NamedTuple):
+    """The supervision as the teacher's queries and keys with a mixing matrix."""
+
+    teacher: Heads
+    mixing: Tensor  # (B, H_s, H_t, L), float32
+    mixing_strides: tuple[int, ...]
+    members: Tensor  # (H_s, max_members) int32, the teacher heads merged into each student head
+    counts: Tensor  # (H_s,) int32, how many of them
+    max_members: int
+    masses: Tensor  # (B, H_s, L) float32, rho: what the mixing weights of a row sum to
+    num_rows: int  # L
+
+
+class CodedOperands(NamedTuple):
+    """The supervision as stored codes of ``sqrt8-row``."""
+
+    codes: Tensor  # uint8, one axis
+    starts: Tensor  # (B, H_s) int64, where a map begins in it
+    num_rows: Tensor  # (B,) int32, rows stored of each sample
+    num_keys: Tensor  # (B,) int32
+    masses: Tensor  # (B, H_s, L) float32, what the entries of a row sum to
+    num_heads: int
+
+
+class RowsKl(NamedTuple):
+    """What the kernels return.
+
+    Attributes:
+        kl: divergence of each row ``(B, H_s, L)`` float32 in nats, before its weight; 0 where the row does not
+            count, None if not wanted.
+        dq: gradient of ``sum(row_weights * kl)`` with respect to the student's queries, float32.
+        dk: the same with respect to its keys, float32.
+    """
+
+    kl: Tensor | None
+    dq: Tensor
+    dk: Tensor
+
+
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
 
@@ -35,14 +95,7 @@ _TRUE = ("1", "true", "on", "yes", "y")  # as Triton reads it
 
 
 def unsupported_reason(*tensors: Tensor) -> str | None:
-    """Why the kernels cannot work on these queries and keys; None where they can.
-
-    Args:
-        *tensors: queries and keys of student and teacher, heads on the last axis.
-
-    Returns:
-        A sentence that names the obstacle and the remedy, for an error or a log.
-    """
+    """Obstacle and remedy, in a sentence, where the kernels cannot work on these queries and keys; else None."""
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace the kernels: call them outside of what it compiles"
     if importlib.util.find_spec("triton") is None:

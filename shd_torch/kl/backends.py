@@ -37,15 +37,11 @@ TRITON_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 
 class Backend(NamedTuple):
-    """A way to compute one layer.
+    """A way to compute one layer."""
 
-    Attributes:
-        unsupported_reason: why it cannot serve a request, in words; None where it can.
-        run: value and gradients of a request that it can serve.
-    """
-
+    # why it cannot serve a request, in words; None where it can
     unsupported_reason: Callable[[KlRequest], str | None]
-    run: Callable[[KlRequest], KlResult]
+    run: Callable[[KlRequest], KlResult]  # value and gradients of a request that it can serve
 
 
 class BackendChoice(NamedTuple):
@@ -65,15 +61,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def choose_backend(request: KlRequest, name: str) -> BackendChoice:
-    """The backend for one layer.
-
-    Args:
-        request: the layer.
-        name: of a backend, or ``"auto"``.
-
-    Raises:
-        ShdError: ``argument-value`` for an unknown backend, or one that cannot serve the request.
-    """
+    """The backend for one layer, by its name or ``"auto"``."""
     if name != "auto" and name not in BACKENDS:
         raise ShdError("argument-value", f"backend must be one of auto, {', '.join(BACKENDS)}; got {name!r}")
     reasons = {each: backend.unsupported_reason(request) for each, backend in BACKENDS.items()}

@@ -84,11 +84,7 @@ differentiated_once.register_autograd(_refuse_second)
 
 
 def refuse_transforms(*tensors: Tensor | None, name: str = "attention_kl", remedy: str = _REMEDY) -> None:
-    """Derivatives other than reverse mode's first are not computed, and must not be taken for 0.
-
-    Raises:
-        ShdError: ``argument-value`` inside a transform of ``torch.func``, or for a tensor with a tangent.
-    """
+    """Derivatives other than reverse mode's first are not computed, and must not be taken for 0."""
     if torch._C._are_functorch_transforms_active():
         got = "a call inside a transform of torch.func (grad, vmap, jvp, ...)"
     elif any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]

@@ -29,11 +29,7 @@ PRODUCT_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.
 
 @dataclass(frozen=True, eq=False)
 class KlOptions:
-    """The keywords of ``attention_kl`` that are not the student's ``AttentionRule``; documented there.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-dtype``.
-    """
+    """The keywords of ``attention_kl`` that are not the student's ``AttentionRule``; documented there."""
 
     loss_mask: Tensor | None = None
     temperature: float = 1.0
@@ -59,35 +55,20 @@ class KlOptions:
 
 @dataclass(frozen=True, eq=False)
 class KlRequest:
-    """One layer's work.
+    """One layer's work."""
 
-    Attributes:
-        queries: the student's ``(B, H_s, L, d)``, detached; zero in rows that do not count.
-        keys: ``(B, H_kv, S, d)``, detached.
-        supervision: on the same device.
-        rule: how the student makes its logits, and who may attend; fits ``(B, H_s, L, S)``.
-        temperature: T_a of both maps.
-        weights: ``(B, H_s, L)``, beta over the number of counted rows (and of maps); 0 where a row does not count.
-        mass: ``(B, H_s, L)``, what the supervision's rows sum to.
-        support: ``"error"``, or ``"intersect"``.
-        wants_value: whether the divergence itself is asked for.
-        wants_gradient: whether the gradients of queries and keys are; at least one of the two is.
-        wants_bias_gradient: whether the gradient of an added mask is.
-        product_dtype: of fused attention calls; None leaves it to the backend.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    supervision: Supervision
-    rule: AttentionRule
-    temperature: float
-    weights: Tensor
-    mass: Tensor
-    support: str
-    wants_value: bool
-    wants_gradient: bool
-    wants_bias_gradient: bool
-    product_dtype: torch.dtype | None
+    queries: Tensor  # the student's (B, H_s, L, d), detached; zero in rows that do not count
+    keys: Tensor  # (B, H_kv, S, d), detached
+    supervision: Supervision  # on the same device
+    rule: AttentionRule  # how the student makes its logits, and who may attend; fits (B, H_s, L, S)
+    temperature: float  # T_a of both maps
+    weights: Tensor  # (B, H_s, L), beta over the number of counted rows (and of maps); 0 where a row does not count
+    mass: Tensor  # (B, H_s, L), what the supervision's rows sum to
+    support: str  # "error", or "intersect"
+    wants_value: bool  # whether the divergence itself is asked for
+    wants_gradient: bool  # whether the gradients of queries and keys are; at least one of the two is
+    wants_bias_gradient: bool  # whether the gradient of an added mask is
+    product_dtype: torch.dtype | None  # of fused attention calls; None leaves it to the backend
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,22 +139,10 @@ def make_request(
     beta: float,
     layer: int,
 ) -> tuple[KlRequest, Tensor]:
-    """Check one layer's arguments and find the weight of each of its rows.
-
-    Args:
-        queries: the student's.
-        keys: the student's.
-        supervision: of the layer.
-        rule: of the student.
-        options: of the loss.
-        beta: weight of each of the layer's maps.
-        layer: named in errors.
+    """Check one layer's arguments and find the weight of each of its rows; ``beta`` is the weight of each map.
 
     Returns:
         The request, and ``()`` that is infinite where a counted row of the student may attend to nothing, else 0.
-
-    Raises:
-        ShdError: as ``attention_kl``.
     """
     check_real(queries, "student_q", check=False, ndim=4, layer=layer)
     check_real(keys, "student_k", check=options.check, ndim=4, layer=layer)

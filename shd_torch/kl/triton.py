@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shd_torch.kernels as kernels
 from shd_torch.kernels import RowsKl
-from shd_torch.kernels.coded import CODECS
+from shd_torch.kernels.divergence import CODECS
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
 from shd_torch.supervision.coded import Coded

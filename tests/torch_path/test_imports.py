@@ -40,7 +40,7 @@ for name in shd_torch.__all__:
     getattr(shd_torch, name)
 """
     loaded = modules_loaded_by(code, before="import torch")
-    assert {"shd_torch.kl.loss", "shd_torch.export", "shd_torch.kernels.factored"} <= loaded
+    assert {"shd_torch.kl.loss", "shd_torch.export", "shd_torch.kernels.divergence"} <= loaded
     assert not loaded & HEAVY
 
 

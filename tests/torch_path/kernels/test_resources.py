@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shd_torch.kernels.resources import Resources, Variant, choose_variant_tile, measure
-from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.kernel_resources import Resources, Variant, choose_variant_tile, measure  # noqa: E402  (after the path)
+from shd_torch.kernels.tiles import (  # noqa: E402
+    MAX_FLOAT32_WIDTH,
+    MAX_WIDTH,
+    Tile,
+    choose_tile,
+    count_unrolled,
+    pad_width,
+)
 
 KIB = 1024
 SHARED = {80: 99 * KIB, 90: 227 * KIB}
@@ -19,7 +30,7 @@ SHARED = {80: 99 * KIB, 90: 227 * KIB}
 SPILLED = 64
 """Bytes a thread that any program may spill: a load or two a loop; those below, which matter most, spill none."""
 
-REPORT = Path(__file__).resolve().parents[3] / "benchmarks" / "kernel_resources.json"
+REPORT = ROOT / "benchmarks" / "kernel_resources.json"
 
 HALF, FLOAT32 = torch.float16, torch.float32
 
