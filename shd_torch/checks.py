@@ -28,11 +28,6 @@ def check_option(name: str, value: object, options: tuple[str, ...], spec_id: st
         raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
 
 
-def check_finite(name: str, number: object, spec_id: str) -> float:
-    """A finite number as a float (GRAD-8)."""
-    return check_number(name, number, spec_id)
-
-
 def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
     """Merge weights must lie in [0, 1] (MIX-13, GRAM-6); waits for the device."""
     outside = (weights < 0) | (weights > 1)

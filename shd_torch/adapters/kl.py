@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_attn_mask, check_finite, check_option, check_probs, check_real, compute_dtype
+from shd_ref.integers import check_number
+from shd_torch.checks import check_attn_mask, check_option, check_probs, check_real, compute_dtype
 from shd_torch.kl.loss import attention_kl, explain_backend
-from shd_torch.maps.divergences import DIVERGENCES
 from shd_torch.maps.judged import Adapter
-from shd_torch.maps.loss import Layers, match_layers
+from shd_torch.maps.loss import DIVERGENCES, Layers, match_layers
 from shd_torch.supervision.supervision import Dense
 
 OPERATIONS: tuple[str, ...] = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
@@ -46,7 +46,7 @@ class KlAdapter(Adapter):
         row_sums, attn_mask = arguments.pop("row_sums", "one"), arguments.pop("attn_mask", None)
         maps = arguments.pop("supervision")
         if operation == "shd_loss_gradient_qk":
-            check_finite("scale", arguments["scale"], "GRAD-8")
+            check_number("scale", arguments["scale"], "GRAD-8")
             given: Layers = arguments["queries"]
             taught, q, k = match_layers(
                 supervision=maps, queries=arguments.pop("queries"), keys=arguments.pop("keys")

@@ -1,7 +1,8 @@
 """The mathematics on attention maps, under the names of ``shd_ref``: one file a chapter of the specification.
 
 Written independently of ``shd_ref``, from which only shape arithmetic and errors come. Start with ``mixing.py``.
-``import shd_torch.maps as shd`` takes the place of ``import shd_ref as shd``, on tensors.
+``import shd_torch.maps as shd`` replaces ``import shd_ref as shd``, on tensors: arguments and errors are those of the
+functions there. ``check=False`` leaves out validating the values, which costs a device sync.
 
 The judge takes this module as it is: ``python -m shd_ref.conformance --impl shd_torch.maps`` judges it on the CPU, or
 on the device that the environment variable ``SHD_TORCH_DEVICE`` names.
@@ -19,8 +20,7 @@ from shd_torch.maps.gradients import shd_loss_gradient, shd_loss_gradient_qk
 from shd_torch.maps.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_torch.maps.loss import shd_loss
 from shd_torch.maps.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
-from shd_torch.maps.support import IntersectedMaps, intersect_support
-from shd_torch.maps.tokens import AlignedMaps, align_tokens
+from shd_torch.maps.support import AlignedMaps, IntersectedMaps, align_tokens, intersect_support
 
 __all__ = [
     "ERROR_CODES",

@@ -30,19 +30,10 @@ def softmax(
 
     Differentiable; neither values nor gradients are NaN on fully masked rows.
 
-    Args:
-        attn_logits: ``(..., L, S)``; -inf marks a masked key.
-        attn_mask: boolean, broadcastable to the logits; True = may attend.
-        temperature: T_a > 0.
-        check: look for NaN and +inf, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.softmax``.
 
     Returns:
         ``attn_probs`` of the same shape and dtype; masked entries are exactly 0.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``.
-
-    Source: Eq. 10.
     """
     check_real(attn_logits, "attn_logits", check=check, allow_minus_inf=True)
     check_map_axes(attn_logits, "attn_logits")
@@ -83,19 +74,10 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
 
     Meant for supervision: the derivative at a probability of 0 is infinite for T > 1.
 
-    Args:
-        attn_probs: ``(..., L, S)``, rows summing to one or to zero.
-        temperature: T_a > 0; above 1 softens, below 1 sharpens.
-        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, whose rows keep their sums.
-        check: validate the values of the argument, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.soften``.
 
     Returns:
         The softened maps, same shape and dtype.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
-
-    Source: Eq. 10. Deviation: from probabilities; sinks (D-12).
     """
     check_map_axes(attn_probs, "attn_probs")
     check_probs(attn_probs, "attn_probs", check=check, row_sums=row_sums, ndim=None)
@@ -120,20 +102,10 @@ def soften_probs(probs: Tensor, temperature: float, row_sums: str = "one") -> Te
 def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = True) -> Tensor:
     """``X_i = V_i W_i``: what each head's values become after the output projection (MAP-6).
 
-    Args:
-        values: V ``(B, H_kv, S, d_v)``; with grouped queries H_kv divides H_t, and query head i reads
-            value head ``i // (H_t / H_kv)``.
-        output_projection: W_o ``(H_t * d_v, D)``; rows ``i * d_v .. (i + 1) * d_v`` belong to head i.
-            ``torch.nn.Linear`` stores the transpose: pass ``linear.weight.T``.
-        check: look for NaN and infinity, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.value_outputs``.
 
     Returns:
         X ``(B, H_t, S, D)``, float64 or float32.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``.
-
-    Source: Eq. 4.
     """
     check_real(values, "values", check=check, ndim=4)
     check_real(output_projection, "output_projection", check=check, ndim=2)

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_finite, check_real, check_temperature, compute_dtype
-from shd_torch.maps.divergences import row_gradient
-from shd_torch.maps.loss import LayerRows, Layers, LossKeywords, as_layers, layer_rows, match_layers
+from shd_ref.integers import check_number
+from shd_torch.checks import check_real, compute_dtype
+from shd_torch.maps.loss import (
+    LayerRows,
+    Layers,
+    LossKeywords,
+    LossOptions,
+    as_layers,
+    layer_rows,
+    match_layers,
+    row_gradient,
+)
 from shd_torch.precision import without_autocast
 
 Gradients: TypeAlias = Tensor | list[Tensor]
@@ -23,24 +32,14 @@ Gradients: TypeAlias = Tensor | list[Tensor]
 def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: Unpack[LossKeywords]) -> Gradients:
     """The gradient of ``shd_loss`` with respect to the student's logits as given (GRAD-1..3, GRAD-9).
 
-    Args:
-        supervision: A~ ``(B, H_s, L, S)``, or a list with one tensor a layer.
-        student_logits: before softmax, same shape(s).
-        **keywords: those of ``shd_loss``.
+    Arguments and errors are those of ``shd_ref.shd_loss_gradient``.
 
     Returns:
         ``dz``, shaped as the logits: a tensor for a tensor, a list for a list; float64 or float32. Exactly 0 on
         rows that do not count and on masked keys.
-
-    Raises:
-        ShdError: as ``shd_loss``.
-
-    Source: silent. Decision: D-21.
     """
-    divergence = keywords.get("divergence", "kl")
-    temperature = keywords.get("temperature", 1.0)
-    layers = layer_rows(supervision, student_logits, **keywords)
-    gradients = [_logit_gradient(rows, divergence, check_temperature(temperature)) for rows in layers]
+    options = LossOptions(**keywords)
+    gradients = [_logit_gradient(rows, options) for rows in layer_rows(supervision, student_logits, options)]
     return gradients[0] if isinstance(student_logits, Tensor) else gradients
 
 
@@ -51,22 +50,12 @@ def shd_loss_gradient_qk(
 ) -> tuple[Gradients, Gradients]:
     """The gradients of ``shd_loss`` where the logits are ``scale * q k^T`` (GRAD-4..9).
 
-    Args:
-        supervision: A~ ``(B, H_s, L, S)``, or a list with one tensor a layer.
-        queries: ``(B, H_s, L, d)``, or a list with one tensor a layer.
-        keys: ``(B, H_kv, S, d)``, or a list; query head h reads key head ``h // (H_s / H_kv)``.
-        scale: a finite number, the same for all layers.
-        **keywords: those of ``shd_loss``; masked keys are given by ``attn_mask``.
+    Arguments and errors are those of ``shd_ref.shd_loss_gradient_qk``.
 
     Returns:
         ``dq`` and ``dk``, shaped as queries and keys: tensors for tensors, lists for lists; float64 or float32.
-
-    Raises:
-        ShdError: as ``shd_loss``; ``argument-shape`` (GRAD-5), ``argument-value`` (GRAD-8).
-
-    Source: silent. Decision: D-21.
     """
-    scale = check_finite("scale", scale, "GRAD-8")
+    scale = check_number("scale", scale, "GRAD-8")
     check = keywords.get("check", True)
     teachers, all_queries, all_keys = match_layers(supervision=supervision, queries=queries, keys=keys)
     pairs = [_check_qk(q, k, layer, check) for layer, (q, k) in enumerate(zip(all_queries, all_keys, strict=True))]
@@ -80,9 +69,9 @@ def shd_loss_gradient_qk(
     return dq[0] if isinstance(queries, Tensor) else dq, dk[0] if isinstance(keys, Tensor) else dk
 
 
-def _logit_gradient(rows: LayerRows, divergence: str, temperature: float) -> Tensor:
-    factor = rows.weight * rows.mass / temperature  # (B, H_s, L)
-    return factor[..., None] * row_gradient(rows.p, rows.log_q, rows.may_attend, divergence)
+def _logit_gradient(rows: LayerRows, options: LossOptions) -> Tensor:
+    factor = rows.weight * rows.mass / options.temperature  # (B, H_s, L)
+    return factor[..., None] * row_gradient(rows.p, rows.log_q, rows.may_attend, options.divergence)
 
 
 def _check_qk(queries: Tensor, keys: Tensor, layer: int, check: bool) -> tuple[Tensor, Tensor]:

@@ -32,22 +32,10 @@ def gram_tensor(
 ) -> Tensor:
     """``G[i,j,k,l] = <A_i X_j, A_k X_l>`` over counted rows, without forming the D-wide X (GRAM-1).
 
-    Args:
-        teacher_probs: A ``(B, H_t, L, S)``.
-        values: V ``(B, H_kv, S, d_v)``; query head i reads value head ``i // (H_t / H_kv)``.
-        output_projection: W_o ``(H_t * d_v, D)``.
-        query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        alpha_per: ``"map"``, or ``"row"`` for one G per query row.
-        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: validate the values of the arguments, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.gram_tensor``.
 
     Returns:
         G ``(B, H_t, H_t, H_t, H_t)``, or ``(B, H_t, H_t, H_t, H_t, L)`` with ``alpha_per="row"``; float64.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
-
-    Source: silent. Decision: D-22.
     """
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
@@ -98,19 +86,10 @@ def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None
 def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -> Tensor:
     """``solve_alpha`` for heads p and q of the pool that a gram tensor describes (GRAM-2, GRAM-3, GRAM-7).
 
-    Args:
-        gram: G ``(B, H, H, H, H)``, or with a last axis L.
-        p: a position in the pool.
-        q: another.
-        check: validate the values of the tensor, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.solve_alpha_from_gram``.
 
     Returns:
         ``(B,)``, or ``(B, L)`` per row; the weight of p, in [0, 1]; float64.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
-
-    Source: Eq. 5-9. Deviation: D-1. Decision: D-22.
     """
     p, q = _check_pool(gram, p, q, check)
     return solve_gram_pair(gram.double(), p, q, "least_squares").clipped
@@ -140,20 +119,10 @@ def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
 def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = True) -> Tensor:
     """The gram tensor of the pool in which p and q are merged; the merged head comes first (GRAM-4).
 
-    Args:
-        gram: G ``(B, H, H, H, H)``, or with a last axis L.
-        p: a position in the pool.
-        q: another.
-        alpha: the weight of p, ``(B,)``, or ``(B, L)`` per row.
-        check: validate the values of the tensors, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.merge_gram``.
 
     Returns:
         G of H - 1 heads; float64.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
-
-    Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
     """
     p, q = _check_pool(gram, p, q, check)
     check_real(alpha, "alpha", check=check)

@@ -2,13 +2,13 @@
 
 ``L = beta * sum_layers sum_heads mean_rows rho D(P, Q)``, with P the teacher's row, Q the student's, D by default
 the Kullback-Leibler divergence (the teacher's entropy included, so that it is zero exactly where the maps are
-equal) and rho the mass of the teacher's row. Differentiable in the student's logits only.
-"""
+equal) and rho the mass of the teacher's row. Differentiable in the student's logits only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -18,8 +18,62 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.maps.attention import temper
-from shd_torch.maps.divergences import DIVERGENCES, row_divergence
 from shd_torch.maps.support import check_layer, check_support, find_violations, intersect
+
+DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "js", "mse")
+
+
+def row_divergence(p: Tensor, log_q: Tensor, may_attend: Tensor, divergence: str) -> Tensor:
+    """The divergence of each row of P and Q, differentiable in ``log_q`` (LOSS-11, LOSS-12).
+
+    Args:
+        p: rows ``(..., S)``, without gradient.
+        log_q: the same shape, finite; anything where ``may_attend`` is False.
+        may_attend: boolean, the same shape; Q is 0 elsewhere.
+        divergence: one of ``DIVERGENCES``.
+
+    Returns:
+        ``(...)``; 0 for a row that is zero in both.
+    """
+    if divergence == "kl":
+        return (p * (_log(p) - log_q)).sum(-1)
+    q = student_probs(log_q, may_attend)
+    if divergence == "mse":
+        return (p - q).square().sum(-1)
+    log_p = _log(p)
+    if divergence == "reverse_kl":
+        return (q * (log_q - log_p)).sum(-1)
+    log_r = _log_middle(p, log_p, log_q)
+    return 0.5 * (p * (log_p - log_r) + q * (log_q - log_r)).sum(-1)
+
+
+def row_gradient(p: Tensor, log_q: Tensor, may_attend: Tensor, divergence: str) -> Tensor:
+    """The gradient of ``row_divergence`` in ``z / T``, of which Q is the softmax (GRAD-1): ``(..., S)``."""
+    q = student_probs(log_q, may_attend)
+    if divergence == "kl":
+        return p.sum(-1, keepdim=True) * q - p
+    if divergence == "reverse_kl":
+        factor, r = 1.0, log_q - _log(p)
+    elif divergence == "js":
+        factor, r = 0.5, log_q - _log_middle(p, _log(p), log_q)
+    else:
+        factor, r = 2.0, q - p
+    return factor * q * (r - (q * r).sum(-1, keepdim=True))
+
+
+def student_probs(log_q: Tensor, may_attend: Tensor) -> Tensor:
+    """Q, exactly 0 where the student may not attend."""
+    return log_q.exp().masked_fill(~may_attend, 0.0)
+
+
+def _log(p: Tensor) -> Tensor:
+    return p.masked_fill(p == 0, 1.0).log()
+
+
+def _log_middle(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``log((P + Q) / 2)`` from the logarithms: Q may be too small for the dtype where P is 0."""
+    return torch.where(p == 0, log_q, torch.logaddexp(log_p, log_q)) - math.log(2.0)
+
 
 REDUCTIONS: tuple[str, ...] = ("sum", "mean")
 SUPPORTS: tuple[str, ...] = ("error", "intersect")
@@ -39,6 +93,28 @@ class LossKeywords(TypedDict, total=False):
     support: str
     row_sums: str
     check: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LossOptions:
+    """The keywords of ``shd_loss``, documented there and checked here."""
+
+    beta: float = 1.0
+    loss_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    temperature: float = 1.0
+    reduction: str = "sum"
+    divergence: str = "kl"
+    support: str = "error"
+    row_sums: str = "one"
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        check_option("reduction", self.reduction, REDUCTIONS, "LOSS-5")
+        check_option("divergence", self.divergence, DIVERGENCES, "LOSS-11")
+        check_option("support", self.support, SUPPORTS, "LOSS-14")
+        object.__setattr__(self, "beta", check_number("beta", self.beta, "LOSS-2", least=0))
+        object.__setattr__(self, "temperature", check_temperature(self.temperature))
 
 
 class LayerRows(NamedTuple):
@@ -100,19 +176,8 @@ def shd_loss(
 
     Source: Eq. 11. Decisions: D-13 to D-17.
     """
-    layers = layer_rows(
-        supervision,
-        student_logits,
-        beta=beta,
-        loss_mask=loss_mask,
-        attn_mask=attn_mask,
-        temperature=temperature,
-        reduction=reduction,
-        divergence=divergence,
-        support=support,
-        row_sums=row_sums,
-        check=check,
-    )
+    options = LossOptions(beta, loss_mask, attn_mask, temperature, reduction, divergence, support, row_sums, check)
+    layers = layer_rows(supervision, student_logits, options)
     terms = [_layer_loss(rows, divergence) for rows in layers]
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
@@ -122,44 +187,32 @@ def _layer_loss(rows: LayerRows, divergence: str) -> Tensor:
     return (rows.weight * terms.masked_fill(rows.violated, math.inf).sum((0, 2))[:, None]).sum()
 
 
-def layer_rows(
-    supervision: Layers,
-    student_logits: Layers,
-    *,
-    beta: float = 1.0,
-    loss_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    divergence: str = "kl",
-    support: str = "error",
-    row_sums: str = "one",
-    check: bool = True,
-) -> list[LayerRows]:
-    """Check every argument of the loss and make each layer's rows; see ``shd_loss``."""
-    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
-    check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
-    check_option("support", support, SUPPORTS, "LOSS-14")
-    beta = check_number("beta", beta, "LOSS-2", least=0)
-    temperature = check_temperature(temperature)
+def layer_rows(supervision: Layers, student_logits: Layers, options: LossOptions) -> list[LayerRows]:
+    """Check the maps of the loss and make each layer's rows; see ``shd_loss``."""
     teachers, students = match_layers(supervision=supervision, student_logits=student_logits)
     layers = []
     for layer, (given, logits) in enumerate(zip(teachers, students, strict=True)):
         teacher, masked, mask = check_layer(
-            given, logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, check=check, layer=layer
+            given,
+            logits,
+            loss_mask=options.loss_mask,
+            attn_mask=options.attn_mask,
+            row_sums=options.row_sums,
+            check=options.check,
+            layer=layer,
         )
         may_attend = ~torch.isneginf(masked)
-        if support == "intersect":
+        if options.support == "intersect":
             teacher = intersect(teacher, may_attend).supervision
         counted = teacher.sum(-1) != 0  # (B, H_s, L)
         if mask is not None:
             counted = counted & mask[:, None, :]
-        violations = find_violations(teacher, may_attend, counted, divergence)
-        if check:
+        violations = find_violations(teacher, may_attend, counted, options.divergence)
+        if options.check:
             check_support(teacher, violations, layer)
-        rows = _safe_rows(teacher, masked, may_attend, counted, violations.any(-1), temperature, row_sums)
-        layers.append(rows._replace(weight=beta * rows.weight))
-    if reduction == "mean":
+        rows = _safe_rows(teacher, masked, may_attend, counted, violations.any(-1), options)
+        layers.append(rows._replace(weight=options.beta * rows.weight))
+    if options.reduction == "mean":
         num_maps = sum(student.shape[1] for student in students)
         layers = [rows._replace(weight=rows.weight / num_maps) for rows in layers]
     return layers
@@ -171,8 +224,7 @@ def _safe_rows(
     may_attend: Tensor,
     counted: Tensor,
     violated: Tensor,
-    temperature: float,
-    row_sums: str,
+    options: LossOptions,
 ) -> LayerRows:
     """Rows in which nothing is infinite; what does not count is cut off before any function could give NaN."""
     number = counted.sum((0, 2)).clamp(min=1).to(teacher.dtype)
@@ -180,7 +232,7 @@ def _safe_rows(
     usable = kept[..., None]
     teacher = teacher.masked_fill(~usable, 0.0)
     mass = kept.to(teacher.dtype)
-    if row_sums == "at_most_one":
+    if options.row_sums == "at_most_one":
         mass = teacher.sum(-1)
         teacher = teacher / mass.masked_fill(~kept, 1.0)[..., None]
     # A row that plays no part becomes one of zeros: its softmax is finite, and its gradient is cut off.
@@ -188,20 +240,16 @@ def _safe_rows(
     blocked = ~may_attend & usable
     safe = logits.masked_fill(~may_attend, 0.0)
     exact = safe.detach()
-    tempered = temper(exact, exact.masked_fill(blocked, -math.inf), temperature)
+    tempered = temper(exact, exact.masked_fill(blocked, -math.inf), options.temperature)
     # What overflows is held at the lowest number; the zero that is added carries the gradient all the same (LOSS-12).
     tempered = tempered.clamp_(min=torch.finfo(tempered.dtype).min).masked_fill_(blocked, -math.inf)
-    carrier = safe - exact if temperature == 1.0 else (safe - exact) / temperature
+    carrier = safe - exact if options.temperature == 1.0 else (safe - exact) / options.temperature
     log_q = (tempered + carrier).log_softmax(-1).masked_fill(~may_attend, 0.0)
     return LayerRows(teacher, mass, log_q, may_attend, violated, number.reciprocal()[:, None])
 
 
 def match_layers(**arguments: Layers) -> tuple[list[Tensor], ...]:
-    """The layers of several arguments: all of them tensors, or all of them lists of one length (LOSS-3).
-
-    Raises:
-        ShdError: ``argument-shape``.
-    """
+    """The layers of several arguments: all of them tensors, or all of them lists of one length (LOSS-3)."""
     layers = tuple(as_layers(value) for value in arguments.values())
     counts = {len(each) for each in layers}
     forms = {isinstance(value, Tensor) for value in arguments.values()}

@@ -1,13 +1,15 @@
-"""Support (spec chapter LOSS): one checked layer of the loss, and teacher mass where the student may not attend."""
+"""Teacher mass where the student may not attend (spec chapter LOSS), and positions that only one side has (TOKEN)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer
 from shd_torch.checks import check_mask, check_probs, check_real, compute_dtype, map_dtype
 from shd_torch.maps.attention import mask_logits
 
@@ -39,21 +41,10 @@ def intersect_support(
 ) -> IntersectedMaps:
     """Supervision without the mass that the student may not attend to; rows keep their sums (LOSS-15).
 
-    Args:
-        supervision: A~ ``(B, H_s, L, S)``.
-        student_logits: before softmax, same shape; -inf marks a masked key.
-        loss_mask: boolean ``(B, L)``, True = the row counts; other rows need not be distributions.
-        attn_mask: boolean, broadcastable to ``(B, H_s, L, S)``, True = may attend.
-        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: validate the values of the arguments, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.intersect_support``.
 
     Returns:
         ``supervision`` in the dtype it came in, and ``dropped`` in float64 or float32.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
-
-    Source: silent. Decision: D-17.
     """
     layer = check_layer(
         supervision, student_logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, check=check, layer=0
@@ -135,3 +126,55 @@ def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
         "must share one mask, or support='intersect' drops that mass",
         "LOSS-6",
     )
+
+
+class AlignedMaps(NamedTuple):
+    """What ``align_tokens`` returns (TOKEN-2)."""
+
+    probs: Tensor  # (B, H, len(rows), len(columns)), rows with the sums they had, or zero where nothing is left
+    dropped: Tensor  # (B, H, len(rows)), the mass that lay on columns not kept
+
+
+@torch.no_grad()
+def align_tokens(
+    attn_probs: Tensor,
+    rows: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+    *,
+    query_mask: Tensor | None = None,
+    row_sums: str = "one",
+    check: bool = True,
+) -> AlignedMaps:
+    """Keep the listed query and key positions, scale the rows back, report the mass that was dropped (TOKEN-1..4).
+
+    For merged maps, after ``squeeze_heads`` (TOKEN-5): alpha reads every position of the teacher. Runs without
+    gradient.
+
+    Arguments and errors are those of ``shd_ref.align_tokens``.
+
+    Returns:
+        The aligned maps in the dtype they came in, and the dropped mass of each kept row in float64 or float32.
+    """
+    check_real(attn_probs, "attn_probs", check=False, ndim=4)
+    batch, _, num_rows, num_columns = attn_probs.shape
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, num_rows))
+    check_probs(attn_probs, "attn_probs", check=check, query_mask=query_mask, row_sums=row_sums)
+    kept_rows = _check_positions("rows", rows, num_rows)
+    kept_columns = _check_positions("columns", columns, num_columns)
+    probs = attn_probs.detach()[:, :, kept_rows].to(compute_dtype(attn_probs))
+    others = sorted(set(range(num_columns)) - set(kept_columns))
+    dropped = probs[..., others].sum(-1)
+    aligned = rescale_rows(probs[..., kept_columns], probs.sum(-1), dropped)
+    return AlignedMaps(aligned.to(map_dtype(attn_probs)), dropped)
+
+
+def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> list[int]:
+    """A list of distinct positions of an axis (TOKEN-4)."""
+    if positions is None:
+        return list(range(size))
+    listed = positions.tolist() if isinstance(positions, Tensor) else list(positions)
+    kept = [check_integer(name, position, 0, size - 1, "TOKEN-4") for position in listed]
+    if not kept or len(set(kept)) < len(kept):
+        raise ShdError("argument-value", f"{name} must name at least one position, each once; got {kept}", "TOKEN-4")
+    return kept

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import check_finite, compute_dtype
+from shd_ref.integers import check_number
+from shd_torch.checks import compute_dtype
 from shd_torch.precision import without_autocast
 
 CHUNK = 256
@@ -78,8 +79,8 @@ class AttentionRule:
             ShdError: ``argument-value``, ``argument-dtype``.
         """
         if self.scale is not None:
-            check_finite("scale", self.scale, "GRAD-8")
-        if self.softcap is not None and check_finite("softcap", self.softcap, "GRAD-8") <= 0:
+            check_number("scale", self.scale, "GRAD-8")
+        if self.softcap is not None and check_number("softcap", self.softcap, "GRAD-8") <= 0:
             raise ShdError("argument-value", f"softcap must be above 0; got {self.softcap!r}", "GRAD-8")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ShdError("argument-value", f"window must be an integer of at least 1; got {self.window!r}")

@@ -66,15 +66,6 @@ def test_layers_compile_whole() -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
-def test_compiles_whole_with_inductor() -> None:
-    supervision, logits, attn_mask = (to_tensor(a) for a in loss_case((2, 3, 7, 9), "float32"))
-    compiled = torch.compile(shd.shd_loss, fullgraph=True)
-    eager = shd.shd_loss(supervision, logits, attn_mask=attn_mask)
-    torch.testing.assert_close(compiled(supervision, logits, attn_mask=attn_mask, check=False), eager)
-
-
 def test_support_error_names_where() -> None:
     supervision = torch.full((1, 1, 1, 4), 0.25)
     logits = torch.tensor([[[[0.0, 0.0, 0.0, -torch.inf]]]])
