@@ -62,13 +62,9 @@ class AttentionCall:
 
 @dataclass(frozen=True, eq=False)
 class LogitsCall:
-    """An attention call of which only the logits are known: that of ``record_attention``.
+    """An attention call of which only the logits are known: that of ``record_attention``."""
 
-    Attributes:
-        attn_logits: ``(B, H, L, S)``.
-    """
-
-    attn_logits: Tensor
+    attn_logits: Tensor  # (B, H, L, S)
 
     @property
     def num_heads(self) -> int:

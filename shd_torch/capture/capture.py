@@ -29,8 +29,15 @@ from shd_torch.capture.call import AttentionCall, LogitsCall
 from shd_torch.capture.compiling import never_compiled
 from shd_torch.capture.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.hugging_face import read_hf_call
-from shd_torch.capture.kinds import find_call_kinds
-from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
+from shd_torch.capture.layers import (
+    Layer,
+    SameLayers,
+    check_calls,
+    check_every_layer,
+    check_single,
+    find_call_kinds,
+    number_layers,
+)
 from shd_torch.capture.taps import RawCall, add_call, is_recording, record
 from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax

@@ -19,12 +19,7 @@ R = TypeVar("R")
 
 
 def never_compiled(function: Callable[P, R], *, recursive: bool = True) -> Callable[P, R]:
-    """As ``torch.compiler.disable``.
-
-    Args:
-        function: what is not to be compiled.
-        recursive: whether what it calls is not to be compiled either.
-    """
+    """As ``torch.compiler.disable``: the function, and where ``recursive`` also what it calls, is not compiled."""
     if _has_compiler():
         return _disable(function, recursive)
     disabled: Callable[P, R] | None = None

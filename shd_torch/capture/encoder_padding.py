@@ -16,10 +16,6 @@ def keep_padded_zeros(student: nn.Module, stack: ExitStack) -> None:
     """Give padded rows of the encoders inside a student what the fast path would, while it is off.
 
     In eval mode without gradient such an encoder packs its sequences into a nested tensor, which holds no padding.
-
-    Args:
-        student: any module.
-        stack: takes the hooks back.
     """
     for module in student.modules():
         if module is not student and _packs(module):  # the student's own hooks have been looked for already

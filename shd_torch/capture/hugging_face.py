@@ -29,16 +29,12 @@ _KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "c
 def read_hf_call(
     raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str] = frozenset()
 ) -> AttentionCall:
-    """The call that a Hugging Face attention function made.
+    """The call that a Hugging Face attention function made, as the tap saw it.
 
     Args:
-        raw: as the tap saw it.
+        raw: the call.
         opened: the masks of the same pass that were opened before, by the identity of their ``BlockMask``.
         ignored_arguments: names of further tensors that change no map.
-
-    Raises:
-        ShdError: ``capture-failed`` for attention sinks, tensors of unknown meaning, packed sequences and shapes that
-            fit nothing.
     """
     name = type(raw.module).__name__
     query, key, keywords = raw.query, raw.key, raw.keywords or {}

@@ -13,23 +13,15 @@ from shd_ref.errors import ShdError
 
 def read_logits(output: Any) -> Tensor | None:
     """The ``logits`` ``(..., V)`` of an output or a mapping, or the output itself where it is a tensor; else None."""
-    found = output if isinstance(output, Tensor) else read_output(output, "logits")
-    return found if isinstance(found, Tensor) and found.ndim >= 2 and found.is_floating_point() else None
+    logits = output if isinstance(output, Tensor) else read_output(output, "logits")
+    return logits if isinstance(logits, Tensor) and logits.ndim >= 2 and logits.is_floating_point() else None
 
 
 def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[int, Tensor]:
     """Chosen hidden states ``(B, L, D)`` as Hugging Face counts them: 0 are the embeddings, k what block k returns.
 
     The last ones are what the model's head reads, after a final norm where there is one. Of an encoder-decoder they
-    are the decoder's (``decoder_hidden_states``).
-
-    Args:
-        output: of a forward pass with ``output_hidden_states=True``.
-        layers: numbers from 0 to the number of blocks.
-        name: of the model, for errors.
-
-    Raises:
-        ShdError: ``capture-failed`` for an output without hidden states; ``layers-invalid``.
+    are the decoder's (``decoder_hidden_states``). ``name`` is the model's, for errors.
     """
     states = read_every_hidden_state(output, name)
     for layer in layers:
@@ -42,11 +34,7 @@ def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[in
 
 
 def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
-    """All of them; see ``read_hidden_states``.
-
-    Raises:
-        ShdError: ``capture-failed``.
-    """
+    """All of them; see ``read_hidden_states``."""
     states = read_output(output, "hidden_states")
     states = read_output(output, "decoder_hidden_states") if states is None else states
     if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):

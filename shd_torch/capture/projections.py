@@ -20,22 +20,13 @@ from shd_torch.capture.taps import RawCall, last_call
 
 
 class Projection(NamedTuple):
-    """An output projection W_o, by its name in the model, so that a weight may be moved, trained or loaded.
+    """An output projection W_o, by its name in the model, so that a weight may be moved, trained or loaded."""
 
-    Attributes:
-        weight: ``(D, H * d_v)`` as ``torch.nn.Linear`` stores it, or its transpose; or the name of that parameter.
-        is_linear: the former.
-    """
-
-    weight: Tensor | str
-    is_linear: bool = True
+    weight: Tensor | str  # (D, H * d_v) as torch.nn.Linear stores it, or its transpose; or the name of that parameter
+    is_linear: bool = True  # the former
 
     def matrix(self, model: nn.Module) -> Tensor:
-        """W_o ``(H * d_v, D)``.
-
-        Raises:
-            ShdError: ``capture-failed`` where the model has lost the parameter.
-        """
+        """W_o ``(H * d_v, D)``."""
         weight = self.weight
         if isinstance(weight, str):
             try:
