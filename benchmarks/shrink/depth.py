@@ -39,7 +39,7 @@ from torch import Tensor
 from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import rank_layers, shrink
-from shd_torch.shrink.compare.measure import count_flops
+from shd_torch.shrink.compare import count_flops
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too

@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import shrink
-from shd_torch.shrink.compare.rivals import RIVALS
+from shd_torch.shrink.compare import RIVALS
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too

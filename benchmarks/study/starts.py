@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shd_torch.shrink import shrink
-from shd_torch.shrink.compare.rivals import RIVALS
+from shd_torch.shrink.compare import RIVALS
 
 STARTS = ("random", "kept", "squeezed")
 

@@ -7,7 +7,6 @@ made as. Imports the reference; start with ``heads.py``.
 """
 
 from shd_ref.shrink.align import align_output
-from shd_ref.shrink.depth import kept_layers
 from shd_ref.shrink.ffn import keep_neurons, merge_linear, neuron_importance
 from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_queries
 from shd_ref.shrink.merges import grouped_plan, pooled_mixing
@@ -19,7 +18,7 @@ from shd_ref.shrink.predictor import (
     fit_predictor,
     study_noise,
 )
-from shd_ref.shrink.width import fold_norm, kept_scale, principal_axes
+from shd_ref.shrink.width import fold_norm, kept_layers, kept_scale, principal_axes
 
 __all__ = [
     "align_output",

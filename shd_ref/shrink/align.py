@@ -24,18 +24,12 @@ class RowSums(NamedTuple):
     """Sums over rows z of what a matrix reads and r of what it leaves of their targets t.
 
     With a bias, each z ends in a 1.
-
-    Attributes:
-        inner: ``Z^T Z``, ``(F, F)``.
-        cross: ``Z^T R``, ``(F, D)``.
-        rows: how many there are.
-        size: ``||T||^2``.
     """
 
-    inner: Array
-    cross: Array
-    rows: int
-    size: float
+    inner: Array  # Z^T Z, (F, F)
+    cross: Array  # Z^T R, (F, D)
+    rows: int  # how many there are
+    size: float  # ||T||^2
 
 
 def align_output(

@@ -132,8 +132,8 @@ def keep_neurons(
     return KeptNeurons(cut, Linear(second.weight[:, rows], second.bias), kept)
 
 
-def _linear(given: Linear | Mapping[str, Any], name: str) -> Linear:
-    fields = given if isinstance(given, Mapping) else given._asdict()
+def _linear(layer: Linear | Mapping[str, Any], name: str) -> Linear:
+    fields = layer if isinstance(layer, Mapping) else layer._asdict()
     weight = as_float(fields["weight"], f"{name}.weight", ndim=2)
     return Linear(weight, _bias(fields.get("bias"), f"{name}.bias", len(weight)))
 

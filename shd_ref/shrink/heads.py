@@ -1,24 +1,86 @@
 """Fewer heads (spec chapter HEAD): the weights of a student head that stands for a group of the teacher's.
 
 A student head's logits are the group's logits mixed by a row of C, its value output the sum of the group's. One
-softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically.
-"""
+softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import Array, as_float, mask_logits, softmax
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_ref.shrink.factors import RIDGE, Factors, Forms, factor_forms, moment_roots
-from shd_ref.shrink.merges import HeadMerge, as_merge
-from shd_ref.shrink.weights import HeadWeights, Rotary, as_rotary, as_weights
+from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary, as_merge, as_rotary, as_weights
+from shd_ref.tolerances import tie_width
+
+Forms: TypeAlias = NDArray[np.floating[Any] | np.complexfloating[Any, Any]]
+
+RIDGE = 1e-6
+"""Share of a moment's mean eigenvalue that is added to all: directions without data then have an inverse."""
+
+
+class Factors(NamedTuple):
+    """``M_h ~ left[h] @ right^H`` with one right factor for all forms.
+
+    Attributes:
+        left: ``(G, D1, rank)``.
+        right: ``(D2, rank)``.
+        error: ``sum_h || M_h - left[h] right^H ||^2`` over the same of ``M_h``; 0 for 0 / 0.
+    """
+
+    left: Forms
+    right: Forms
+    error: float
+
+
+def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> Factors:
+    """The factors with the least error of the forms ``M_h = lefts[h] @ rights[h]^H`` (HEAD-13).
+
+    The forms are never made: one SVD of their core, as large as the columns of all ``rights``, is that of the stack.
+
+    Args:
+        lefts: ``(D1, r_h)`` each, real or complex, times the root of what they multiply (``moment_roots``).
+        rights: ``(D2, r_h)`` each, also.
+        rank: at least 1. More than the forms have is filled with zeros.
+    """
+    basis, core = np.linalg.qr(np.concatenate(rights, axis=1))
+    ends = np.cumsum([part.shape[1] for part in rights])[:-1]
+    sides = [np.linalg.qr(part) for part in lefts]
+    cores = [side @ part.conj().T for (_, side), part in zip(sides, np.split(core, ends, axis=1), strict=True)]
+    u, singular, v = np.linalg.svd(np.concatenate(cores), full_matrices=False)
+    kept = min(rank, len(singular))
+    half = np.sqrt(singular[:kept])
+    right = basis @ v[:kept].conj().T
+    turn = leading_phases(right)
+    rows = np.split(u[:, :kept] * (turn * half), np.cumsum([len(part) for part in cores])[:-1])
+    left = np.stack([side @ part for (side, _), part in zip(sides, rows, strict=True)])
+    missing = rank - kept
+    left = np.pad(left, ((0, 0), (0, 0), (0, missing)))
+    right = np.pad(right * (turn * half), ((0, 0), (0, missing)))
+    total = float((singular**2).sum())
+    return Factors(left, right, float((singular[kept:] ** 2).sum()) / total if total > 0.0 else 0.0)
+
+
+def leading_phases(vectors: Forms) -> Forms:
+    """For each column ``(D, k)`` the number of length 1 that makes its largest entry positive (HEAD-13)."""
+    sizes = np.abs(vectors)
+    first = (sizes >= (1.0 - tie_width()) * sizes.max(axis=0, initial=0.0)).argmax(axis=0)
+    leading = vectors[first, np.arange(vectors.shape[1])]
+    return np.where(leading == 0.0, 1.0, leading.conj() / np.where(leading == 0.0, 1.0, np.abs(leading)))
+
+
+def moment_roots(moment: Array, ridge: float = RIDGE) -> tuple[Array, Array]:
+    """The square root of a moment with its ridge, and the root's inverse."""
+    values, vectors = np.linalg.eigh((moment + moment.T) / 2)
+    floor = max(float(values.mean()), np.finfo(np.float64).tiny)
+    raised = np.sqrt(np.maximum(values, 0.0) + ridge * floor)
+    return (vectors * raised) @ vectors.T, (vectors / raised) @ vectors.T
+
 
 Record = Mapping[str, Any]
 
@@ -50,10 +112,14 @@ def attend(
         raise ShdError(
             "argument-shape", f"inputs must have {weights.query.shape[1]} channels; got {x.shape[3]}", "HEAD-2"
         )
-    query, key, value = x @ weights.query, x @ weights.key, x @ weights.value  # (B, H or H_kv, L, d)
-    query = query if weights.query_bias is None else query + weights.query_bias[:, None]
-    key = key if weights.key_bias is None else key + weights.key_bias[:, None]
-    value = value if weights.value_bias is None else value + weights.value_bias[:, None]
+    query, key, value = (
+        x @ matrix + (0.0 if bias is None else bias[:, None])  # (B, H or H_kv, L, d)
+        for matrix, bias in (
+            (weights.query, weights.query_bias),
+            (weights.key, weights.key_bias),
+            (weights.value, weights.value_bias),
+        )
+    )
     if rotary is not None:
         query, key = rotary.turn(query), rotary.turn(key)
     reads = weights.reads
@@ -130,24 +196,25 @@ def concatenate_heads(weights: HeadWeights | Record, merge: HeadMerge | Record, 
     head_dim = check_integer("head_dim", head_dim, longest, None, "HEAD-9")
     ratio = weights.logit_scale * head_dim**0.5
     size, rows = len(groups), weights.query.shape[1]
-    query, key, value = (np.zeros((size, rows, head_dim)) for _ in range(3))
     output = np.zeros((size, head_dim, weights.output.shape[2]))
-    given = weights.query_bias, weights.key_bias, weights.value_bias
-    query_bias, key_bias, value_bias = (None if bias is None else np.zeros((size, head_dim)) for bias in given)
+    made: dict[str, Array] = {}
+    for name in ("query", "key", "value"):
+        made[name] = np.zeros((size, rows, head_dim))
+        if getattr(weights, f"{name}_bias") is not None:
+            made[f"{name}_bias"] = np.zeros((size, head_dim))
     for head, group in enumerate(groups):
         for place, t in enumerate(group):
-            kv, factor = weights.reads[t], ratio * c[head, t]
+            kv = weights.reads[t]
             at, at_v = slice(place * d, place * d + d), slice(place * d_v, place * d_v + d_v)
-            query[head, :, at] = factor * weights.query[t]
-            key[head, :, at], value[head, :, at_v] = weights.key[kv], weights.value[kv]
             output[head, at_v] = weights.output[t]
-            if query_bias is not None and given[0] is not None:
-                query_bias[head, at] = factor * given[0][t]
-            if key_bias is not None and given[1] is not None:
-                key_bias[head, at] = given[1][kv]
-            if value_bias is not None and given[2] is not None:
-                value_bias[head, at_v] = given[2][kv]
-    return HeadWeights(query, key, value, output, query_bias, key_bias, value_bias, weights.output_bias)
+            for name, source, factor, columns in (
+                ("query", t, ratio * c[head, t], at),
+                ("key", kv, 1.0, at),
+                ("value", kv, 1.0, at_v),
+            ):
+                for part in {name, f"{name}_bias"} & made.keys():
+                    made[part][head, ..., columns] = factor * getattr(weights, part)[source]
+    return HeadWeights(**made, output=output, output_bias=weights.output_bias, scale=None)
 
 
 def low_rank_heads(
@@ -275,22 +342,13 @@ def _split_biases(weights: HeadWeights, query: Array, key: Array, value: Array, 
             out_bias = out_bias + np.einsum("tv,tvd->d", weights.value_bias[weights.reads], weights.output)
             value_bias = np.zeros_like(value_bias)
     biased = weights.query_bias is not None or weights.key_bias is not None
-    return HeadWeights(
-        query[:, :-1],
-        key[:, :-1],
-        value[:, :-1],
-        output,
-        query[:, -1] if biased else None,
-        key[:, -1] if biased else None,
-        value_bias,
-        out_bias,
-    )
+    query_bias, key_bias = (query[:, -1], key[:, -1]) if biased else (None, None)
+    return HeadWeights(query[:, :-1], key[:, :-1], value[:, :-1], output, query_bias, key_bias, value_bias, out_bias)
 
 
 def _fitting(merge: HeadMerge | Record, weights: HeadWeights) -> HeadMerge:
-    found = as_merge(merge)
-    if found.mixing.shape[1] != weights.num_heads:
-        raise ShdError(
-            "argument-shape", f"merge must be of {weights.num_heads} heads; got {found.mixing.shape[1]}", "HEAD-1"
-        )
-    return found
+    checked = as_merge(merge)
+    heads = checked.mixing.shape[1]
+    if heads != weights.num_heads:
+        raise ShdError("argument-shape", f"merge must be of {weights.num_heads} heads; got {heads}", "HEAD-1")
+    return checked

@@ -1,4 +1,4 @@
-"""Which heads merge, with what weights (spec chapter HEAD): plans and C from one gram tensor of the calibration."""
+"""Which heads merge, with what weights (spec chapter HEAD): records of a layer, plans and C from one gram tensor."""
 
 from __future__ import annotations
 
@@ -7,33 +7,152 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.attention import Array, as_float
+from shd_ref.attention import Array, Mask, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.integers import as_index, check_integer
+from shd_ref.integers import as_index, check_integer, check_number
 from shd_ref.merging.gram import solve_alpha_from_gram
 from shd_ref.merging.matching import match_pairs
 from shd_ref.merging.mixing import compose_mixing
 from shd_ref.merging.plans import MergePlan, Pair, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
+LAYOUTS: tuple[str, ...] = ("half", "adjacent")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """One layer of attention, head by head; inputs are rows (HEAD-1)."""
+
+    query: Array  # (H, D, d)
+    key: Array  # (H_kv, D, d); query head i reads key and value head i // (H / H_kv)
+    value: Array  # (H_kv, D, d_v)
+    output: Array  # (H, d_v, D)
+    query_bias: Array | None = None  # (H, d), or None without one
+    key_bias: Array | None = None  # (H_kv, d)
+    value_bias: Array | None = None  # (H_kv, d_v)
+    output_bias: Array | None = None  # (D,)
+    scale: float | None = None  # logits are scale * q k^T; default d ** -0.5
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return len(self.query)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """H_kv."""
+        return len(self.key)
+
+    @property
+    def head_dim(self) -> int:
+        """Entries of a query."""
+        return int(self.query.shape[2])
+
+    @property
+    def reads(self) -> list[int]:
+        """For each query head the key and value head that it reads (MAP-6)."""
+        per = self.num_heads // self.num_kv_heads
+        return [head // per for head in range(self.num_heads)]
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor of ``q k^T``."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions (HEAD-14)."""
+
+    # radians a position, one a rotated pair; the remaining d - 2 * len(frequencies) entries of a head are not rotated
+    frequencies: Array
+    layout: str = "half"  # "half" pairs entry i with i + len(frequencies), "adjacent" pairs 2 i with 2 i + 1
+    # boolean, one a pair: True where the pair barely turns over the lengths that occur (HEAD-16)
+    slow: Mask | None = None
+
+    def entries(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Positions in a head of each pair's first and second entry."""
+        pairs = np.arange(len(self.frequencies))
+        return (pairs, pairs + len(pairs)) if self.layout == "half" else (2 * pairs, 2 * pairs + 1)
+
+    def turn(self, rows: Array) -> Array:
+        """Queries or keys ``(..., L, d)`` turned to their positions 0 .. L - 1."""
+        first, second = self.entries()
+        angles = np.arange(rows.shape[-2])[:, None] * self.frequencies
+        cos, sin = np.cos(angles), np.sin(angles)
+        turned = rows.copy()
+        turned[..., first] = rows[..., first] * cos - rows[..., second] * sin
+        turned[..., second] = rows[..., first] * sin + rows[..., second] * cos
+        return turned
+
+
+def join_heads(part: Array) -> Array:
+    """Heads ``(H, D, d)`` side by side, as one matrix of rows ``(D, H * d)``."""
+    return part.swapaxes(0, 1).reshape(part.shape[1], -1)
+
+
+def split_heads(matrix: Array, num_heads: int) -> Array:
+    """A matrix ``(D, H * d)`` as its heads ``(H, D, d)``."""
+    return matrix.reshape(len(matrix), num_heads, -1).swapaxes(0, 1)
+
+
+def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:
+    """A layer's weights in float64 after the checks of HEAD-1, from the record or a mapping of its fields."""
+    fields = given if isinstance(given, Mapping) else vars(given)
+    query, key, value, output = (as_float(fields[name], name, ndim=3) for name in ("query", "key", "value", "output"))
+    heads, width, dim = query.shape
+    kv_heads, value_dim = len(key), value.shape[2]
+    shapes: dict[str, tuple[int, ...]] = {
+        "key": (kv_heads, width, dim),
+        "value": (kv_heads, width, value_dim),
+        "output": (heads, value_dim, output.shape[2]),
+        "query_bias": (heads, dim),
+        "key_bias": (kv_heads, dim),
+        "value_bias": (kv_heads, value_dim),
+        "output_bias": output.shape[2:],
+    }
+    biases = {
+        name: as_float(fields[name], name) for name in shapes if "bias" in name and fields.get(name) is not None
+    }
+    for name, part in {"key": key, "value": value, "output": output, **biases}.items():
+        if part.shape != shapes[name]:
+            message = f"{name} must be {shapes[name]} with a query {query.shape}; got {part.shape}"
+            raise ShdError("argument-shape", message, "HEAD-1")
+    if not kv_heads or heads % kv_heads or not dim:
+        raise ShdError(
+            "argument-shape", f"query must have a multiple of the {kv_heads} key heads; got {query.shape}", "HEAD-1"
+        )
+    scale = fields.get("scale")
+    scale = None if scale is None else check_number("scale", scale, "HEAD-1", above=0)
+    return HeadWeights(query, key, value, output, **biases, scale=scale)
+
+
+def as_rotary(given: Rotary | Mapping[str, Any]) -> Rotary:
+    """Rotary positions, from the record or a mapping of its fields; checked (HEAD-14)."""
+    rotary = given if isinstance(given, Rotary) else Rotary(**given)
+    check_option("layout", rotary.layout, LAYOUTS, "HEAD-14")
+    frequencies = as_float(rotary.frequencies, "frequencies", ndim=1)
+    slow = None if rotary.slow is None else np.asarray(rotary.slow)
+    if slow is not None and (slow.shape != frequencies.shape or slow.dtype != np.bool_):
+        raise ShdError(
+            "argument-shape", f"slow must be {len(frequencies)} booleans, one a pair; got {slow.shape}", "HEAD-16"
+        )
+    return Rotary(frequencies, rotary.layout, slow)
+
+
 PLANS: tuple[str, ...] = ("auto", "matched", "balanced", "progressive")
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMerge:
-    """Groups of teacher heads and the weights of their logits (HEAD-1).
+    """Groups of teacher heads and the weights of their logits (HEAD-1)."""
 
-    Attributes:
-        mixing: C ``(H_s, H_t)``: rows convex, 0 outside the group. A member may weigh 0: its values still count.
-        groups: for each student head its teacher heads; every teacher head in exactly one group.
-        plan: the rounds of pairs that gave both, empty where there were none.
-    """
-
-    mixing: Array
+    mixing: Array  # C (H_s, H_t): rows convex, 0 outside the group. A member may weigh 0: its values still count
+    # for each student head its teacher heads; every teacher head in exactly one group
     groups: tuple[tuple[int, ...], ...]
-    plan: MergePlan = ()
+    plan: MergePlan = ()  # the rounds of pairs that gave both, empty where there were none
 
     def __post_init__(self) -> None:
         c = as_float(self.mixing, "mixing", ndim=2)
@@ -59,10 +178,10 @@ class HeadMerge:
     @property
     def members(self) -> Array:
         """``(H_s, H_t)``: 1 where the teacher head is in the student head's group, else 0."""
-        found = np.zeros(self.mixing.shape)
+        members = np.zeros(self.mixing.shape)
         for head, group in enumerate(self.groups):
-            found[head, list(group)] = 1.0
-        return found
+            members[head, list(group)] = 1.0
+        return members
 
     @property
     def homes(self) -> list[int]:
@@ -102,9 +221,6 @@ def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads
         num_student_heads: H_s.
         kind: ``"matched"`` inside ``num_kv_heads`` groups (needs networkx), ``"balanced"`` or ``"progressive"``.
         num_kv_heads: of the teacher; where they do not divide H_s, any two heads may meet.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``not-finite``, ``dependency-missing``, ``heads-exceed``.
     """
     if kind != "matched":
         return pooled_mixing(gram, merge_plan(len(np.asarray(gram)), num_student_heads, kind))

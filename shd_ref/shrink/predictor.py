@@ -29,17 +29,12 @@ def num_monomials(degree: int) -> int:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A polynomial of quality over the ratios of attention blocks and of activations (PRED-1).
+    """A polynomial of quality over the ratios of attention blocks and of activations (PRED-1)."""
 
-    Attributes:
-        degree: from 1 to 4.
-        coefficients: of ``1, a, t, a^2, a t, t^2, a^3, a^2 t, ...``: by total degree, then by falling power of a.
-        meaning: whether the ratios count what is ``"retained"`` or what is ``"pruned"``.
-    """
-
-    degree: int
+    degree: int  # from 1 to 4
+    # of 1, a, t, a^2, a t, t^2, a^3, a^2 t, ...: by total degree, then by falling power of a
     coefficients: tuple[float, ...]
-    meaning: str = "retained"
+    meaning: str = "retained"  # whether the ratios count what is "retained" or what is "pruned"
 
     def __post_init__(self) -> None:
         _check_degree(self.degree)
@@ -61,36 +56,22 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Split:
-    """The best split of a budget (PRED-5): numbers of kept layers, for either meaning of the ratios.
+    """The best split of a budget (PRED-5): numbers of kept layers, for either meaning of the ratios."""
 
-    Attributes:
-        attention: attention blocks that are kept.
-        activation: activations that are kept.
-        quality: what the polynomial predicts there.
-    """
-
-    attention: int
-    activation: int
-    quality: float
+    attention: int  # attention blocks that are kept
+    activation: int  # activations that are kept
+    quality: float  # what the polynomial predicts there
 
 
 @dataclass(frozen=True)
 class NoiseStudy:
-    """How far noise in the measured qualities moves the best split (PRED-7).
+    """How far noise in the measured qualities moves the best split (PRED-7)."""
 
-    Attributes:
-        same: share of trials with the split of the noiseless fit.
-        one_layer: share that is off by one layer.
-        more: the rest.
-        mean: mean ratios ``(attention, activation)`` that are kept.
-        std: their standard deviations over trials.
-    """
-
-    same: float
-    one_layer: float
-    more: float
-    mean: tuple[float, float]
-    std: tuple[float, float]
+    same: float  # share of trials with the split of the noiseless fit
+    one_layer: float  # share that is off by one layer
+    more: float  # the rest
+    mean: tuple[float, float]  # mean ratios (attention, activation) that are kept
+    std: tuple[float, float]  # their standard deviations over trials
 
 
 def as_predictor(given: Predictor | Mapping[str, Any]) -> Predictor:
@@ -115,9 +96,7 @@ def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> 
 
     Source: MAP's accuracy predictor.
     """
-    rows = _check_points(points)
-    _check_degree(degree)
-    design = _monomials(rows[:, 0], rows[:, 1], degree)
+    rows, design = _design(points, degree)
     solution, _, rank, _ = np.linalg.lstsq(design, rows[:, 2], rcond=None)
     if rank < design.shape[1]:
         raise ShdError(
@@ -131,18 +110,13 @@ def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> 
 
 def cross_validate(points: ArrayLike, degree: int) -> float:
     """Root mean squared error of leave-2-out cross-validation: every pair of points is left out once (PRED-4)."""
-    rows = _check_points(points)
-    _check_degree(degree)
-    design, quality = _monomials(rows[:, 0], rows[:, 1], degree), rows[:, 2]
-    squares = 0.0
-    pairs = list(itertools.combinations(range(len(rows)), 2))
-    for pair in pairs:
-        left = np.ones(len(rows), dtype=bool)
-        left[list(pair)] = False
-        solution = np.linalg.lstsq(design[left], quality[left], rcond=None)[0]  # the shortest of several (PRED-4)
-        found = design[~left] @ solution
-        squares += float(((found - quality[~left]) ** 2).sum())
-    return float(np.sqrt(squares / (2 * len(pairs))))
+    rows, design = _design(points, degree)
+    squares = []
+    for pair in itertools.combinations(range(len(rows)), 2):
+        fitted, quality = np.delete(design, pair, axis=0), np.delete(rows[:, 2], pair)
+        solution = np.linalg.lstsq(fitted, quality, rcond=None)[0]  # the shortest of several (PRED-4)
+        squares.append(float(((design[list(pair)] @ solution - rows[list(pair), 2]) ** 2).sum()))
+    return float(np.sqrt(sum(squares) / (2 * len(squares))))
 
 
 def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
@@ -233,14 +207,13 @@ def study_noise(
         drawn = as_float(noise, "noise", ndim=2)
         if drawn.shape[1] != len(rows) or not len(drawn):
             raise ShdError("argument-shape", f"noise must be (trials, {len(rows)}); got {drawn.shape}", "PRED-7")
-    found = np.empty((len(drawn), 2))
+    splits = np.empty((len(drawn), 2))
     for trial, added in enumerate(np.clip(drawn, -limit, limit)):
-        noisy = rows.copy()
-        noisy[:, 2] += added
+        noisy = np.column_stack([rows[:, :2], rows[:, 2] + added])
         split = best_split(fit_predictor(noisy, degree), num_layers, budget, meaning)
-        found[trial] = split.attention, split.activation
-    distance = np.abs(found[:, 0] - first.attention)
-    mean, std = found.mean(axis=0) / num_layers, found.std(axis=0) / num_layers
+        splits[trial] = split.attention, split.activation
+    distance = np.abs(splits[:, 0] - first.attention)
+    mean, std = splits.mean(axis=0) / num_layers, splits.std(axis=0) / num_layers
     return NoiseStudy(
         same=float((distance == 0).mean()),
         one_layer=float((distance == 1).mean()),
@@ -253,6 +226,13 @@ def study_noise(
 def _monomials(a: Array, t: Array, degree: int) -> Array:
     """``(n, (degree + 1)(degree + 2) / 2)`` in the order of PRED-1."""
     return np.stack([a ** (total - p) * t**p for total in range(degree + 1) for p in range(total + 1)], axis=1)
+
+
+def _design(points: ArrayLike, degree: int) -> tuple[Array, Array]:
+    """Checked points, and the monomials of their ratios."""
+    rows = _check_points(points)
+    _check_degree(degree)
+    return rows, _monomials(rows[:, 0], rows[:, 1], degree)
 
 
 def _check_points(points: ArrayLike) -> Array:

@@ -18,19 +18,12 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True)
 class ShrunkStudent:
-    """A student as its teaching sees it; layers are attention calls, zero-based.
+    """A student as its teaching sees it; layers are attention calls, zero-based."""
 
-    Attributes:
-        num_heads: H_s.
-        num_layers: how many attention calls it makes.
-        layer_pairs: ``(student, teacher)``, one for each student layer, in order.
-        plans: the rounds of merges of each student layer.
-    """
-
-    num_heads: int
-    num_layers: int
-    layer_pairs: tuple[tuple[int, int], ...]
-    plans: tuple[MergePlan, ...]
+    num_heads: int  # H_s
+    num_layers: int  # how many attention calls it makes
+    layer_pairs: tuple[tuple[int, int], ...]  # (student, teacher), one for each student layer, in order
+    plans: tuple[MergePlan, ...]  # the rounds of merges of each student layer
 
 
 def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkStudent:
@@ -38,9 +31,6 @@ def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkSt
 
     Args:
         source: the folder that ``shd-torch shrink`` wrote, its ``shrink.json``, or the report itself.
-
-    Raises:
-        ShdError: ``read-failed`` for what is not there, not such a file, or contradicts itself.
     """
     report, name = (source, "the report") if isinstance(source, Mapping) else _read(Path(source))
     try:

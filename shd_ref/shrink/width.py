@@ -1,10 +1,11 @@
-"""A narrower residual stream (spec chapter WIDTH): fold the norms, turn the stream to its principal axes, cut.
+"""Which layers and channels a smaller student keeps (spec chapters DEPTH and WIDTH).
 
-Pre-norm models only: a norm that the stream itself passes through has no place to fold its scale into.
-"""
+A narrower residual stream: fold the norms, turn the stream to its principal axes, cut. Pre-norm models only: a norm
+that the stream itself passes through has no place to fold its scale into."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,22 +13,56 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
-from shd_ref.shrink.factors import leading_phases
+from shd_ref.integers import as_index, check_integer
+from shd_ref.shrink.heads import leading_phases
+
+
+def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[int, ...]:
+    """The teacher layers that a student's are copies of, in order (DEPTH-1, DEPTH-2).
+
+    Args:
+        num_teacher_layers: L_t, at least 1.
+        layers: how many are kept, spread evenly with the first and the last; or the rising list itself.
+
+    Raises:
+        ShdError: ``layers-invalid``.
+    """
+    teacher = 0
+    try:
+        teacher = as_index(num_teacher_layers)
+        if isinstance(layers, Iterable):
+            found = tuple(as_index(layer) for layer in layers)
+        else:
+            found = _spread(teacher, as_index(layers))
+    except TypeError:
+        found = ()
+    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= teacher:
+        raise ShdError(
+            "layers-invalid",
+            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
+            f"0..{teacher - 1}; got {layers!r}",
+            "DEPTH-1",
+        )
+    return found
+
+
+def _spread(teacher: int, student: int) -> tuple[int, ...]:
+    if not 1 <= student <= teacher:
+        return ()
+    if student == 1:
+        return (teacher - 1,)
+    steps = student - 1
+    return tuple((2 * i * (teacher - 1) + steps) // (2 * steps) for i in range(student))
+
 
 NORMS: tuple[str, ...] = ("rms", "layer")
 
 
 class Axes(NamedTuple):
-    """The kept axes of a stream (WIDTH-3).
+    """The kept axes of a stream (WIDTH-3)."""
 
-    Attributes:
-        basis: ``(D, width)``; the stream ``x`` becomes ``x @ basis``.
-        energy: share of the moment's trace that the kept axes hold, in [0, 1].
-    """
-
-    basis: Array
-    energy: float
+    basis: Array  # (D, width); the stream x becomes x @ basis
+    energy: float  # share of the moment's trace that the kept axes hold, in [0, 1]
 
 
 def fold_norm(
@@ -44,21 +79,16 @@ def fold_norm(
     Returns:
         ``diag(scale) W`` and ``shift W + bias``, None where shift and bias both are.
     """
-    w, s = as_float(matrix, "matrix", ndim=2), as_float(scale, "scale", ndim=1)
-    if len(s) != len(w):
-        raise ShdError("argument-shape", f"scale must have {len(w)} entries, one a row; got {len(s)}", "WIDTH-1")
-    parts = []
-    if shift is not None:
-        moved = as_float(shift, "shift", ndim=1)
-        if moved.shape != s.shape:
-            raise ShdError("argument-shape", f"shift must have {len(w)} entries; got {len(moved)}", "WIDTH-1")
-        parts.append(moved @ w)
-    if bias is not None:
-        added = as_float(bias, "bias", ndim=1)
-        if len(added) != w.shape[1]:
-            raise ShdError("argument-shape", f"bias must have {w.shape[1]} entries; got {len(added)}", "WIDTH-1")
-        parts.append(added)
-    return s[:, None] * w, None if not parts else np.sum(parts, axis=0)
+    w = as_float(matrix, "matrix", ndim=2)
+    vectors = {}
+    for name, vector, size in (("scale", scale, len(w)), ("shift", shift, len(w)), ("bias", bias, w.shape[1])):
+        if vector is not None:
+            vectors[name] = as_float(vector, name, ndim=1)
+            if len(vectors[name]) != size:
+                got = len(vectors[name])
+                raise ShdError("argument-shape", f"{name} must have {size} entries; got {got}", "WIDTH-1")
+    parts = ([vectors["shift"] @ w] if shift is not None else []) + ([vectors["bias"]] if bias is not None else [])
+    return vectors["scale"][:, None] * w, np.sum(parts, axis=0) if parts else None
 
 
 def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:

@@ -1,19 +1,19 @@
 """A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
 
-``gates`` says which attention blocks and activations matter, and ``points`` measures students without some of them.
-``families`` alone knows names of modules; ``calibration`` runs a model layer by layer, ``align`` gathers sums, both
-on the model's device; the algebra is NumPy, in ``shd_ref.shrink``: ``heads`` chooses its case, and ``width`` puts a
-model on its axes. ``layer`` joins them, and ``student`` the layers; ``dropped`` is what no stock configuration can
-say, ``folders`` what is on the disk. Imports ``maps``.
+``gates`` says which attention blocks and activations matter, and measures students without some. ``families`` alone
+knows names of modules, ``calibration`` runs a model layer by layer; the algebra is NumPy, in ``shd_ref.shrink``:
+``heads`` chooses its case and gathers sums, ``width`` puts a model on its axes. ``layer`` joins them, and ``student``
+the layers; ``dropped`` is what no stock configuration can say, ``folders`` what is on the disk. Imports ``maps``.
 """
 
 from shd_torch.shrink.folders import load_student, load_teacher
-from shd_torch.shrink.gates import Ranking, gate_layers, rank_layers
-from shd_torch.shrink.points import choose_splits, measure_splits
+from shd_torch.shrink.gates import Ranking, choose_splits, gate_layers, measure_splits, rank_layers
+from shd_torch.shrink.sizes import ShrinkOptions
 from shd_torch.shrink.student import Shrunk, shrink
 
 __all__ = [
     "Ranking",
+    "ShrinkOptions",
     "Shrunk",
     "choose_splits",
     "gate_layers",

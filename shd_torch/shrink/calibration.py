@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.shrink.align import HELD_OUT
-from shd_ref.shrink.weights import HeadWeights
+from shd_ref.shrink.merges import HeadWeights
 from shd_torch.maps.gram import gram_tensor
 from shd_torch.shrink.families import Array, Family, as_array, base_of, find_part, has_part
 from shd_torch.shrink.heads import AttentionStatistics
@@ -24,19 +24,13 @@ _GRAM_ENTRIES = 2**24  # of the products of one call: 128 MiB
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One batch of the calibration set at the first layer.
+    """One batch of the calibration set at the first layer."""
 
-    Attributes:
-        stream: what the first layer reads ``(B, L, D)``.
-        calls: for each layer of the teacher the arguments that follow the stream, by position and by name.
-        counted: boolean ``(B, L)``, True = the row counts.
-        first: the number of its first sample in the calibration set.
-    """
-
-    stream: Tensor
+    stream: Tensor  # what the first layer reads (B, L, D)
+    # for each layer of the teacher the arguments that follow the stream, by position and by name
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    counted: Tensor
-    first: int
+    counted: Tensor  # boolean (B, L), True = the row counts
+    first: int  # the number of its first sample in the calibration set
 
     @property
     def held_rows(self) -> Tensor:
@@ -48,15 +42,14 @@ class Batch:
 @torch.no_grad()
 def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_size: int) -> list[Batch]:
     """Every batch as the first layer gets it, with the arguments of all layers; the layers run, the streams go."""
-    layers = family.layers_of(model)
-    device = next(model.parameters()).device
+    layers, device = family.layers_of(model), next(model.parameters()).device
     inputs = read_data(data)
-    found = []
+    batches = []
     with _attention(model, "eager"):  # it gets its masks as tensors
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
-            part = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
-            found.append(_start_batch(model, layers, part, start))
-    return found
+            some = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
+            batches.append(_start_batch(model, layers, some, start))
+    return batches
 
 
 def read_data(data: Any) -> dict[str, Tensor]:
@@ -80,11 +73,10 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], f
     streams: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(kwargs)
-        stream = args[0] if args else given.pop("hidden_states")
-        if not streams:
-            streams.append(stream.detach())
-        calls.append((args[1:], given))
+        others = dict(kwargs)
+        streams.append((args[0] if args else others.pop("hidden_states")).detach())
+        del streams[1:]
+        calls.append((args[1:], others))
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     # A cache of keys would be filled by every later run of a layer.
@@ -118,14 +110,9 @@ def run_layer(
     number: int,
     watched: Sequence[nn.Module] = (),
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """A layer over every batch: what it returns, and what each watched module read.
+    """A layer of either model over every batch: what it returns, and what each watched module in it read.
 
-    Args:
-        layer: of the teacher or the student.
-        streams: what it reads, batch by batch.
-        batches: their arguments.
-        number: which teacher layer's arguments.
-        watched: modules inside the layer.
+    ``number`` is of the teacher layer whose arguments it gets.
     """
     for stream, batch in zip(streams, batches, strict=True):
         read: list[Tensor | None] = [None] * len(watched)
@@ -148,23 +135,14 @@ def _keep_input(inputs: list[Tensor | None], at: int) -> Callable[..., None]:
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """What one teacher layer did, batch by batch: all that the making of a student layer needs of its streams.
+    """What one teacher layer did, batch by batch: all that the making of a student layer needs of its streams."""
 
-    Attributes:
-        inputs: what queries, keys and values read.
-        middles: the stream after the attention.
-        ffn_inputs: what the FFN reads.
-        ends: the stream after the FFN, before a norm that lies on it.
-        outputs: what the layer returns.
-        neuron_squares: mean over counted rows of the squares of what the FFN's last matrix reads ``(F,)``.
-    """
-
-    inputs: list[Tensor]
-    middles: list[Tensor]
-    ffn_inputs: list[Tensor]
-    ends: list[Tensor]
-    outputs: list[Tensor]
-    neuron_squares: Array
+    inputs: list[Tensor]  # what queries, keys and values read
+    middles: list[Tensor]  # the stream after the attention
+    ffn_inputs: list[Tensor]  # what the FFN reads
+    ends: list[Tensor]  # the stream after the FFN, before a norm that lies on it
+    outputs: list[Tensor]  # what the layer returns
+    neuron_squares: Array  # mean over counted rows of the squares of what the FFN's last matrix reads (F,)
 
 
 @torch.no_grad()

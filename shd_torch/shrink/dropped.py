@@ -26,15 +26,10 @@ _LISTS = ("dropped_attention", "dropped_activations")
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a model lacks, by number of layer.
+    """What a model lacks, by number of layer."""
 
-    Attributes:
-        attention: layers whose block has no attention.
-        activations: layers whose FFN is one linear map.
-    """
-
-    attention: tuple[int, ...] = ()
-    activations: tuple[int, ...] = ()
+    attention: tuple[int, ...] = ()  # layers whose block has no attention
+    activations: tuple[int, ...] = ()  # layers whose FFN is one linear map
 
     def __bool__(self) -> bool:
         return bool(self.attention or self.activations)
@@ -49,11 +44,7 @@ NOTHING = Dropped()
 
 
 def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Dropped:
-    """What a caller asks for, as integers; ``check_dropped`` does the rest.
-
-    Raises:
-        ShdError: ``layers-invalid``.
-    """
+    """What a caller asks for, as integers; ``check_dropped`` does the rest."""
     try:
         return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
     except TypeError:
@@ -66,11 +57,7 @@ def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Drop
 
 
 def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:
-    """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay (DEPTH-4, DEPTH-7).
-
-    Raises:
-        ShdError: ``layers-invalid``, ``shrink-unsupported``.
-    """
+    """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay (DEPTH-4, DEPTH-7)."""
     for name, layers in (("drop_attention", dropped.attention), ("drop_activations", dropped.activations)):
         whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if not whole or list(layers) != sorted(set(layers)) or not set(layers) <= set(kept):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.shrink.weights import HeadWeights, join_heads, split_heads
+from shd_ref.shrink.merges import HeadWeights, join_heads, split_heads
 
 Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = tuple[Array, Array | None]
@@ -21,43 +21,26 @@ Rows: TypeAlias = tuple[Array, Array | None]
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of a model, below its base model and below a layer.
+    """Names of the parts of a model, below its base model and below a layer."""
 
-    Attributes:
-        layers: the list of layers.
-        projections: queries, keys, values and output; one name for a fused matrix of queries, keys and values.
-        middle: the module whose input is the stream after the attention.
-        end: the module whose input is the stream after the FFN; None: what the layer returns.
-        ffn: what reads the stream, and the last matrix.
-        activation: between them; None where a gate makes it more than that.
-        norms: of the attention and of the FFN; none where a norm lies on the stream.
-        final_norm: after the last layer; None where there is none.
-        norm: ``"rms"``, ``"rms-plus-one"`` (the scale is stored less one) or ``"layer"``.
-        embeddings: parameters that write to the stream, each with the axis of its channels.
-        rotary: whether positions turn queries and keys.
-        grouped: whether the configuration names key and value heads.
-        free_head_dim: whether the configuration may name ``head_dim``.
-        query_norm: a norm of the queries of a head, or None.
-        layer_scales: scales after the two blocks.
-        embedding_scale: whether embeddings are multiplied by ``sqrt(hidden)``.
-    """
-
-    layers: str
+    layers: str  # the list of layers
+    # queries, keys, values and output; one name for a fused matrix of queries, keys and values
     projections: tuple[str, ...]
-    middle: str
-    end: str | None
-    ffn: tuple[tuple[str, ...], str]
-    norms: tuple[str, str] | None
-    final_norm: str | None
-    activation: str | None = None
-    norm: str = "layer"
+    middle: str  # the module whose input is the stream after the attention
+    end: str | None  # the module whose input is the stream after the FFN; None: what the layer returns
+    ffn: tuple[tuple[str, ...], str]  # what reads the stream, and the last matrix
+    norms: tuple[str, str] | None  # of the attention and of the FFN; none where a norm lies on the stream
+    final_norm: str | None  # after the last layer; None where there is none
+    activation: str | None = None  # between them; None where a gate makes it more than that
+    norm: str = "layer"  # "rms", "rms-plus-one" (the scale is stored less one) or "layer"
+    # parameters that write to the stream, each with the axis of its channels
     embeddings: tuple[tuple[str, int], ...] = ()
-    rotary: bool = False
-    grouped: bool = False
-    free_head_dim: bool = True
-    query_norm: str | None = None
-    layer_scales: tuple[str, str] | None = None
-    embedding_scale: bool = False
+    rotary: bool = False  # whether positions turn queries and keys
+    grouped: bool = False  # whether the configuration names key and value heads
+    free_head_dim: bool = True  # whether the configuration may name head_dim
+    query_norm: str | None = None  # a norm of the queries of a head, or None
+    layer_scales: tuple[str, str] | None = None  # scales after the two blocks
+    embedding_scale: bool = False  # whether embeddings are multiplied by sqrt(hidden)
 
     @property
     def attention(self) -> str:
@@ -71,10 +54,10 @@ class Family:
 
     def layers_of(self, model: nn.Module) -> nn.ModuleList:
         """The layers of a model."""
-        found = find_part(base_of(model), self.layers)
-        if not isinstance(found, nn.ModuleList):
+        layers = find_part(base_of(model), self.layers)
+        if not isinstance(layers, nn.ModuleList):
             raise ShdError("shrink-unsupported", f"{type(model).__name__}.{self.layers} must be a list of layers")
-        return found
+        return layers
 
     def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> HeadWeights:
         """A layer's attention, head by head."""
@@ -174,16 +157,12 @@ _BERT = Family(
 )
 
 
-def _changed(family: Family, **changes: Any) -> Family:
-    return Family(**{**family.__dict__, **changes})
-
-
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": _changed(_LLAMA, query_norm="self_attn.q_norm"),
-    "gemma": _changed(_LLAMA, norm="rms-plus-one", embedding_scale=True),
+    "qwen3": replace(_LLAMA, query_norm="self_attn.q_norm"),
+    "gemma": replace(_LLAMA, norm="rms-plus-one", embedding_scale=True),
     "gpt2": Family(
         layers="h",
         projections=("attn.c_attn", "attn.c_proj"),
@@ -201,7 +180,7 @@ FAMILIES: dict[str, Family] = {
     "xlm-roberta": _BERT,
     "vit": _VIT,
     "deit": _VIT,
-    "dinov2": _changed(
+    "dinov2": replace(
         _VIT,
         layers="encoder.layer",
         middle="norm2",
@@ -219,15 +198,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def check_config(config: Any, name: str | None = None) -> Family:
-    """The family of a configuration; it tells before any weight is read.
-
-    Args:
-        config: of a Hugging Face model, or None.
-        name: what a model is called that is of no family.
-
-    Raises:
-        ShdError: ``shrink-unsupported``.
-    """
+    """The family of a configuration, before any weight is read; ``name`` stands for a model of no family."""
     kind = getattr(config, "model_type", None)
     if kind not in FAMILIES:
         raise ShdError(
@@ -263,27 +234,26 @@ def base_of(model: nn.Module) -> nn.Module:
 
 def find_part(module: nn.Module, path: str) -> Any:
     """The module or parameter at a dotted path, or the error that says which transformers layout was expected."""
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-        if found is None:
-            import transformers
+    part = _get_part(module, path)
+    if part is None:
+        import transformers
 
-            raise ShdError(
-                "shrink-unsupported",
-                f"{type(module).__name__} has no {path}: its layout in transformers "
-                f"{transformers.__version__} is not known",
-                "STUDENT-1",
-            )
-    return found
+        raise ShdError(
+            "shrink-unsupported",
+            f"{type(module).__name__} has no {path}: its layout in transformers {transformers.__version__} is not "
+            "known",
+            "STUDENT-1",
+        )
+    return part
 
 
 def has_part(module: nn.Module, path: str) -> bool:
     """Whether the module has something other than None at a dotted path."""
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found is not None
+    return _get_part(module, path) is not None
+
+
+def _get_part(module: nn.Module, path: str) -> Any:
+    return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
 
 
 def as_array(tensor: Tensor) -> Array:
@@ -311,9 +281,3 @@ def write_linear(module: Any, matrix: Array, bias: Array | None) -> None:
             f"a {type(module).__name__} of the student must hold a bias, which its configuration cannot say",
             "STUDENT-2",
         )
-
-
-def layer_types_of(config: Any, kept: Sequence[int]) -> list[str] | None:
-    """What a configuration lists by layer, for the layers that stay (DEPTH-3)."""
-    types = getattr(config, "layer_types", None)
-    return None if types is None else [types[layer] for layer in kept]

@@ -32,14 +32,7 @@ _FETCHED: dict[str, Any] = {
 def find_folder(source: str | os.PathLike[str], argument: str) -> Path:
     """A folder as it is; of a hub id its files, of which only JSON and safetensors are fetched.
 
-    Without a network, or with ``HF_HUB_OFFLINE``, a hub id is found in the hub's cache.
-
-    Args:
-        source: a folder or a hub id.
-        argument: what errors call it.
-
-    Raises:
-        ShdError: ``read-failed``.
+    Without a network, or with ``HF_HUB_OFFLINE``, a hub id is found in the hub's cache. Errors name the ``argument``.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -98,15 +91,7 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
 
 
 def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> Any:
-    """A folder's configuration, of any architecture of transformers, under the rules of ``load_teacher``.
-
-    Args:
-        source: as for ``load_teacher``; there need be no weights.
-        argument: what errors call it.
-
-    Raises:
-        ShdError: ``read-failed``.
-    """
+    """A folder's configuration, of any architecture of transformers, under the rules of ``load_teacher``."""
     from transformers import AutoConfig
 
     folder = Path(source)
@@ -120,11 +105,7 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
 
 
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
-    """The model of a folder whose configuration ``read_config`` gave.
-
-    Raises:
-        ShdError: ``read-failed``, ``shrink-unsupported``.
-    """
+    """The model of a folder whose configuration ``read_config`` gave."""
     _check_stored(Path(source), getattr(config, "quantization_config", None))
     return _load(Path(source), model_class(config))
 
@@ -232,11 +213,7 @@ def implementation_of(kind: Any) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base.
-
-    Raises:
-        ShdError: ``read-failed``.
-    """
+    """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base."""
     if not folder.is_dir():
         raise ShdError(
             "read-failed",
@@ -295,14 +272,9 @@ READERS = (
 
 
 def copy_readers(source: Path, target: Path) -> None:
-    """Copy what is there of ``READERS``, as it is; a configuration that names code stays behind.
+    """Copy what is there of ``READERS``, as it is, from a folder that ``check_files`` let pass.
 
-    Args:
-        source: a folder that ``check_files`` let pass.
-        target: the student's draft.
-
-    Raises:
-        ShdError: ``read-failed`` for a file that has come to lie elsewhere, or is none.
+    A configuration that names code stays behind.
     """
     home = _find_home(source)
     for name in READERS:
@@ -318,18 +290,14 @@ def copy_readers(source: Path, target: Path) -> None:
 
 def _names_code(file: Path) -> bool:
     try:
-        found = read_json(file)
+        config = read_json(file)
     except ValueError as error:
         raise ShdError("read-failed", f"{str(file)!r} must hold a JSON object: {error}") from error
-    return isinstance(found, dict) and "auto_map" in found
+    return isinstance(config, dict) and "auto_map" in config
 
 
 def new_folder(out: str | os.PathLike[str]) -> Path:
-    """A place where a folder can be put: found out before the work is done, not after.
-
-    Raises:
-        ShdError: ``argument-value`` for an address, ``write-failed``.
-    """
+    """A place where a folder can be put: found out before the work is done, not after."""
     folder = output_path(out)
     try:
         folder = Path(os.path.realpath(folder))
@@ -357,16 +325,9 @@ def _find_problem(folder: Path) -> str | None:
 
 
 def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None) -> None:
-    """The model and ``shrink.json``, in a draft beside the folder that takes its name when all of it is on the disk.
+    """The model, ``shrink.json`` and the teacher's tokenizer, in a draft that is renamed when it is whole.
 
-    Args:
-        student: with ``save_pretrained``.
-        report: see STUDENT-3.
-        folder: from ``new_folder``.
-        teacher: the folder whose tokenizer the student shares.
-
-    Raises:
-        ShdError: ``write-failed``; then no draft is left.
+    ``folder`` is from ``new_folder``; ``report`` is that of STUDENT-3.
     """
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,61 +12,34 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.shrink.ffn import merge_linear, most_important
-from shd_ref.shrink.merges import HeadMerge, merge_heads
-from shd_ref.shrink.weights import HeadWeights, join_heads
-from shd_torch.shrink.align import OutputFit
+from shd_ref.shrink.merges import HeadWeights, join_heads, merge_heads
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.dropped import Dropped
 from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, write_linear
-from shd_torch.shrink.heads import AttentionStatistics, Squeezed
-from shd_torch.shrink.sizes import Sizes, sizes_of
+from shd_torch.shrink.heads import OutputFit, Squeezed
+from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
 from shd_torch.shrink.width import Turn, final_readers
 
-Squeezer = Callable[..., Squeezed]
-Importance = Callable[[Array, Array], Array]
 STAGES = ("maps", "heads", "alignment", "errors")
 """Of a layer: what its attention says, the closed form, what is refitted, and what is measured."""
 
 
 @dataclass(eq=False)
 class Work:
-    """What the layers of one run share.
+    """What the layers of one run share."""
 
-    Attributes:
-        teacher: in evaluation mode.
-        student: of the same class; its layers are filled one by one.
-        family: of both.
-        batches: the calibration set before the first layer.
-        kept: the teacher layer of each student layer.
-        dropped: what student layers lack.
-        sizes: of the student.
-        plan: see ``shrink``; so are ``align``, ``ridge``, ``squeezer`` and ``importance``.
-        align: see ``plan``.
-        ridge: see ``plan``.
-        squeezer: see ``plan``.
-        importance: see ``plan``.
-        turn: the kept axes; None where the stream keeps its width.
-        frequencies: of rotary positions, or None.
-        tell: gets what is done now.
-        reports: one a layer, as ``shrink.json`` holds them.
-    """
-
-    teacher: Any
-    student: Any
-    family: Family
-    batches: list[Batch]
-    kept: tuple[int, ...]
-    dropped: Dropped
-    sizes: Sizes
-    plan: str
-    align: bool
-    ridge: float | None
-    squeezer: Squeezer
-    importance: Importance
-    turn: Turn | None
-    frequencies: Array | None
-    tell: Callable[..., None]
-    reports: list[dict[str, Any]] = field(default_factory=list)
+    teacher: Any  # in evaluation mode
+    student: Any  # of the same class; its layers are filled one by one
+    family: Family  # of both
+    batches: list[Batch]  # the calibration set before the first layer
+    kept: tuple[int, ...]  # the teacher layer of each student layer
+    dropped: Dropped  # what student layers lack
+    sizes: Sizes  # of the student
+    options: ShrinkOptions  # of shrink
+    frequencies: Array | None  # of rotary positions, or None
+    tell: Callable[..., None]  # gets what is done now
+    turn: Turn | None = None  # the kept axes; None where the stream keeps its width
+    reports: list[dict[str, Any]] = field(default_factory=list)  # one a layer, as shrink.json holds them
 
     def tell_stage(self, number: int, stage: str) -> None:
         """Say which layer of the student is at which of ``STAGES``."""
@@ -102,17 +76,31 @@ def make_layer(
     """
     family = work.family
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
-    given = sizes_of(work.teacher.config)
-    weights = family.read_attention(layer, given.heads, given.kv_heads)
+    teacher = sizes_of(work.teacher.config)
+    weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
     statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if number not in work.dropped.attention:
-        merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, given), given.kv_heads)
-        squeezed = _squeeze(work, weights, merge, statistics)
-        report = _report_heads(merge, squeezed)
+        merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, teacher), teacher.kv_heads)
+        squeezed = work.options.squeezer(
+            weights,
+            merge,
+            statistics,
+            work.sizes.kv_heads,
+            work.sizes.head_dim,
+            frequencies=work.frequencies,
+            query_norm=family.query_norm is not None,
+        )
+        report = {
+            "case": squeezed.case,
+            "exact": squeezed.exact,
+            "plan": [[list(pair) for pair in pairs] for pairs in merge.plan],
+            "groups": [list(group) for group in merge.groups],
+            "mixing": merge.mixing.tolist(),
+        }
     ffn = _read_ffn(work, layer, trace.neuron_squares, is_linear=number in work.dropped.activations)
     if ffn.kept is not None:
         report["neurons"] = ffn.kept
@@ -121,45 +109,33 @@ def make_layer(
     _fill_layer(work, layer, target, squeezed, ffn, taught, trace.middles)
     work.tell_stage(number, "alignment")
     after, ends, last = _advance(work, source, following, trace)
-    if work.align:
+    if work.options.align:
         if family.end is not None and last is not layer:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-        report["ridges"] = _align_layer(work, target, source, own, squeezed, ffn, trace, ends)
+        report["ridges"] = _align_layer(_Fitter(work, target, source, own), squeezed, ffn, trace, ends)
     work.tell_stage(number, "errors")
     streams, errors = _measure(work, target, source, own, trace.middles, ends)
     return after, streams, report | errors
 
 
 def _align_layer(
-    work: Work,
-    target: nn.Module,
-    source: int,
-    own: list[Tensor],
-    squeezed: Squeezed | None,
-    ffn: _Ffn,
-    trace: LayerTrace,
-    ends: list[Tensor],
+    fitter: _Fitter, squeezed: Squeezed | None, ffn: _Ffn, trace: LayerTrace, ends: list[Tensor]
 ) -> dict[str, float | None]:
     """Refit one matrix after the other, each on what those before it now give (ALIGN-1, ALIGN-6).
 
     Returns:
         The ridge of each; None where the closed form stayed.
     """
-    family = work.family
+    family, is_cut = fitter.work.family, fitter.work.turn is not None
     ridges: dict[str, float | None] = {}
     if squeezed is not None:
-        if work.turn is not None:
-            wanted = _input_matrix(squeezed.weights)
-            ridges["attention_inputs"] = _fit_readers(
-                work, target, source, own, family.projections[:-1], trace.inputs, *wanted
-            )
-        ridges["attention_output"] = _fit(
-            work, target, source, own, family.projections[-1], family.middle, trace.middles
-        )
-    if work.turn is not None and not ffn.is_linear:
-        wanted = _side_by_side(ffn.readers)
-        ridges["ffn_inputs"] = _fit_readers(work, target, source, own, family.ffn[0], trace.ffn_inputs, *wanted)
-    ridges["ffn_output"] = _fit(work, target, source, own, family.ffn[1], family.end, ends)
+        if is_cut:
+            queries = _input_matrix(squeezed.weights)
+            ridges["attention_inputs"] = fitter.fit_readers(family.projections[:-1], trace.inputs, queries)
+        ridges["attention_output"] = fitter.fit(family.projections[-1], family.middle, trace.middles)
+    if is_cut and not ffn.is_linear:
+        ridges["ffn_inputs"] = fitter.fit_readers(family.ffn[0], trace.ffn_inputs, _side_by_side(ffn.readers))
+    ridges["ffn_output"] = fitter.fit(family.ffn[1], family.end, ends)
     return ridges
 
 
@@ -178,19 +154,12 @@ def _advance(
 
 
 class _Ffn(NamedTuple):
-    """An FFN as the student has it.
+    """An FFN as the student has it."""
 
-    Attributes:
-        readers: what reads the stream.
-        last: the last matrix.
-        kept: the neurons that stay, None for all.
-        is_linear: whether readers and last matrix become one (FFN-1).
-    """
-
-    readers: list[Rows]
-    last: Rows
-    kept: list[int] | None
-    is_linear: bool
+    readers: list[Rows]  # what reads the stream
+    last: Rows  # the last matrix
+    kept: list[int] | None  # the neurons that stay, None for all
+    is_linear: bool  # whether readers and last matrix become one (FFN-1)
 
 
 def _read_ffn(work: Work, layer: nn.Module, squares: Array, *, is_linear: bool) -> _Ffn:
@@ -199,7 +168,7 @@ def _read_ffn(work: Work, layer: nn.Module, squares: Array, *, is_linear: bool) 
     matrix, bias = work.family.read_last(layer)
     if is_linear or work.sizes.neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
-    best = list(most_important(work.importance(squares, matrix.T), work.sizes.neurons))
+    best = list(most_important(work.options.importance(squares, matrix.T), work.sizes.neurons))
     cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
     return _Ffn(cut, (matrix[best], bias), best, is_linear)
 
@@ -249,52 +218,41 @@ def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
     family.write_last(target, *ffn.last)
 
 
-def _fit(
-    work: Work, target: nn.Module, source: int, own: list[Tensor], name: str, place: str | None, wanted: list[Tensor]
-) -> float | None:
-    """Refit one matrix of the student towards the teacher's stream at a place of the layer (ALIGN-1, -2).
+class _Fitter(NamedTuple):
+    """Refits matrices of one student layer ``target``, whose stream is ``own``; each gives its ridge, or None."""
 
-    Returns:
-        The ridge; None where the closed form stayed.
-    """
-    module = find_part(target, name)
-    fit = OutputFit(*read_linear(module), work.ridge, work.device)
-    watched = [module] if place is None else [module, find_part(target, place)]
-    for (out, read), goal, batch in zip(
-        run_layer(target, own, work.batches, source, watched), wanted, work.batches, strict=True
-    ):
-        stream = out if place is None else read[1]
-        before = stream.double() - module(read[0]).double()
-        fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
-    write_linear(module, *fit.solve())
-    return fit.chosen
+    work: Work
+    target: nn.Module
+    source: int
+    own: list[Tensor]
 
+    def fit(self, name: str, place: str | None, goals: list[Tensor]) -> float | None:
+        """One matrix, towards the teacher's stream at a place of the layer (ALIGN-1, -2)."""
+        work, module = self.work, find_part(self.target, name)
+        fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
+        watched = [module] if place is None else [module, find_part(self.target, place)]
+        runs = run_layer(self.target, self.own, work.batches, self.source, watched)
+        for (out, read), goal, batch in zip(runs, goals, work.batches, strict=True):
+            stream = out if place is None else read[1]
+            before = stream.double() - module(read[0]).double()
+            fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
+        write_linear(module, *fit.solve())
+        return fit.chosen
 
-def _fit_readers(
-    work: Work,
-    target: nn.Module,
-    source: int,
-    own: list[Tensor],
-    names: Sequence[str],
-    inputs: list[Tensor],
-    matrix: Array,
-    bias: Array | None,
-) -> float | None:
-    """Refit what reads a cut stream towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
-    modules = [find_part(target, name) for name in names]
-    fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.ridge, work.device)
-    project = work.project(matrix, bias)
-    for (_, (read,)), given, batch in zip(
-        run_layer(target, own, work.batches, source, modules[:1]), inputs, work.batches, strict=True
-    ):
-        fit.add(read[batch.counted], project(given[batch.counted]), batch.held_rows)
-    found, offset = fit.solve()
-    start = 0
-    for module in modules:
-        columns = slice(start, start + read_linear(module)[0].shape[1])
-        write_linear(module, found[:, columns], None if offset is None else offset[columns])
-        start = columns.stop
-    return fit.chosen
+    def fit_readers(self, names: Sequence[str], inputs: list[Tensor], rows: Rows) -> float | None:
+        """What reads a cut stream, towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
+        work, modules = self.work, [find_part(self.target, name) for name in names]
+        fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
+        project = work.project(*rows)
+        runs = run_layer(self.target, self.own, work.batches, self.source, modules[:1])
+        for (_, (read,)), stream, batch in zip(runs, inputs, work.batches, strict=True):
+            fit.add(read[batch.counted], project(stream[batch.counted]), batch.held_rows)
+        matrix, bias = fit.solve()
+        ends = np.cumsum([len(read_linear(module)[0].T) for module in modules])[:-1]
+        biases = [None] * len(modules) if bias is None else np.split(bias, ends)
+        for module, columns, shift in zip(modules, np.split(matrix, ends, axis=1), biases, strict=True):
+            write_linear(module, columns, shift)
+        return fit.chosen
 
 
 def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
@@ -305,9 +263,9 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
         if module.in_features != work.sizes.hidden:
             continue  # it reads several rows side by side
         project = work.project(*read_linear(work.teacher.get_submodule(name)))
-        fit = OutputFit(*read_linear(module), work.ridge, work.device)
-        for given, stream, batch in zip(taught, own, work.batches, strict=True):
-            fit.add(norms[1](stream)[batch.counted], project(norms[0](given)[batch.counted]), batch.held_rows)
+        fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
+        for goal, stream, batch in zip(taught, own, work.batches, strict=True):
+            fit.add(norms[1](stream)[batch.counted], project(norms[0](goal)[batch.counted]), batch.held_rows)
         write_linear(module, *fit.solve())
 
 
@@ -345,38 +303,14 @@ def _input_matrix(weights: HeadWeights) -> Rows:
     )
 
 
-def _squeeze(work: Work, weights: HeadWeights, merge: HeadMerge, statistics: AttentionStatistics) -> Squeezed:
-    return work.squeezer(
-        weights,
-        merge,
-        statistics,
-        work.sizes.kv_heads,
-        work.sizes.head_dim,
-        frequencies=work.frequencies,
-        query_norm=work.family.query_norm is not None,
-    )
-
-
-def _report_heads(merge: HeadMerge, squeezed: Squeezed) -> dict[str, Any]:
-    return {
-        "case": squeezed.case,
-        "exact": squeezed.exact,
-        "plan": [[list(pair) for pair in pairs] for pairs in merge.plan],
-        "groups": [list(group) for group in merge.groups],
-        "mixing": merge.mixing.tolist(),
-    }
-
-
-def _choose_plan(work: Work, given: Sizes) -> str:
+def _choose_plan(work: Work, teacher: Sizes) -> str:
     """``auto``: matched; balanced where groups fit exactly if they are of one size, and matched ones would not be."""
-    if work.plan != "auto":
-        return work.plan
-    ratio = -(-given.heads // work.sizes.heads)
-    fits = work.frequencies is None and ratio * given.head_dim <= work.sizes.head_dim
-    if fits and (given.heads != ratio * work.sizes.heads or ratio & (ratio - 1)):
+    if work.options.plan != "auto":
+        return work.options.plan
+    ratio = -(-teacher.heads // work.sizes.heads)
+    fits = work.frequencies is None and ratio * teacher.head_dim <= work.sizes.head_dim
+    if fits and (teacher.heads != ratio * work.sizes.heads or ratio & (ratio - 1)):
         return "balanced"
-    from importlib.util import find_spec
-
     return "matched" if find_spec("networkx") is not None else "balanced"
 
 

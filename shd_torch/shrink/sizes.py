@@ -1,40 +1,105 @@
-"""The student's sizes, checked against what its configuration can say, before anything is computed (STUDENT-2)."""
+"""What a student is asked to be: the options of ``shrink``, and sizes that its configuration can say (STUDENT-2)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
+from shd_ref.shrink.ffn import score_neurons
+from shd_ref.shrink.merges import PLANS
+from shd_ref.shrink.width import Axes, principal_axes
+from shd_torch.checks import check_option
 from shd_torch.shrink.dropped import NOTHING, Dropped, dropped_class, dropped_config
-from shd_torch.shrink.families import Family, layer_types_of
+from shd_torch.shrink.families import Array, Family
+from shd_torch.shrink.heads import Squeezed, squeeze_attention
+
+Squeezer: TypeAlias = Callable[..., Squeezed]
+Principal: TypeAlias = Callable[[Array, int, str], Axes]
+Importance: TypeAlias = Callable[[Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class ShrinkOptions:
+    """What ``shrink`` makes of a teacher; each field is also a keyword of ``shrink``.
+
+    Attributes:
+        heads: query heads of the student; default the teacher's.
+        layers: how many, or which of the teacher's; default all.
+        hidden: channels of the stream; default the teacher's.
+        neurons: of each FFN, the most important ones; default the teacher's.
+        kv_heads: key and value heads; see HEAD-17.
+        head_dim: entries of a head, where the family's configuration may say so.
+        drop_attention: teacher layers whose block loses its attention; such a student loads with ``load_student``.
+        drop_activations: teacher layers whose FFN becomes one linear map; also.
+        plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
+        align: refit last matrices on the student's own stream.
+        ridge: of the alignment (ALIGN-2); by default chosen for each matrix on every fourth sample, which may say too
+            that the closed form stays (ALIGN-7).
+        batch_size: samples that run together.
+        squeezer: makes a layer's attention; another than the default is for comparison, as are the next two.
+        axes: chooses the kept axes from the moment of WIDTH-3.
+        importance: of neurons, from the mean of their squares and their rows of the last matrix.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    heads: int | None = None
+    layers: int | Sequence[int] | None = None
+    hidden: int | None = None
+    neurons: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    drop_attention: Sequence[int] = ()
+    drop_activations: Sequence[int] = ()
+    plan: str = "auto"
+    align: bool = True
+    ridge: float | None = None
+    batch_size: int = 16
+    squeezer: Squeezer = squeeze_attention
+    axes: Principal = principal_axes
+    importance: Importance = score_neurons
+
+    def __post_init__(self) -> None:
+        check_option("plan", self.plan, PLANS, "HEAD-4")
+        object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, 1, None, "STUDENT-4"))
+        if self.ridge is not None:
+            check_number("ridge", self.ridge, "ALIGN-2", least=0)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether no function is replaced: of another one no key of an unfinished run could tell."""
+        return (self.squeezer, self.axes, self.importance) == (squeeze_attention, principal_axes, score_neurons)
+
+    def changed(self, changes: Mapping[str, Any]) -> ShrinkOptions:
+        """These options with some replaced by name.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+        known = [field.name for field in fields(self)]
+        if unknown := [name for name in changes if name not in known]:
+            raise ShdError("argument-value", f"options must be of {', '.join(known)}; got {', '.join(unknown)}")
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a teacher or a student.
+    """Of a teacher or a student."""
 
-    Attributes:
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: entries of a head.
-        layers: how many.
-        hidden: channels of the stream.
-        neurons: of an FFN.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    hidden: int
-    neurons: int
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
+    head_dim: int  # entries of a head
+    layers: int  # how many
+    hidden: int  # channels of the stream
+    neurons: int  # of an FFN
 
 
 def sizes_of(config: Any) -> Sizes:
@@ -128,9 +193,8 @@ def make_student(
         if family.grouped:
             config.num_key_value_heads = sizes.kv_heads
         config.num_attention_heads, config.num_hidden_layers = sizes.heads, sizes.layers
-        types = layer_types_of(config, kept)
-        if types is not None:
-            config.layer_types = types
+        if (types := getattr(config, "layer_types", None)) is not None:
+            config.layer_types = [types[layer] for layer in kept]  # DEPTH-3
         if hasattr(config, "stage_names"):  # a backbone names its layers
             config.stage_names = ["stem", *(f"stage{layer + 1}" for layer in range(sizes.layers))]
             config.set_output_features_output_indices(out_features=None, out_indices=None)

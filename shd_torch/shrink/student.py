@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,33 +15,24 @@ from torch import Tensor, nn
 from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
-from shd_ref.shrink.depth import kept_layers
-from shd_ref.shrink.ffn import score_neurons
-from shd_ref.shrink.merges import PLANS
-from shd_ref.shrink.width import Axes, principal_axes
-from shd_torch.checks import check_finite, check_option
+from shd_ref.shrink.width import kept_layers
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
-from shd_torch.shrink.dropped import Dropped, check_dropped, choose_dropped
-from shd_torch.shrink.families import Array, Family, as_array, base_of, family_of, find_part
+from shd_torch.shrink.dropped import check_dropped, choose_dropped
+from shd_torch.shrink.families import as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
-from shd_torch.shrink.heads import squeeze_attention
 from shd_torch.shrink.layer import (
     STAGES,
-    Importance,
-    Squeezer,
     Work,
     counted_rows,
     fit_final,
     make_layer,
 )
-from shd_torch.shrink.sizes import Sizes, choose_sizes, count_parameters, make_student, sizes_of
+from shd_torch.shrink.sizes import ShrinkOptions, Sizes, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, turn_ends
 
 FORMAT = 1
-Principal = Callable[[Array, int, str], Axes]
 Progress = Callable[[int, int, str], None]
 
 
@@ -63,24 +54,11 @@ class Shrunk:
 def shrink(
     teacher: nn.Module | str | os.PathLike[str],
     data: Mapping[str, Any],
+    options: ShrinkOptions | None = None,
     *,
-    heads: int | None = None,
-    layers: int | Sequence[int] | None = None,
-    hidden: int | None = None,
-    neurons: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    drop_attention: Sequence[int] = (),
-    drop_activations: Sequence[int] = (),
-    plan: str = "auto",
-    align: bool = True,
-    ridge: float | None = None,
-    batch_size: int = 16,
     out: str | os.PathLike[str] | None = None,
-    squeezer: Squeezer = squeeze_attention,
-    axes: Principal = principal_axes,
-    importance: Importance = score_neurons,
     progress: Progress | None = None,
+    **changes: Any,
 ) -> Shrunk:
     """A student with fewer heads, fewer layers or a narrower stream, which starts as its squeezed teacher.
 
@@ -88,25 +66,11 @@ def shrink(
         teacher: a Hugging Face model of a known family, or its folder.
         data: the calibration set: inputs of the model by name, ``(N, ...)`` each; a 2-D ``attention_mask`` says which
             rows count. 64 sequences were enough for the figures of the documentation.
-        heads: query heads of the student; default the teacher's.
-        layers: how many, or which of the teacher's; default all.
-        hidden: channels of the stream; default the teacher's.
-        neurons: of each FFN, the most important ones; default the teacher's.
-        kv_heads: key and value heads; see HEAD-17.
-        head_dim: entries of a head, where the family's configuration may say so.
-        drop_attention: teacher layers whose block loses its attention; such a student loads with ``load_student``.
-        drop_activations: teacher layers whose FFN becomes one linear map; also.
-        plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
-        align: refit last matrices on the student's own stream.
-        ridge: of the alignment (ALIGN-2); by default chosen for each matrix on every fourth sample, which may say too
-            that the closed form stays (ALIGN-7).
-        batch_size: samples that run together.
-        out: a new folder for the student, with ``shrink.json`` in it. What is finished is kept in ``.NAME.part``
-            beside it, layer by layer, and a run that was killed goes on there with the same bytes (STUDENT-7).
-        squeezer: what makes a layer's attention; another than the default is for comparison.
-        axes: what chooses the kept axes from the moment of WIDTH-3, also.
-        importance: of neurons, from the mean of their squares and their rows of the last matrix, also.
+        options: what to make of it.
+        out: a new folder for the student, with ``shrink.json`` in it. Finished layers are kept in ``.NAME.part``
+            beside it, and a run that was killed goes on there with the same bytes (STUDENT-7).
         progress: gets the number of steps done, of all steps, and what is done next: a layer and a stage.
+        **changes: fields of ``ShrinkOptions`` by name, as in ``shrink(model, data, heads=4, layers=3)``.
 
     Returns:
         The student and the report. A teacher that a folder stores in half precision is computed with in float32.
@@ -118,30 +82,25 @@ def shrink(
 
     Source: specs/shrink.md; the second source for the depth.
     """
-    check_option("plan", plan, PLANS, "HEAD-4")
-    batch_size = check_integer("batch_size", batch_size, 1, None, "STUDENT-4")
-    if ridge is not None and check_finite("ridge", ridge, "ALIGN-2") < 0.0:
-        raise ShdError("argument-value", f"ridge must be at least 0; got {ridge!r}", "ALIGN-2")
+    options = (options or ShrinkOptions()).changed(changes)
     folder = None if out is None else new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
     family = family_of(model)
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config)
-    kept = kept_layers(own.layers, own.layers if layers is None else layers)
-    wanted = choose_dropped(drop_attention, drop_activations)
-    check_dropped(wanted, family, model.config, kept)
-    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "neurons": neurons}
-    sizes = choose_sizes(own, family, layers=len(kept), **given)
+    kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
+    dropped = choose_dropped(options.drop_attention, options.drop_activations)
+    check_dropped(dropped, family, model.config, kept)
+    asked = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "hidden", "neurons")}
+    sizes = choose_sizes(own, family, layers=len(kept), **asked)
     if sizes.hidden != own.hidden:
         check_width(model, family)
-    dropped = wanted.among(kept)
-    student = make_student(model, family, sizes, kept, dropped)
-    settings: dict[str, Any] = {"plan": plan, "align": align, "ridge": ridge}
+    student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
-    # Others of these are for comparison, and no key could say which they are.
-    usual = squeeze_attention, principal_axes, score_neurons
-    if folder is not None and (squeezer, axes, importance) == usual:
-        keeper = _open_unfinished(folder, teacher, data, sizes, kept, wanted, batch_size, settings)
+    if folder is not None and options.is_usual:
+        settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
+        settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__}
+        keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
     try:
@@ -150,18 +109,15 @@ def shrink(
                 teacher=model,
                 student=student,
                 family=family,
-                batches=start_batches(model, family, data, batch_size),
+                batches=start_batches(model, family, data, options.batch_size),
                 kept=kept,
-                dropped=dropped,
+                dropped=dropped.among(kept),
                 sizes=sizes,
-                squeezer=squeezer,
-                importance=importance,
-                turn=None,
+                options=options,
                 frequencies=rotary_frequencies(model, family),
                 tell=_Teller(progress, len(STAGES) * len(kept) + 2 * own.layers * (sizes.hidden != own.hidden)),
-                **settings,
             )
-            _make_ends(work, axes, saved)
+            _make_ends(work, saved)
             _run_layers(work, saved)
             report = _report(work, own)
             student.to(stored)
@@ -173,31 +129,13 @@ def shrink(
 
 
 def read_made(folder: str | os.PathLike[str]) -> Shrunk:
-    """What ``shrink`` made of a folder that it wrote.
-
-    Raises:
-        ShdError: ``read-failed``.
-    """
+    """The result of ``shrink`` from the folder that it wrote, or ``read-failed``."""
     student = load_student(folder)
     try:
         report = read_json(Path(folder) / "shrink.json")
     except (OSError, ValueError) as error:
         raise ShdError("read-failed", f"{str(folder)!r} must hold a student and shrink.json: {error}") from error
     return Shrunk(student, report)
-
-
-def _open_unfinished(
-    folder: Path,
-    teacher: nn.Module | str | os.PathLike[str],
-    data: Mapping[str, Any],
-    sizes: Sizes,
-    kept: Sequence[int],
-    dropped: Dropped,
-    batch_size: int,
-    settings: dict[str, Any],
-) -> Unfinished:
-    options = {**sizes.__dict__, "kept": kept, "batch_size": batch_size, **dropped.__dict__, **settings}
-    return Unfinished(part_folder(folder), run_key(teacher, options, data=read_data(data)))
 
 
 def _report(work: Work, own: Sizes) -> dict[str, Any]:
@@ -208,7 +146,7 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "model_type": work.teacher.config.model_type,
         "teacher": own.__dict__ | {"parameters": count_parameters(work.teacher)},
         "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
-        "aligned": work.align,
+        "aligned": work.options.align,
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],
@@ -249,15 +187,15 @@ class _Teller:
 def _run_layers(work: Work, saved: Unfinished | None) -> None:
     """Teacher and student side by side: streams of both at the current layer, nothing of the others."""
     teacher_layers = work.family.layers_of(work.teacher)
-    first, found = _resume_layers(work, saved)
-    if found is not None:
-        taught, own = found
+    done = 0
+    if saved is not None and saved.get("layer-0") is not None:
+        done, taught, own = _resume_layers(work, saved)
     else:
         taught = [batch.stream for batch in work.batches]
         own = [work.on_axes(stream) for stream in taught]
         for layer in range(work.kept[0]):
             taught = [stream for stream, _ in run_layer(teacher_layers[layer], taught, work.batches, layer)]
-    for number in range(first, len(work.kept)):
+    for number in range(done, len(work.kept)):
         following = work.kept[number + 1] if number + 1 < len(work.kept) else len(teacher_layers)
         taught, own, report = make_layer(work, number, work.kept[number], following, taught, own)
         work.reports.append(report)
@@ -270,15 +208,13 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")
-    if work.align and work.turn is not None:
+    if work.options.align and work.turn is not None:
         fit_final(work, taught, own)
 
 
-def _resume_layers(work: Work, saved: Unfinished | None) -> tuple[int, tuple[list[Tensor], list[Tensor]] | None]:
-    """How many layers an earlier run finished, which are put in place, and the streams after the last of them."""
-    if saved is None or saved.get("layer-0") is None:
-        return 0, None
-    number, device = 0, work.batches[0].stream.device
+def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], list[Tensor]]:
+    """How many layers an earlier run finished, which are put in place, and both streams after the last of them."""
+    number = 0
     with saved.reading():
         while number < len(work.kept) and (piece := saved.get(f"layer-{number}")) is not None:
             work.family.layers_of(work.student)[number].load_state_dict(piece[0])
@@ -286,30 +222,29 @@ def _resume_layers(work: Work, saved: Unfinished | None) -> tuple[int, tuple[lis
             number += 1
         streams = saved.require(f"streams-{number - 1}")[0]
         taught, own = (
-            [streams[f"{name}.{at}"].to(device) for at in range(len(work.batches))] for name in ("taught", "own")
+            [streams[f"{name}.{at}"].to(work.device) for at in range(len(work.batches))] for name in ("taught", "own")
         )
     work.tell(f"layer {number}/{len(work.kept)} found", len(STAGES) * number - 1)
-    return number, (taught, own)
+    return number, taught, own
 
 
-def _make_ends(work: Work, axes: Principal, saved: Unfinished | None) -> None:
+def _make_ends(work: Work, saved: Unfinished | None) -> None:
     """Everything outside the layers: as it is, or on the kept axes, which are found first."""
-    layers = f"{_prefix(work.teacher, work.family)}."
+    modules = work.teacher.named_modules()
+    layers = next(name for name, module in modules if module is work.family.layers_of(work.teacher)) + "."
     if work.sizes.hidden == work.teacher.config.hidden_size:
         rest = {name: part for name, part in work.teacher.state_dict().items() if not name.startswith(layers)}
         work.student.load_state_dict(rest, strict=False)
         return
     norm, eps = work.family.norm, _norm_constant(work)
-    found = None if saved is None else saved.get("axes")
-    if found is not None:
-        assert saved is not None
+    if saved is not None and (piece := saved.get("axes")) is not None:
         with saved.reading():
-            basis = found[0].pop("basis").to(work.batches[0].stream.device)
-            work.turn = Turn(basis, norm, eps)
-            work.student.load_state_dict(found[0], strict=False)
+            work.turn = Turn(piece[0].pop("basis").to(work.device), norm, eps)
+            work.student.load_state_dict(piece[0], strict=False)
         work.tell("axes found", 2 * len(work.family.layers_of(work.teacher)) - 1)
         return
-    kept = axes(as_array(_find_moment(work, eps)), work.sizes.hidden, "layer" if norm == "layer" else "rms")
+    moment, kind = as_array(_find_moment(work, eps)), "layer" if norm == "layer" else "rms"
+    kept = work.options.axes(moment, work.sizes.hidden, kind)
     work.turn = Turn(torch.from_numpy(kept.basis).to(work.device), norm, eps)
     streams = [batch.stream for batch in work.batches]
     teacher_layers = work.family.layers_of(work.teacher)
@@ -353,9 +288,3 @@ def _find_moment(work: Work, eps: float) -> Tensor:
     if not torch.isfinite(moment).all():
         raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")
     return moment
-
-
-def _prefix(model: nn.Module, family: Family) -> str:
-    layers = family.layers_of(model)
-    name: str = next(name for name, module in model.named_modules() if module is layers)
-    return name

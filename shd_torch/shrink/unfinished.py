@@ -33,10 +33,6 @@ class Unfinished(DraftFolder):
     Args:
         folder: from ``part_folder``; new, or left by a run with the same key.
         key: what the pieces depend on, by name, as JSON can hold it.
-
-    Raises:
-        ShdError: ``argument-value`` for pieces of another key, ``read-failed``, and ``write-failed``, also while
-            another run is at work there.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
@@ -105,10 +101,10 @@ class Unfinished(DraftFolder):
 
     def require(self, name: str) -> tuple[dict[str, Tensor], Any]:
         """A piece that must be there since another is."""
-        found = self.get(name)
-        if found is None:
+        piece = self.get(name)
+        if piece is None:
             raise self._unreadable(FileNotFoundError(name + _SUFFIX))
-        return found
+        return piece
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -141,13 +137,7 @@ class Unfinished(DraftFolder):
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:
-    """What pieces depend on: hashes of the teacher and of each set of data, the options, and the software.
-
-    Args:
-        teacher: a model, or its folder, whose configuration and weights are read from the disk.
-        options: of the run.
-        **data: inputs by name, tensors or arrays, a mapping for each set.
-    """
+    """What pieces depend on: hashes of the teacher and of each set of data, the options, and the software."""
     versions = {name: version(name) for name in ("torch", "transformers", "squeezing-heads")}
     return {
         "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_files(Path(teacher)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.shrink.weights import HeadWeights, join_heads, split_heads
+from shd_ref.shrink.merges import HeadWeights, join_heads, split_heads
 from shd_ref.shrink.width import fold_norm, kept_scale
 from shd_torch.shrink.families import (
     Array,
@@ -29,17 +29,11 @@ from shd_torch.shrink.families import (
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The kept axes and how a norm is written on them.
+    """The kept axes and how a norm is written on them."""
 
-    Attributes:
-        basis: ``(D, D')``: the stream x becomes ``x @ basis``.
-        norm: as ``Family.norm``.
-        eps: the norms' small constant.
-    """
-
-    basis: Tensor
-    norm: str
-    eps: float
+    basis: Tensor  # (D, D'): the stream x becomes x @ basis
+    norm: str  # as Family.norm
+    eps: float  # the norms' small constant
 
     def normalise(self, stream: Tensor) -> Tensor:
         """What a norm gives before its scale, float64."""
@@ -99,19 +93,11 @@ def check_width(model: nn.Module, family: Family) -> None:
     readers = list(final_readers(model, family))
     for _, module in readers:
         known |= {id(parameter) for parameter in module.parameters()}
-    open_names = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
-    if open_names or not readers:
-        raise ShdError(
-            "shrink-unsupported",
-            "hidden must stay the teacher's where "
-            + (
-                f"{open_names[0]} is neither an embedding nor a reader"
-                if open_names
-                else "nothing reads the last norm"
-            )
-            + f" of the stream; got a {type(model).__name__}",
-            "WIDTH-1",
-        )
+    others = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    if others or not readers:
+        reason = f"{others[0]} is neither an embedding nor a reader" if others else "nothing reads the last norm"
+        message = f"hidden must stay the teacher's where {reason} of the stream; got a {type(model).__name__}"
+        raise ShdError("shrink-unsupported", message, "WIDTH-1")
 
 
 def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]:
@@ -127,12 +113,7 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn, last_rows: Tensor) -> None:
     """Embeddings, the last norm and its readers, on the kept axes (WIDTH-1, -5, -6).
 
-    Args:
-        teacher: the source.
-        student: of the same class, narrower.
-        family: of both.
-        turn: the axes.
-        last_rows: what the last norm gives before its scale ``(n, D)``.
+    ``last_rows`` are what the last norm gives before its scale ``(n, D)``.
     """
     base, own = base_of(teacher), base_of(student)
     factor = (turn.basis.shape[0] / turn.basis.shape[1]) ** 0.5 if family.embedding_scale else 1.0

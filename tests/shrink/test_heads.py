@@ -9,14 +9,15 @@ import pytest
 
 from shd_ref import gram_tensor, matched_plan, merge_plan, softmax, solve_alpha, squeeze_heads, value_outputs
 from shd_ref.errors import ShdError
-from shd_ref.shrink.factors import factor_forms, moment_roots
 from shd_ref.shrink.heads import (
     HeadWeights,
     Rotary,
     attend,
     concatenate_heads,
+    factor_forms,
     low_rank_heads,
     mix_queries,
+    moment_roots,
 )
 from shd_ref.shrink.merges import HeadMerge, grouped_plan, merge_heads, pooled_mixing
 

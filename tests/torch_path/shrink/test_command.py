@@ -53,7 +53,9 @@ def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
     assert "write-failed" in run(*words, "--heads", 2, code=1)
     words[-1] = tmp_path / "other"
     assert "rows of data" not in run(*words, "--heads", 2, "--no-align")
-    assert "ridge must be at least 0" in run(*words[:-1], tmp_path / "more", "--heads", 2, "--ridge=-1", code=1)
+    assert "--ridge must be a finite number" in run(
+        *words[:-1], tmp_path / "more", "--heads", 2, "--ridge=-1", code=1
+    )
 
 
 def test_dropped_layers(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from support.shrink.models import make_data, make_teacher
 
 from shd_ref.errors import ShdError
 from shd_torch.shrink import shrink
-from shd_torch.shrink.compare import compare_starts
-from shd_torch.shrink.compare.measure import MEASURES, count_flops, measure_loss
-from shd_torch.shrink.compare.rivals import RIVALS
+from shd_torch.shrink.compare import MEASURES, RIVALS, compare_starts, count_flops, measure_loss
 
 FAMILIES = ["llama", "qwen3", "gpt2", "bert", "vit", "dinov2"]
 

@@ -17,8 +17,7 @@ from support.shrink.models import make_data, make_teacher
 from shd_ref.errors import ShdError
 from shd_ref.shrink.predictor import best_split, fit_predictor
 from shd_torch.shrink import shrink
-from shd_torch.shrink.gates import Ranking, gate_layers, rank_layers
-from shd_torch.shrink.points import choose_splits, measure_splits
+from shd_torch.shrink.gates import Ranking, choose_splits, gate_layers, measure_splits, rank_layers
 
 PLAIN = ["gpt2", "bert", "vit", "deit", "dinov2"]
 

@@ -25,8 +25,8 @@ from shd_ref.cache.storage import drafts  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.commands import app  # noqa: E402
+from shd_torch.shrink import compare as starts  # noqa: E402
 from shd_torch.shrink import folders, shrink, unfinished  # noqa: E402
-from shd_torch.shrink.compare import starts  # noqa: E402
 
 SIZES: dict[str, Any] = {"heads": 2, "hidden": 20, "batch_size": 4}
 
