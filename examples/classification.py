@@ -1,4 +1,4 @@
-"""A BERT-like classifier: fewer heads and layers, taught by its teacher's attention and logits from a cache.
+"""A BERT-like classifier with fewer heads and layers, distilled from cached attention and logits.
 
     python make_data.py labels              # or bring bert/, labels.jsonl and test_labels.jsonl
     shd-torch export bert --out bert.onnx
@@ -49,7 +49,7 @@ def main() -> None:
         data_collator=collate,
         compute_metrics=accuracy,
         beta=0.02,
-        kd=KdTerm(temperature=2.0),  # whole logits are good at any temperature
+        kd=KdTerm(temperature=2.0),  # complete logits work at any temperature
     )
     before = trainer.evaluate()["eval_accuracy"]
     trainer.train()
@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def read(path: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """Tokens as the teacher saw them, and the label."""
+    """The teacher's tokens, and the label."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     return [{**tokenizer(row["text"], truncation=True), "labels": row["label"]} for row in rows]
 
 
 def accuracy(predicted: transformers.EvalPrediction) -> dict[str, float]:
-    """Part of the samples whose largest logit is the label's."""
+    """Share of samples whose largest logit is the label's."""
     return {"accuracy": float(np.mean(predicted.predictions.argmax(-1) == predicted.label_ids))}
 
 

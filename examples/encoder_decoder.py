@@ -1,8 +1,8 @@
-"""An encoder-decoder: self attention of both sides, cross attention and the decoder's logits, all from one cache.
+"""An encoder-decoder: self-attention on both sides, cross-attention and the decoder's logits, from one cache.
 
     python make_data.py pairs               # or bring bart/, pairs.jsonl and test_pairs.jsonl
     shd-torch export bart --out bart.onnx
-    python encoder_decoder.py tokens        # pairs.npz: what the graph takes, as the trainer sees it later
+    python encoder_decoder.py tokens        # pairs.npz: the graph's inputs, as the trainer will see them
     shd precompute bart.onnx --inputs pairs.npz --student-heads 4 --student-layers encoder=1,decoder=1,cross=1 --logits topk --out bart_cache
     python encoder_decoder.py train
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def read(path: str) -> list[dict[str, torch.Tensor]]:
-    """Tokens of both sides. The decoder reads the target one place to the right, as BART's own loss has it."""
+    """Tokens of both sides. The decoder reads the target shifted right by one, as in BART's loss."""
     tokenizer = transformers.AutoTokenizer.from_pretrained("bart")
     start = transformers.AutoConfig.from_pretrained("bart").decoder_start_token_id
     samples = []
@@ -54,7 +54,7 @@ def read(path: str) -> list[dict[str, torch.Tensor]]:
 
 
 def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Padded on the right; labels by -100, which no loss counts. Token 0 is this tokenizer's padding."""
+    """Pad on the right, labels with -100, which losses ignore. Token 0 is this tokenizer's padding."""
     return {
         name: torch.nn.utils.rnn.pad_sequence(
             [sample[name] for sample in samples], batch_first=True, padding_value=-100 if name == "labels" else 0
@@ -85,7 +85,7 @@ def train(epochs: float) -> None:
         eval_dataset=test,
         data_collator=pad,
         beta=0.02,
-        kd=KdTerm(rows="labels"),  # the decoder's rows that its own loss counts
+        kd=KdTerm(rows="labels"),  # the decoder's rows that its loss counts
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

@@ -1,4 +1,4 @@
-"""Augmented images: a ViT teaches a smaller one, and every cached map belongs to the very crop that is trained on.
+"""Augmented images: a smaller ViT is distilled, and every cached map belongs to exactly the crop used in training.
 
     python make_data.py images              # or bring vit/, images.npy (N, 3, H, W), labels.npy, and test files
     shd-torch export vit --out vit.onnx
@@ -6,11 +6,11 @@
     python images.py precompute
     python images.py train
 
-Pixels are as your image processor gives them. The rule: an augmentation is a function of the sample and one integer,
-its seed. `precompute` gives every view of an image its seed, shows the teacher the augmented images, and stores the
-seeds beside the maps. In training `SupervisedDataset` calls the same function with the stored seed and compares the
-hash of what it returns with the one that the teacher saw: an augmentation that looks at anything but its arguments is
-an error, not a silent mismatch. It prints about
+Pixels come from your image processor. The rule: an augmentation is a pure function of the sample and an integer seed.
+`precompute` assigns a seed to every view of an image, runs the teacher on the augmented images, and stores the seeds
+with the maps. In training `SupervisedDataset` calls the same function with the stored seed and compares the hash of
+its result with the teacher's: an augmentation that depends on anything else raises an error instead of a silent
+mismatch. It prints about
 
     accuracy: teacher 97-99%, student 82-84% before and 99% after training
 """
@@ -55,7 +55,7 @@ def augment(sample: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 class Images(torch.utils.data.Dataset[dict[str, Any]]):
-    """Images with labels; `views` times over, so that every augmented view is a sample."""
+    """Images with labels, repeated `views` times, so that every augmented view is a sample."""
 
     def __init__(self, prefix: str = "", views: int = 1) -> None:
         self.pixels = np.load(f"{prefix}images.npy", mmap_mode="r")
@@ -71,7 +71,7 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Views(IndexedSource):
-    """What the teacher is shown: augmented images, made one by one, and their seeds. No copy lies on disk."""
+    """The teacher's inputs: augmented images, generated one by one, and their seeds. No copy is stored on disk."""
 
     name, columns = "augmented images", ("pixel_values", "seed")
 
@@ -107,7 +107,7 @@ def run_teacher(views: int) -> None:
 
 
 def train(views: int, epochs: float) -> None:
-    """Train and compare; evaluation sees images as they are."""
+    """Train and compare; evaluation uses the original images."""
     arguments = transformers.TrainingArguments(
         "trained_vit",
         num_train_epochs=epochs,
@@ -138,7 +138,7 @@ def train(views: int, epochs: float) -> None:
 
 
 def accuracy(predicted: transformers.EvalPrediction) -> dict[str, float]:
-    """Part of the samples whose largest logit is the label's."""
+    """Share of samples whose largest logit is the label's."""
     return {"accuracy": float(np.mean(predicted.predictions.argmax(-1) == predicted.label_ids))}
 
 

@@ -6,8 +6,8 @@
     shd precompute teacher.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out cache
     python language_model.py
 
-The student starts as its squeezed teacher and learns from three things: the text, the cached logits (KD) and the
-cached attention (SHD). The last line compares test losses, in nats a token; it is about
+The student starts from the squeezed teacher and learns from the text, the cached logits (KD) and the cached attention
+(SHD). The last line compares test losses, in nats per token; it is about
 
     teacher 0.55, student 0.56 before and 0.55 after training, with 41% of the parameters
 """
@@ -30,7 +30,7 @@ def main() -> None:
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many decoders have none
-    # As the teacher saw them: the same tokenizer, cut at the same length.
+    # As for the teacher: the same tokenizer and the same maximum length.
     train, test = read_texts("train.jsonl", tokenizer), read_texts("test.jsonl", tokenizer)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # pads on the right, as the cache expects
     arguments = TrainingArguments(
@@ -49,7 +49,7 @@ def main() -> None:
         eval_dataset=test,
         data_collator=collate,
         beta=given.beta,
-        kd=KdTerm(rows="next_labels"),  # the rows that the student's own loss counts too
+        kd=KdTerm(rows="next_labels"),  # the rows that the student's loss counts
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

@@ -33,7 +33,7 @@ class Distilled(lightning.LightningModule):
         self.student, self.beta = student, beta
 
     def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
-        """The student's own loss, KD and SHD; the last two are means over rows, weighed as such over ranks."""
+        """The student's loss, KD and SHD; the last two are means over rows, weighted accordingly over ranks."""
         inputs, supervision = batch
         with capture_attention(self.student, layers=supervision.layers) as captured:
             output = self.student(**inputs)
@@ -45,7 +45,7 @@ class Distilled(lightning.LightningModule):
         return output.loss + kd + self.beta * shd
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
-        """The student's own loss, on samples alone."""
+        """The student's loss, on plain samples."""
         self.log("valid_loss", self.student(**batch).loss, batch_size=len(batch["input_ids"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -1,16 +1,16 @@
 """A decoder with grouped queries and long samples: the cache holds queries and keys instead of maps.
 
     python make_data.py                     # the teacher: 8 heads over 4 key/value heads
-    python make_data.py long                # long.jsonl and test_long.jsonl: 240 tokens a text
+    python make_data.py long                # long.jsonl and test_long.jsonl: 240 tokens per text
     shd-torch export teacher --out teacher.onnx
     shd-torch shrink teacher --heads 2 --layers 2 --data train.jsonl --out student
     shd plan teacher.onnx --inputs long.jsonl --tokenizer teacher --student-heads 2
     shd precompute teacher.onnx --inputs long.jsonl --tokenizer teacher --student student --form factored --logits topk --out long_cache
     python long_samples.py
 
-A map grows with the square of the length, queries and keys with the length alone. `shd plan` compares the two. The
-loop is plain PyTorch; the student keeps its own fused attention, and no map is formed on either side where the loss
-is fused. It prints about
+Maps grow quadratically with the length, queries and keys linearly. `shd plan` compares the two. The loop is plain
+PyTorch; the student keeps its fused attention, and with a fused loss no map is materialised on either side. It prints
+about
 
     long texts: student 1.7-1.9 before and 0.8 after training
 """  # noqa: E501  # commands are for copying
@@ -50,7 +50,7 @@ def main() -> None:
             batch, supervision = inputs.to(device), stored.to(device, non_blocking=True)
             with capture_attention(student, layers=supervision.layers) as captured:
                 output = student(**batch)
-            # One term a layer; values and masks are checked in the first step, as a check waits for the device.
+            # One term per layer; values and masks are checked only in the first step, as a check syncs the device.
             terms = layer_kls(captured, supervision, beta=0.02, check=first)
             kd = kd_loss(supervision.targets(), output.logits, loss_mask=supervision.query_mask())
             loss = output.loss + kd + sum(terms.values())
@@ -64,7 +64,7 @@ def main() -> None:
 
 @torch.no_grad()
 def loss_on(model: torch.nn.Module, loader: Any, device: str) -> float:
-    """Mean loss of the batches, in nats a token."""
+    """Mean loss of the batches, in nats per token."""
     model.eval()
     losses = [model(**batch.to(device)).loss.item() for batch in loader]
     model.train()

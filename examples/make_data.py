@@ -1,14 +1,14 @@
-"""Make data and a small trained teacher to try everything with, without a network.
+"""Make data and small trained teachers for the other examples, without a network.
 
     python make_data.py             # teacher/ (a Llama), train.jsonl and test.jsonl: {"text": ...}
     python make_data.py long        # long.jsonl and test_long.jsonl: texts of 250 tokens, for the same teacher
-    python make_data.py second      # second/, another teacher of the same words
+    python make_data.py second      # second/, another teacher with the same vocabulary
     python make_data.py labels      # bert/, labels.jsonl and test_labels.jsonl: {"text": ..., "label": 0 or 1}
     python make_data.py images      # vit/, images.npy and labels.npy, test_images.npy and test_labels.npy
     python make_data.py pairs       # bart/, pairs.jsonl and test_pairs.jsonl: {"source": ..., "target": ...}
 
-Everything goes into the current folder. Each teacher is a Hugging Face folder, trained for half a minute on one
-core, and comes out the same on every run. Your own folder and files take their place in every example.
+Everything is written to the current folder. Each teacher is a Hugging Face folder, trained for half a minute on one
+core, reproducibly. In every example you can replace them by your own folder and files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIDE = 16  # pixels
 
 
 def main() -> None:
-    """Make what the command line names."""
+    """Make the data named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", default="text", choices=MAKERS)
     parser.add_argument("--steps", type=int, default=300, help="training steps of the teacher")
@@ -42,12 +42,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024, help="training samples; an eighth as many are for tests")
     given = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more only wait for each other at this size, and add in another order
+    torch.set_num_threads(1)  # more threads do not help at this size, and sum in another order
     MAKERS[given.kind](given)
 
 
 def sentence(rng: random.Random) -> str:
-    """Verb and receiver follow from the name, six and nine words before: a model must look back."""
+    """Verb and receiver depend on the name, six and nine words earlier, so a model must attend to it."""
     name, first, second = rng.randrange(8), rng.choice(THINGS), rng.choice(THINGS)
     gift = f"{NAMES[name]} with the {first} and the {second}"
     return f"{gift} {VERBS[name]} it for {NAMES[(name + 3) % 8]} ."
@@ -59,7 +59,7 @@ def story(rng: random.Random, most: int = 3) -> str:
 
 
 def make_text(given: argparse.Namespace) -> None:
-    """A decoder with grouped queries (8 heads over 4 key/value heads) that tells little stories."""
+    """A decoder with grouped queries (8 heads over 4 key/value heads) that writes short stories."""
     rng = random.Random(0)
     texts = [story(rng) for _ in range(given.samples + given.samples // 8)]
     write_lines("train.jsonl", ({"text": text} for text in texts[: given.samples]))
@@ -68,7 +68,7 @@ def make_text(given: argparse.Namespace) -> None:
 
 
 def make_second(given: argparse.Namespace) -> None:
-    """Another teacher of the same words, smaller and trained on other stories."""
+    """Another teacher with the same vocabulary, smaller and trained on other stories."""
     make_decoder("second", given, heads=4, kv_heads=4)
 
 
@@ -100,7 +100,7 @@ def make_decoder(folder: str, given: argparse.Namespace, *, heads: int, kv_heads
 
 
 def make_long(given: argparse.Namespace) -> None:
-    """Texts of 20 sentences, which the teacher of ``make_text`` reads as well."""
+    """Texts of 20 sentences, for the teacher of ``make_text``."""
     rng = random.Random(1)
     few = max(given.samples // 8, 16)
     texts = [" ".join(sentence(rng) for _ in range(20)) for _ in range(few + few // 4)]
@@ -109,7 +109,7 @@ def make_long(given: argparse.Namespace) -> None:
 
 
 def make_labels(given: argparse.Namespace) -> None:
-    """A BERT that says whether a text has more of the first four things (1) than of the others (0)."""
+    """A BERT that classifies whether a text has more of the first four things (1) than of the others (0)."""
     rng = random.Random(2)
 
     def draw() -> dict[str, Any]:
@@ -143,7 +143,7 @@ def make_labels(given: argparse.Namespace) -> None:
 
 
 def make_images(given: argparse.Namespace) -> None:
-    """A ViT that tells stripes by their direction and width: eight classes, 16 x 16 pixels."""
+    """A ViT that classifies stripes by direction and width: eight classes, 16 x 16 pixels."""
     rng = np.random.default_rng(3)
     across, down = np.meshgrid(np.arange(SIDE), np.arange(SIDE))
     directions = across, down, across + down, across - down
@@ -175,7 +175,7 @@ def make_images(given: argparse.Namespace) -> None:
 
 
 def make_pairs(given: argparse.Namespace) -> None:
-    """A BART that says the same from the receiver's side."""
+    """A BART that rewrites sentences from the receiver's point of view."""
     rng = random.Random(4)
 
     def draw() -> dict[str, str]:
@@ -215,7 +215,7 @@ def make_pairs(given: argparse.Namespace) -> None:
 
 
 def save_tokenizer(folder: str) -> Any:
-    """A tokenizer with one token a word, as a Hugging Face folder holds it."""
+    """A tokenizer with one token per word, saved in a Hugging Face folder."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing(
@@ -234,7 +234,7 @@ def save_tokenizer(folder: str) -> Any:
 
 
 def train(model: Any, batch: Callable[[], dict[str, Any]], steps: int, rate: float = 3e-3) -> None:
-    """Teach the teacher: AdamW on fresh batches, the rate falling to zero."""
+    """Train the teacher: AdamW on fresh batches, learning rate decaying to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
     model.train()

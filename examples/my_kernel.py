@@ -1,10 +1,10 @@
-"""Your own loss, judged: how a mistake is found, and how a right one passes.
+"""Your own loss, judged: a wrong version fails with the likely mistake, a right one passes.
 
     python my_kernel.py
 
-`forward_kl` below stands for your kernel, in any framework. The judge calls it with NumPy arrays by the names of
-specs/shd.md, here through an adapter that says which options it has. The first version divides by all rows, as a
-`mean()` over padded batches does; the judge names that mistake. It ends with
+`forward_kl` below represents your kernel, in any framework. The judge calls it with NumPy arrays under the names of
+specs/shd.md, here through an adapter that declares its options. The first version divides by all rows, like `mean()`
+over padded batches; the judge names that mistake. It ends with
 
     mean over rows that count at float64, specification 1.0: conforms
 """
@@ -19,7 +19,7 @@ import torch
 from shd_ref.conformance import judge
 
 JUDGED = [f"shd_loss/{name}" for name in ("two-heads", "teacher-zeros", "padded-rows", "causal", "half-beta")]
-"""What this kernel has. Leave `only` out to be asked everything; what is missing is reported as missing."""
+"""The options of this kernel. Omit `only` to judge everything; missing options are reported as missing."""
 
 
 def forward_kl(target: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, *, all_rows: bool) -> torch.Tensor:
@@ -38,13 +38,13 @@ def forward_kl(target: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, *
 
 
 class Adapter:
-    """Hands the judge's arrays to the kernel."""
+    """Passes the judge's arrays to the kernel."""
 
     def __init__(self, all_rows: bool) -> None:
         self.all_rows = all_rows
 
     def run_operation(self, operation: str, inputs: dict[str, Any], dtype: str) -> float:
-        """One call; an option that the kernel lacks is missing, not failed."""
+        """One call; an unsupported option is reported as missing, not as failed."""
         given = dict(inputs)
         target, logits = given.pop("supervision"), given.pop("student_logits")
         beta, mask = given.pop("beta", 1.0), given.pop("loss_mask", None)

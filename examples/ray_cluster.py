@@ -1,12 +1,12 @@
-"""Precompute on a Ray cluster; the bytes are those of one process.
+"""Precompute on a Ray cluster; the bytes are the same as from one process.
 
     python make_data.py
     shd-torch export teacher --out teacher.onnx
     pip install 'squeezing-heads[ray]'
     python ray_cluster.py                   # on a cluster: RAY_ADDRESS=auto python ray_cluster.py
 
-Without RAY_ADDRESS a cluster of this machine is started. The same from a shell: `shd precompute ... --engine ray
---workers 2`. Kill any actor, or all of it: the same command goes on. It prints
+Without RAY_ADDRESS a local cluster is started. The same from a shell: `shd precompute ... --engine ray --workers 2`.
+You can kill any actor, or the whole run: the same command resumes. It prints
 
     1024 samples in 16 shards, sealed: True, intact: True
 """
@@ -24,7 +24,7 @@ from shd_ref.teacher.sources import open_source
 
 
 def main() -> None:
-    """Fill a cache by two actors; each loads the teacher."""
+    """Fill a cache with two actors; each loads the teacher."""
     here = Path.cwd()  # teacher, data and cache under one path on every machine, or the cache at s3://...
     inputs = partial(open_source, here / "train.jsonl", tokenizer=here / "teacher")  # every actor opens the data
     options = PrecomputeOptions(num_student_heads=2, num_student_layers=2, logits="topk")

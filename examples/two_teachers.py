@@ -8,7 +8,7 @@
     shd precompute teacher.onnx --with-teacher second.onnx --inputs train.jsonl --tokenizer teacher --student student --logits topk --out two_cache
     python two_teachers.py
 
-Logits are averaged before any class is left out, as BabyLlama does. Attention of both teachers is a live matter:
+Logits are averaged before truncation, as in BabyLlama. Attention from both teachers requires live teachers:
 `SHDTrainer(teacher=[OnlineTeacher(first, ...), OnlineTeacher(second, ...)])`. It prints about
 
     two teachers: student 0.56 before and 0.55 after training
