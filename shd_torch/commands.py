@@ -31,8 +31,8 @@ app = typer.Typer(
 
 @app.callback()
 def root(version: ShowVersion = False) -> None:
-    """The PyTorch side of squeezing-heads: export a teacher to ONNX, for shd; start a smaller student as its squeezed
-    teacher; see it all on a small example.
+    """The PyTorch commands of squeezing-heads: export a teacher to ONNX for shd; create a smaller student from the
+    squeezed teacher; run a small example.
 
     shd-torch export teacher --out teacher.onnx
 
@@ -40,7 +40,8 @@ def root(version: ShowVersion = False) -> None:
 
     shd-torch doctor teacher student --data train.jsonl
 
-    Then shd precompute makes the cache, and the student trains in SHDTrainer or in your own loop (docs/training.md).
+    Then create the cache with shd precompute, and train the student with SHDTrainer or your own loop
+    (docs/training.md).
     """
 
 
@@ -51,12 +52,13 @@ def export(
     out: Annotated[Path, Shown("The graph to write, such as teacher.onnx.")],
     opset: Annotated[int, typer.Option(help="ONNX opset of a teacher.", min=18, max=22, metavar="N")] = TEACHER_OPSET,
     student: Annotated[
-        bool, typer.Option("--student", help="A trained student, to run: one fused operator an attention.")
+        bool,
+        typer.Option("--student", help="Export a trained student for inference: one fused operator per attention."),
     ] = False,
     beside: Annotated[
         Path | None,
         Shown(
-            "With --student: another graph of the same inputs, such as the teacher's, to time beside it.",
+            "With --student: another graph with the same inputs, such as the teacher's, for a timing comparison.",
             needs="student",
         ),
     ] = None,
@@ -65,8 +67,9 @@ def export(
 
     shd-torch export teacher --out teacher.onnx
 
-    Eager attention, dynamic batch and sequence axes; the graph is compared with the model at two sizes. For any other
-    PyTorch module use shd_torch.export_teacher. A trained student goes out with --student: to run, not to be read.
+    Uses eager attention and dynamic batch and sequence axes; the graph is compared with the model at two sizes. For
+    other PyTorch modules use shd_torch.export_teacher. With --student, export a trained student for inference
+    instead.
     """
     require_packages("torch", extra="torch")
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
@@ -111,14 +114,14 @@ def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> dict[str, f
 
 
 def demo(
-    out: Annotated[Path, Shown("A new folder for everything the demo makes.")] = Path("demo_out"),
+    out: Annotated[Path, Shown("New folder for all files of the demo.")] = Path("demo_out"),
     labels: Annotated[tuple[int, ...], Shown("Numbers of labelled images.")] = (50, 300),
     seeds: Annotated[int, Shown("Students per method and number of labels.", least=1)] = 5,
     steps: Annotated[int, Shown("Optimiser steps per student.", least=1)] = 200,
     teacher_epochs: Annotated[int, Shown("Epochs of the teacher.", least=1)] = 30,
-    workers: Annotated[int, Shown("Students trained side by side.", least=1)] = 2,
+    workers: Annotated[int, Shown("Students trained in parallel.", least=1)] = 2,
 ) -> Document:
-    """The whole path on handwritten digits: teacher, squeezed start, cache, students, tables and pictures.
+    """Run the whole path on handwritten digits: teacher, squeezed start, cache, students, tables and pictures.
 
     shd-torch demo --out demo_out --seeds 2
     """

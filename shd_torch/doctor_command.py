@@ -23,38 +23,44 @@ _STYLES: Final = {"yes": "bold green", "probably not": "bold yellow", "no": "bol
 
 def doctor(
     teacher: Annotated[
-        str, typer.Argument(help="A Hugging Face folder or hub id with safetensors, or an .onnx.", metavar="TEACHER")
+        str,
+        typer.Argument(help="A Hugging Face folder or hub id with safetensors, or an .onnx file.", metavar="TEACHER"),
     ],
     student: Annotated[
-        str, typer.Argument(help="A folder or hub id; a config.json alone starts at random.", metavar="STUDENT")
+        str,
+        typer.Argument(
+            help="A folder or hub id; a config.json without weights means random initialisation.", metavar="STUDENT"
+        ),
     ],
     data: Annotated[
         Path | None,
         Shown(
-            "Your samples: .npz of the models' inputs by name, and labels if there are any; .npy of token ids or "
-            "pixels; or .jsonl with a column text, for the tokenizer in the teacher's folder, else the student's. "
-            "Without it the configurations alone are compared."
+            "Your samples: .npz of the models' inputs by name, with optional labels; .npy of token ids or pixels;"
+            " or .jsonl with a column text, for the tokenizer in the teacher's folder, else the student's. "
+            "Without data, only the configurations are compared."
         ),
     ] = None,
-    samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1, needs="data")] = 512,
-    probe: Annotated[int, Shown("Steps of a paired training with and without SHD; 0 trains nothing.", least=0)] = 0,
-    seeds: Annotated[int, Shown("Pairs of students of the probe.", least=1, needs="probe")] = 5,
-    batch_size: Annotated[int, Shown("Samples of a training step.", least=1, needs="data")] = 16,
+    samples: Annotated[
+        int, Shown("Number of samples to use, from the start of the data.", least=1, needs="data")
+    ] = 512,
+    probe: Annotated[int, Shown("Steps of a paired training with and without SHD; 0: no training.", least=0)] = 0,
+    seeds: Annotated[int, Shown("Pairs of students in the probe.", least=1, needs="probe")] = 5,
+    batch_size: Annotated[int, Shown("Samples per training step.", least=1, needs="data")] = 16,
     learning_rate: Annotated[
-        float, Shown("Of AdamW, in the probe and before beta is found; above 0.", needs="data")
+        float, Shown("Learning rate of AdamW, in the probe and when estimating beta; above 0.", needs="data")
     ] = 1e-3,
     beta: Annotated[
         float | None,
-        Shown("Weight of SHD in the probe. Default: the middle of what is found.", needs="probe"),
+        Shown("Weight of SHD in the probe. Default: the middle of the estimated range.", needs="probe"),
     ] = None,
 ) -> Document:
-    """Will attention supervision work for this teacher and student? One answer first, then what it rests on.
+    """Will attention supervision work for this teacher and student? Prints an answer and its evidence.
 
     shd-torch doctor teacher student --data train.jsonl --probe 200
 
-    Compares the models' parts and tokenizers, measures the teacher with as many heads as the student has, and finds a
-    recipe with a range for beta on your own batches. --probe trains pairs of students, with and without SHD, on the
-    same batches, and says what the gain is with its 95% interval.
+    Compares the models' parts and tokenizers, measures the teacher with the student's number of heads, and recommends
+    a recipe and a range for beta on your batches. --probe trains pairs of students, with and without SHD, on the same
+    batches, and reports the gain with its 95% interval.
     """
     require_packages("torch", "transformers", extra="hf")
     from transformers.utils import logging

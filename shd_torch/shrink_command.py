@@ -32,47 +32,48 @@ COMPARED = 128
 
 def shrink(
     teacher: Annotated[
-        Path, typer.Argument(help="A Hugging Face model's folder, with safetensors.", metavar="TEACHER")
+        Path, typer.Argument(help="Folder of a Hugging Face model with safetensors.", metavar="TEACHER")
     ],
     data: Annotated[
         Path,
         Shown(
-            "Calibration: .npz of the model's inputs by name, .npy of token ids or pixels, or .jsonl with a column "
-            "text, for the tokenizer in the teacher's folder."
+            "Calibration data: .npz of the model's inputs by name, .npy of token ids or pixels, or .jsonl with a "
+            "column text, for the tokenizer in the teacher's folder."
         ),
     ],
     out: Annotated[Path, Shown("A new folder for the student.")],
-    heads: Annotated[int | None, Shown("Query heads of the student; the teacher's by default.", least=1)] = None,
-    layers: Annotated[str | None, Shown("How many layers, or which of the teacher's: 3, or 0,2,4.")] = None,
-    hidden: Annotated[int | None, Shown("Channels of the student's stream.", least=1)] = None,
-    neurons: Annotated[int | None, Shown("Neurons of each FFN, the most important ones.", least=1)] = None,
+    heads: Annotated[int | None, Shown("Query heads of the student. Default: the teacher's.", least=1)] = None,
+    layers: Annotated[str | None, Shown("Number of layers, or a list of the teacher's: 3, or 0,2,4.")] = None,
+    hidden: Annotated[int | None, Shown("Channels of the student's residual stream.", least=1)] = None,
+    neurons: Annotated[int | None, Shown("Neurons per FFN; the most important are kept.", least=1)] = None,
     kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None,
-    head_dim: Annotated[int | None, Shown("Entries of a head, where a configuration may say so.", least=1)] = None,
-    drop_attention: Annotated[str | None, Shown("Teacher layers whose block loses its attention: 1,4.")] = None,
+    head_dim: Annotated[int | None, Shown("Width of a head, if the configuration allows it.", least=1)] = None,
+    drop_attention: Annotated[str | None, Shown("Teacher layers that lose their attention block: 1,4.")] = None,
     drop_activations: Annotated[
         str | None, Shown("Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.")
     ] = None,
-    plan: Annotated[
-        str, Shown("Which heads merge.", choices=("auto", "matched", "balanced", "progressive"))
-    ] = "auto",
-    samples: Annotated[int, Shown("Samples of the data that are used, the first ones.", least=1)] = 64,
-    batch_size: Annotated[int, Shown("Samples that run together.", least=1)] = 16,
+    plan: Annotated[str, Shown("Heads to merge.", choices=("auto", "matched", "balanced", "progressive"))] = "auto",
+    samples: Annotated[int, Shown("Number of samples to use, from the start of the data.", least=1)] = 64,
+    batch_size: Annotated[int, Shown("Samples per batch.", least=1)] = 16,
     compare: Annotated[
-        Path | None, Shown("Other data in the same form: print a table of this start, its teacher and rivals on it.")
+        Path | None,
+        Shown(
+            "Other data in the same format: print a table that compares this start with the teacher and rivals on it."
+        ),
     ] = None,
-    no_align: Annotated[bool, typer.Option("--no-align", help="The closed form alone, nothing refitted.")] = False,
+    no_align: Annotated[bool, typer.Option("--no-align", help="Use the closed form without refitting.")] = False,
     ridge: Annotated[
         float | None,
-        Shown("How firmly refitted matrices are held to the closed form; default: chosen on every fourth sample."),
+        Shown("Ridge towards the closed form for refitted matrices. Default: chosen on every fourth sample."),
     ] = None,
 ) -> Document:
-    """Make a smaller student that starts as its squeezed teacher, without training.
+    """Create a smaller student from the squeezed teacher, without training.
 
     shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
 
-    The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student where
-    attention or activations were dropped; shrink.json in it says what was done, and how far each layer's stream
-    is from the teacher's. A run that was stopped goes on when the same command is given again. See specs/shrink.md.
+    The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student if
+    attention or activations were dropped. Its shrink.json records the changes and each layer's error relative to the
+    teacher. If a run is stopped, the same command resumes it. See specs/shrink.md.
     """
     require_packages("torch", "transformers", extra="hf")
     smaller: dict[str, Any] = {

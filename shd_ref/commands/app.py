@@ -28,7 +28,7 @@ app = typer.Typer(
 
 @app.callback()
 def root(version: ShowVersion = False) -> None:
-    """Squeeze a transformer teacher's attention into fewer heads, offline, and keep it in a cache.
+    """Squeeze a transformer teacher's attention into fewer heads, offline, and cache it.
 
     shd inspect teacher.onnx
 

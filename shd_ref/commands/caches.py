@@ -18,11 +18,11 @@ from shd_ref.teacher.run.options import Shown
 
 
 def ls(cache: CacheArgument) -> Document:
-    """Say what a cache holds and which shards are missing, also while it is written.
+    """List the contents of a cache and its missing shards, even while it is being written.
 
     shd ls cache/
 
-    Reads the receipts, not the maps; shd verify checks every byte. Exit code 1 where a file is damaged.
+    Reads the receipts, not the maps; shd verify checks every byte. Exit code 1 if a file is damaged.
     """
     listing = list_cache(cache)
     console.print(_listing_table(listing))
@@ -34,11 +34,11 @@ def ls(cache: CacheArgument) -> Document:
 
 
 def seal(cache: CacheArgument) -> Document:
-    """State that a cache is complete: every shard is there, and the sample keys are the data set's.
+    """Mark a cache as complete: every shard exists, and the sample keys match the data set.
 
     shd seal cache/
 
-    A run that writes the last shard seals by itself; this is for those that stopped just before.
+    The run that writes the last shard seals automatically; use this if it stopped just before.
     """
     sealed = CacheWriter(cache, Manifest.read(cache)).seal()
     console.print(marked("sealed", "green", f": {sealed.num_samples} samples in {len(sealed.receipts)} shards"))
@@ -53,18 +53,18 @@ def merge(
     out: Annotated[
         str,
         typer.Option(
-            help="The merged cache; give the same one again to resume.", metavar="CACHE", callback=refuse_nothing
+            help="The merged cache; use the same one again to resume.", metavar="CACHE", callback=refuse_nothing
         ),
     ],
     link: Annotated[
-        bool, typer.Option("--link", help="Hard links in place of copies, where both lie on one file system.")
+        bool, typer.Option("--link", help="Use hard links instead of copies on the same file system.")
     ] = False,
 ) -> Document:
-    """Bring together the shards of one job that lie in several folders, and seal them if none is missing.
+    """Merge the shards of one job from several folders, and seal the cache if none is missing.
 
     shd merge part-0/ part-1/ --out cache/
 
-    Every byte is checked against its receipt. Caches of different jobs, and shards that differ, are refused.
+    Every byte is checked against its receipt. Caches of different jobs, and conflicting shards, are rejected.
     """
     with show_progress("shards") as (on_progress,):
         summary = merge_caches(caches, out, link=link, on_progress=on_progress)
@@ -80,15 +80,15 @@ def merge(
 def export(
     cache: CacheArgument,
     out: Annotated[
-        str, typer.Option(help="Folder of the export; give the same one again to resume.", metavar="FOLDER")
+        str, typer.Option(help="Folder of the export; use the same one again to resume.", metavar="FOLDER")
     ],
     format: Annotated[str, Shown("webdataset: tar files.", choices=("webdataset",))] = "webdataset",
 ) -> Document:
-    """Write a sealed cache, decoded, as files that other tools read: a tar per shard, a .npy per layer.
+    """Decode a sealed cache into files for other tools: one tar per shard, one .npy per layer.
 
     shd export cache/ --out tars/
 
-    Larger than the cache, as the maps become float32; each sample's .json has its key.
+    The result is larger than the cache, as maps become float32; each sample's .json has its key.
     """
     with show_progress("shards") as (on_progress,):
         summary = export_webdataset(cache, out, on_progress=on_progress)

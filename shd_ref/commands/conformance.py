@@ -39,7 +39,7 @@ def conformance(context: typer.Context) -> None:
             status = main(words, context.command_path, parser=_Parser)
         raise typer.Exit(status)
 
-    quiet = typer.Option("--quiet", help="Show no progress; results, remarks and errors stay.")
+    quiet = typer.Option("--quiet", help="Hide progress; results, remarks and errors are still shown.")
     parameters = [_parameter(each) for each in actions]
     parameters.append(_keyword("quiet", Annotated[bool, quiet], False))
     judge.__doc__ = conformance.__doc__

@@ -112,9 +112,9 @@ def expand(function: Callable[..., Document | None], *, is_long: bool = False) -
         else:
             parameters.append(_parameter(name, hints[name], parameter.default, readers))
     if hints.get("return") is not types.NoneType:
-        parameters.append(_flag("json", "Print the result as JSON, and nothing else, on the standard output."))
+        parameters.append(_flag("json", "Print only the result, as JSON, on standard output."))
     if is_long:
-        parameters.append(_flag("quiet", "Show no progress; results, remarks and errors stay."))
+        parameters.append(_flag("quiet", "Hide progress; results, remarks and errors are still shown."))
     needs = [(name, shown.needs) for name, shown in _shown_in(hints, groups) if shown.needs is not None]
     defaults = {one.name: one.default for one in parameters}
     arguments = {one.name for one in parameters if isinstance(get_args(one.annotation)[1], ArgumentInfo)}

@@ -28,13 +28,14 @@ def fidelity(
     options: FidelityOptions,
     run: Annotated[RunOptions, Without("samples_per_shard", "shards")],
 ) -> Document:
-    """Measure what the teacher itself loses with squeezed attention, for every way to squeeze it.
+    """Measure the teacher's loss of accuracy with squeezed attention, for every way to squeeze it.
 
     shd fidelity teacher.onnx --inputs data.npz --student-heads 4,6
 
-    The teacher runs with merged maps in place of its full maps, in all layers at once; no student and no training is
-    needed. Ends with the command that precomputes the best way, or of several that the samples cannot tell apart the
-    simplest. The result is kept beside the teacher (teacher.fidelity.json), where shd plan and shd precompute look.
+    The teacher runs with merged instead of full maps, in all layers at once; no student and no training is needed.
+    Ends with the precompute command for the best setting, or for the simplest of several that do not differ
+    significantly. The result is saved next to the teacher (teacher.fidelity.json), where shd plan and shd precompute
+    read it.
     """
     from shd_ref.teacher.study.fidelity import measure_fidelity
     from shd_ref.teacher.study.kept import keep_report, kept_path

@@ -55,12 +55,11 @@ def inspect(
         typer.Option("--factored", help="Also run the graph once on tiny inputs, to find queries and keys."),
     ] = False,
 ) -> Document:
-    """List every attention site of a teacher graph, what can be squeezed, and which inputs it needs.
+    """List the attention sites of a teacher graph, whether they can be squeezed, and the graph's inputs.
 
     shd inspect teacher.onnx
 
-    The graph is walked along its data flow, so the exporter's naming does not matter. Exit code 1 when no site
-    can be squeezed.
+    The search follows the data flow, so names in the graph do not matter. Exit code 1 if no site can be squeezed.
     """
     from shd_ref.teacher.graph.find import find_sites
     from shd_ref.teacher.graph.inputs import input_specs

@@ -15,7 +15,7 @@ from shd_ref.teacher.run.options import Shown
 def linearize(
     teacher: TeacherPath,
     drop_activations: Annotated[
-        str, Shown("Layers whose FFN loses its activation, by attention site as shd inspect counts: 3,4.")
+        str, Shown("Layers whose FFN loses its activation, numbered by attention site as in shd inspect: 3,4.")
     ],
     out: Annotated[Path, Shown("The graph to write, such as smaller.onnx.")],
 ) -> Document:
@@ -23,8 +23,8 @@ def linearize(
 
     shd linearize teacher.onnx --drop-activations 3,4 --out smaller.onnx
 
-    The new graph equals the teacher with the identity in place of these activations, and is smaller and faster. Gated
-    feed-forward layers are refused: without their activation no matrix equals them. See specs/shrink.md.
+    The new graph equals the teacher with these activations replaced by the identity, and is smaller and faster. Gated
+    feed-forward layers are rejected: without their activation they are not linear. See specs/shrink.md.
     """
     from shd_ref.teacher.opening.load import load_teacher
     from shd_ref.teacher.rewrite.linearize import linearize_graph, save_graph

@@ -45,15 +45,15 @@ NoAttention = Annotated[
     bool,
     typer.Option(
         "--no-attention",
-        help="Store logits or hidden states alone, also of a graph without attention; goes without --student-heads.",
+        help="Store only logits or hidden states; works without attention in the graph and without --student-heads.",
         rich_help_panel=STORING,
     ),
 ]
 ShowVersion = Annotated[
-    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and leave.")
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
 ]
 CheckProvider = Annotated[
-    str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING, needs="teacher")
+    str, Shown("cpu, cuda, or an onnxruntime provider; no fallback to another.", RUNNING, needs="teacher")
 ]
 
 
@@ -71,14 +71,14 @@ class InputOptions:
     tokenizer: Annotated[
         Path | None,
         Shown(
-            "For text: tokenizer.json, or its folder, whose tokenizer_config.json then limits the length "
+            "For text: tokenizer.json, or its folder; tokenizer_config.json there limits the length "
             "(model_max_length).",
             READING,
         ),
     ] = None
-    text_column: Annotated[str | None, Shown("For text: its column. Default: text.", READING)] = None
+    text_column: Annotated[str | None, Shown("For text: name of its column. Default: text.", READING)] = None
     max_length: Annotated[
-        int | None, Shown("For text: tokens to keep. Default: as the tokenizer says.", READING, least=1)
+        int | None, Shown("For text: maximum number of tokens. Default: the tokenizer's limit.", READING, least=1)
     ] = None
 
     def open(self) -> Source:

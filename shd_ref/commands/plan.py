@@ -35,12 +35,12 @@ def plan(
     student_heads: StudentHeads = None,
     no_attention: NoAttention = False,
 ) -> Document:
-    """Measure a few samples: bytes, time and error of every form and codec; then say which to take, and why.
+    """Measure bytes, time and error of every form and codec on a few samples, and recommend one.
 
     shd plan teacher.onnx --inputs data.npz --student-heads 4
 
-    Ends with the command that makes the cache, or advises to run the teacher while training where reading would take
-    longer, and with the memory of a training step.
+    Ends with the command that creates the cache (or the advice to use a live teacher, if reading a cache would be
+    slower) and the memory of a training step.
     """
     from shd_ref.teacher.study.kept import advise_plan
 

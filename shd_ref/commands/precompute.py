@@ -37,7 +37,7 @@ def precompute(
     out: Annotated[
         str,
         typer.Option(
-            help="The cache: a folder or an address (s3://...). Give the same one again to resume.",
+            help="The cache: a folder or an address (s3://...). Use the same one again to resume.",
             metavar="CACHE",
             callback=refuse_nothing,
         ),
@@ -45,14 +45,14 @@ def precompute(
     student_heads: StudentHeads = None,
     student: Annotated[
         Path | None,
-        Shown("A student of shd-torch shrink, in place of its heads, layers, pairs and plans: a folder."),
+        Shown("Folder of a student from shd-torch shrink; it sets heads, layers, pairs and plans."),
     ] = None,
     no_attention: NoAttention = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing; measure a few samples and say what it would cost.")
+        bool, typer.Option("--dry-run", help="Write nothing; measure a few samples and estimate the cost.")
     ] = False,
     engine: Annotated[
-        str, Shown("This process, or actors on a Ray cluster (extra 'ray').", RUNNING, ("local", "ray"))
+        str, Shown("This process (local), or actors on a Ray cluster (ray, extra 'ray').", RUNNING, ("local", "ray"))
     ] = "local",
     workers: Annotated[
         int | None,
@@ -63,8 +63,8 @@ def precompute(
 
     shd precompute teacher.onnx --inputs data.npz --student-heads 4 --out cache/
 
-    The merge happens inside the graph. The first batch is compared with the NumPy reference, and a difference above
-    tolerance refuses the run. Stop it at any moment, also with kill -9: the same command goes on where it stopped.
+    The merge is part of the graph. The first batch is compared with the NumPy reference, and a difference above
+    tolerance stops the run. You can stop it at any moment, even with kill -9: the same command resumes.
     """
     if student is not None:
         if no_attention:

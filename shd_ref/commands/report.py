@@ -15,19 +15,19 @@ def report(
     cache: CacheArgument,
     out: Annotated[str, Shown("The page to write.")] = "report.html",
     teacher: Annotated[
-        Path | None, Shown("The cache's teacher: adds its own maps and what every strategy loses.")
+        Path | None, Shown("The cache's teacher: adds its maps and the loss of every strategy.")
     ] = None,
     inputs: InputOptions | None = None,
-    samples: Annotated[int, Shown("Samples that the teacher runs on.", least=1, needs="teacher")] = 4,
-    records: Annotated[int, Shown("Records whose merge weights are read.", least=1)] = 512,
+    samples: Annotated[int, Shown("Samples to run the teacher on.", least=1, needs="teacher")] = 4,
+    records: Annotated[int, Shown("Records to read merge weights from.", least=1)] = 512,
     provider: CheckProvider = "cpu",
 ) -> Document:
-    """Write what a cache holds, and how well it was squeezed, as one self-contained HTML page.
+    """Write a self-contained HTML page about a cache: contents, sizes and errors.
 
     shd report cache/ --teacher teacher.onnx --inputs data.npz
 
-    A partial cache is reported too. The page needs no network and holds no script. With the teacher it also shows
-    maps before and after, and compares the cache with every other strategy.
+    A partial cache can be reported too. The page needs no network and contains no script. With the teacher it also
+    shows maps before and after merging, and compares the cache with every other strategy.
     """
     from shd_ref.cache import CacheReader
     from shd_ref.cache.storage.drafts import drafting

@@ -22,20 +22,20 @@ def verify(
     with_teachers: Annotated[
         tuple[Path, ...],
         Shown(
-            "The further teachers of a mean of logits, in the order of precompute: one option each.",
+            "The other teachers of averaged logits, in the same order as for precompute: one option each.",
             metavar="TEACHER.onnx",
             needs="teacher",
         ),
     ] = (),
     records: Annotated[int, Shown("Records to run again.", least=1, needs="teacher")] = 8,
-    seed: Annotated[int, Shown("Seed of the choice of records.", least=0, needs="teacher")] = 0,
+    seed: Annotated[int, Shown("Seed for choosing records.", least=0, needs="teacher")] = 0,
     provider: CheckProvider = "cpu",
 ) -> Document:
-    """Check every byte of a cache, and on request run its teacher again on some records.
+    """Check every byte of a cache, and optionally run its teacher again on some records.
 
     shd verify cache/ --teacher teacher.onnx --inputs data.npz
 
-    Exit code 1 names each file and record that is damaged, missing or different.
+    With exit code 1, it names each file and record that is damaged, missing or different.
     """
     from shd_ref.cache import verify_cache
 

@@ -107,17 +107,21 @@ def make_parser(prog: str, kind: type[argparse.ArgumentParser] = argparse.Argume
     what.add_argument("--program", metavar="COMMAND", help="a program that speaks the JSON-lines protocol")
     what.add_argument("--list", action="store_true", help="list the ids of all items and the sentences they check")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the program, after --")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="what it computes in; repeat for several")
+    parser.add_argument(
+        "--dtype", action="append", choices=DTYPES, help="dtype of the implementation; repeat for several"
+    )
     parser.add_argument("--only", action="append", metavar="ID", help="an id or glob, such as 'law/*'; repeatable")
     parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of the laws' inputs (default 0); or random"
+        "--seed", type=_seed, default=0, metavar="N", help="seed of the laws' inputs (default 0), or random"
     )
     parser.add_argument("--known-failures", metavar="FILE", help="lines of `ID [@dtype]  # reason`")
     parser.add_argument("--json", action="store_true", help="print the report, or the list, as JSON")
     parser.add_argument("--report", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--save-calls", metavar="FOLDER", help="write the exact call of every failure as JSON")
-    parser.add_argument("--timeout", type=float, default=20.0, metavar="SECONDS", help="for one answer (default 20)")
-    parser.add_argument("--vectors", metavar="FOLDER", help="other vector files than the specification's own")
+    parser.add_argument(
+        "--timeout", type=float, default=20.0, metavar="SECONDS", help="time limit per answer (default 20)"
+    )
+    parser.add_argument("--vectors", metavar="FOLDER", help="vector files that replace the specification's")
     return parser
 
 

@@ -69,19 +69,19 @@ class Shown:
     needs: str | None = None
 
 
-MERGING: Final = "What is merged"
-STORING: Final = "What is stored"
+MERGING: Final = "Merging"
+STORING: Final = "Storage"
 TARGETS: Final = "Logits and hidden states"
-READING: Final = "How inputs are read"
-RUNNING: Final = "How the teacher runs"
+READING: Final = "Inputs"
+RUNNING: Final = "Running the teacher"
 PANELS: Final = (MERGING, STORING, TARGETS, READING, RUNNING)
 """Headings of options in ``--help``, in this order."""
 
 SITES_HELP: Final = Shown(
-    "Attention sites by number or name, as shd inspect lists them: 0,2,4-7, encoder*, self, cross. Default: all.",
+    "Attention sites by number or name, as listed by shd inspect: 0,2,4-7, encoder*, self, cross. Default: all.",
     MERGING,
 )
-CALIBRATION_HELP: Final = Shown("Samples that matched plans are chosen on.", MERGING, least=1, needs="plan=matched")
+CALIBRATION_HELP: Final = Shown("Samples for choosing matched plans.", MERGING, least=1, needs="plan=matched")
 
 
 _OF_ATTENTION: Final = (
@@ -131,8 +131,8 @@ class PrecomputeOptions:
     layer_pairs: Annotated[
         tuple[tuple[int, int], ...] | None,
         Shown(
-            "Layer pairs student:teacher from 0, such as 0:3,1:7, in place of the even default. Student layers may "
-            "be left out.",
+            "Layer pairs student:teacher, counted from 0, such as 0:3,1:7. Default: evenly spaced. Student layers"
+            " may be omitted.",
             MERGING,
             metavar="S:T,...",
         ),
@@ -150,8 +150,8 @@ class PrecomputeOptions:
     plan: Annotated[
         str | MergePlan,
         Shown(
-            "Heads that merge: progressive (neighbours, round by round: the paper), balanced (neighbouring groups), "
-            "matched (the pairs that fit best on some samples, layer by layer).",
+            "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring "
+            "groups), matched (best-fitting pairs on some samples, per layer).",
             MERGING,
             PLANS,
         ),
@@ -159,7 +159,7 @@ class PrecomputeOptions:
     matched_by: Annotated[
         str,
         Shown(
-            "What matched plans minimise: residual (of the output) or similarity (of the maps).",
+            "Score for matched plans: residual (of the output) or similarity (of the maps).",
             MERGING,
             MATCHED_BY,
             needs="plan=matched",
@@ -175,8 +175,8 @@ class PrecomputeOptions:
     form: Annotated[
         str,
         Shown(
-            "maps (merged), or factored: the teacher's queries and keys with the mixing, smaller for long samples, "
-            "with the temperature left free. shd plan compares them.",
+            "maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long"
+            " samples, with a free temperature. shd plan compares them.",
             STORING,
             FORMS,
         ),
@@ -184,7 +184,7 @@ class PrecomputeOptions:
     factored_codec: Annotated[
         str,
         Shown(
-            "Codec of queries and keys: int8 (1 byte a number) or float16 (2).",
+            "Codec of queries and keys: int8 (1 byte per number) or float16 (2).",
             STORING,
             FACTORED_CODECS,
             needs="form=factored",
@@ -193,7 +193,7 @@ class PrecomputeOptions:
     codec: Annotated[
         str,
         Shown(
-            "Codec of maps: sqrt8-row, sqrt8-abs (1 byte an entry), u4 (1/2), bf16 (2), float32 (4).",
+            "Codec of maps: sqrt8-row, sqrt8-abs (1 byte per entry), u4 (1/2), bf16 (2), float32 (4).",
             STORING,
             CODECS,
             needs="form=maps",
@@ -205,18 +205,19 @@ class PrecomputeOptions:
     ] = "none"
     on_error: Annotated[
         str,
-        Shown("On a sample that gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR),
+        Shown("If a sample gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR),
     ] = "stop"
     seed_column: Annotated[
         str | None,
-        Shown("Column of augmentation seeds, stored beside the maps and replayed in training.", STORING),
+        Shown("Column of augmentation seeds, stored with the maps and reused in training.", STORING),
     ] = None
 
     logits: Annotated[
         str,
         Shown(
-            "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the mass of all "
-            "others), sampled (unbiased; forward KL and cross entropy only), float16 (whole rows: classifiers).",
+            "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total mass"
+            " of the others), sampled (unbiased; forward KL and cross entropy only), float16 (complete rows, for "
+            "classifiers).",
             TARGETS,
             LOGIT_FORMS,
         ),
@@ -224,7 +225,7 @@ class PrecomputeOptions:
     logits_top: Annotated[
         int,
         Shown(
-            "Classes that a row keeps with their probabilities; the rest is one number.",
+            "Classes to keep per row with their probabilities; the rest is stored as one number.",
             TARGETS,
             least=0,
             needs="logits=topk|sampled",
@@ -233,14 +234,14 @@ class PrecomputeOptions:
     logits_draws: Annotated[
         int,
         Shown(
-            "Classes that a sampled row draws from the rest, with the run's seed.",
+            "Classes to draw per row from the rest, with the run's seed.",
             TARGETS,
             least=1,
             needs="logits=sampled",
         ),
     ] = 32
     logits_bits: Annotated[
-        int, Shown("Bits of a kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk|sampled")
+        int, Shown("Bits per kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk|sampled")
     ] = 8
     logits_temperature: Annotated[
         float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
@@ -248,15 +249,15 @@ class PrecomputeOptions:
     logits_output: Annotated[
         str | None,
         Shown(
-            "The graph's output that holds the logits, if not 'logits'. Of a further teacher it is asked for only "
-            "where that has no 'logits', nor one output alone that can be.",
+            "The graph output with the logits, if not 'logits'. For other teachers it is only needed if they have"
+            " neither 'logits' nor a single possible output.",
             TARGETS,
         ),
     ] = None
     vocab_size: Annotated[
         int | None,
         Shown(
-            "Classes that count, where the teacher's vocabulary was padded; the others must have no mass.",
+            "Number of real classes if the teacher's vocabulary is padded; the others must have no mass.",
             TARGETS,
             least=1,
         ),
@@ -264,7 +265,8 @@ class PrecomputeOptions:
     with_teachers: Annotated[
         tuple[Path, ...],
         Shown(
-            "A further teacher of the same vocabulary: the mean of all logits is stored (BabyLlama). Once a teacher.",
+            "Another teacher with the same vocabulary: the mean of all logits is stored (BabyLlama). Repeat per "
+            "teacher.",
             TARGETS,
             metavar="TEACHER.onnx",
         ),
@@ -272,8 +274,8 @@ class PrecomputeOptions:
     hidden: Annotated[
         tuple[int, ...],
         Shown(
-            "Hidden states to store, such as 0,3,6: k is what enters block k from 0; the number of blocks, what "
-            "leaves the last. Of an encoder-decoder those of the decoder's blocks.",
+            "Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of "
+            "blocks is the last block's output. For encoder-decoders: the decoder's blocks.",
             TARGETS,
             least=0,
             metavar="K,...",
@@ -282,7 +284,7 @@ class PrecomputeOptions:
     hidden_codec: Annotated[
         str,
         Shown(
-            "Codec of hidden states: int8 (a scale for each token) or float16.",
+            "Codec of hidden states: int8 (one scale per token) or float16.",
             TARGETS,
             HIDDEN_CODECS,
             needs="hidden",
@@ -327,17 +329,15 @@ class RunOptions:
         shards: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
     """
 
-    mask: Annotated[
-        str | None, Shown("The graph's input of 0 and 1 that masks padding, if not attention_mask.", READING)
-    ] = None
+    mask: Annotated[str | None, Shown("The graph's padding mask of 0 and 1, if not attention_mask.", READING)] = None
     decoder_mask: Annotated[
-        str | None, Shown("The same for a decoder with cross attention, if not decoder_attention_mask.", READING)
+        str | None, Shown("The same for a decoder with cross-attention, if not decoder_attention_mask.", READING)
     ] = None
     batch_size: Annotated[int, Shown("Samples per teacher call.", RUNNING, least=1)] = 16
     batch_tokens: Annotated[
         int | None,
         Shown(
-            "Positions per teacher call, in place of --batch-size: more samples where they are short.",
+            "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
             RUNNING,
             least=1,
         ),
@@ -346,18 +346,16 @@ class RunOptions:
         int | None, Shown("Samples per shard. Default: about 256 MiB, at least 16 shards.", STORING, least=1)
     ] = None
     seed: Annotated[
-        int, Shown("Seed of the samples' order in shards, and of the choice of samples.", RUNNING, least=0)
+        int, Shown("Seed for the order of samples in shards, and for choosing samples.", RUNNING, least=0)
     ] = 0
-    provider: Annotated[
-        str, Shown("cpu, cuda, or an onnxruntime provider; never falls back to another.", RUNNING)
-    ] = "cpu"
-    num_threads: Annotated[
-        int | None, Shown("Threads that run the teacher. Default: one a core.", RUNNING, least=1)
-    ] = None
+    provider: Annotated[str, Shown("cpu, cuda, or an onnxruntime provider; no fallback to another.", RUNNING)] = "cpu"
+    num_threads: Annotated[int | None, Shown("Threads for the teacher. Default: one per core.", RUNNING, least=1)] = (
+        None
+    )
     shards: Annotated[
         tuple[int, int],
         Shown(
-            "Write part i of n of the shards only, i from 0 to n-1: n processes fill one folder, or one each for "
+            "Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each for "
             "shd merge.",
             RUNNING,
             metavar="i/n",

@@ -30,16 +30,15 @@ class PlanOptions:
             less than half of it, and ``u4`` several times as much.
     """
 
-    samples: Annotated[int, Shown("Samples that the teacher runs on.", least=1)] = 8
-    read_bandwidth: Annotated[
-        float, Shown("Bytes that storage can feed one training device, in MB a second, above 0.")
-    ] = 500.0
-    max_error: Annotated[
-        float, Shown("Largest share of a row's probability that coding may move, on average, above 0.")
-    ] = 0.01
-    train_batch: Annotated[int, Shown("Samples of a training step, for its memory.", least=1)] = 16
+    samples: Annotated[int, Shown("Samples to run the teacher on.", least=1)] = 8
+    read_bandwidth: Annotated[float, Shown("Read bandwidth per training device, in MB per second, above 0.")] = 500.0
+    max_error: Annotated[float, Shown("Largest mean share of a row's probability that coding may move, above 0.")] = (
+        0.01
+    )
+    train_batch: Annotated[int, Shown("Samples per training step, to estimate its memory.", least=1)] = 16
     num_student_parameters: Annotated[
-        int | None, Shown("Parameters of the student, for its memory. Default: as many as the teacher.", least=1)
+        int | None,
+        Shown("Parameters of the student, to estimate its memory. Default: as many as the teacher.", least=1),
     ] = None
 
     @property
@@ -82,8 +81,8 @@ class FidelityOptions:
     plan: Annotated[
         tuple[str, ...],
         Shown(
-            "Heads that merge: progressive (neighbours, round by round: the paper), balanced (neighbouring groups), "
-            "matched (the pairs that fit best on some samples).",
+            "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring "
+            "groups), matched (best-fitting pairs on some samples).",
             choices=PLANS,
         ),
     ] = ("progressive", "matched")
@@ -101,7 +100,7 @@ class FidelityOptions:
     matched_by: Annotated[
         tuple[str, ...],
         Shown(
-            "What matched plans minimise: residual (of the output), similarity (of the maps).",
+            "Score for matched plans: residual (of the output), similarity (of the maps).",
             MERGING,
             MATCHED_BY,
             needs="plan=matched",
@@ -111,13 +110,13 @@ class FidelityOptions:
     sites: Annotated[str | None, SITES_HELP] = None
     graph_output: Annotated[
         str | None,
-        Shown("The graph's output that is compared. Default: its first floating-point one.", MEASURING),
+        Shown("The graph output to compare. Default: the first floating-point one.", MEASURING),
     ] = None
     targets: Annotated[
         str | None,
         Shown(
-            "Column with class labels (N,) or token ids (N, L), for the teacher's own loss; the graph's token input "
-            "stands for the next tokens.",
+            "Column with class labels (N,) or token ids (N, L), for the teacher's loss; the graph's token input "
+            "means next-token prediction.",
             MEASURING,
         ),
     ] = None
