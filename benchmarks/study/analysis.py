@@ -230,7 +230,7 @@ def _tables(rows: Sequence[Row], grid: Grid) -> Iterator[tuple[str, list[list[st
         own = [row for row in rows if row.part == part]
         if own:
             head = ["arm", "seeds", f"test {_UNITS.get(own[0].metric, own[0].metric)}", "gain over base", "over SHD"]
-            yield f"{part}: {question}", [[*head, "share", "ms a step", "kB a sample"], *map(cells, own)]
+            yield f"{part}: {question}", [[*head, "share", "ms per step", "kB per sample"], *map(cells, own)]
 
 
 def cells(row: Row) -> list[str]:
