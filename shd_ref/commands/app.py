@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from shd_ref.commands.caches import export, ls, merge, seal
+from shd_ref.commands.caches import export, ls, merge, report, seal, verify
 from shd_ref.commands.conformance import conformance
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
-from shd_ref.commands.inspect import inspect
-from shd_ref.commands.linearize import linearize
+from shd_ref.commands.graphs import inspect, linearize
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
-from shd_ref.commands.report import report
 from shd_ref.commands.terminal import ShownCommand, ShownGroup
-from shd_ref.commands.verify import verify
 
 app = typer.Typer(
     name="shd",

@@ -144,7 +144,7 @@ def _shown_in(hints: dict[str, Any], groups: dict[str, _Group]) -> Iterator[tupl
     """Every option of a command by its field."""
     for name, hint in hints.items():
         fields_of = groups[name].fields if name in groups else {name: (hint, None)}
-        yield from ((field, shown) for field, (one, _) in fields_of.items() if (shown := _shown(one)) is not None)
+        yield from ((field, shown) for field, (one, _) in fields_of.items() if (shown := shown_of(one)) is not None)
 
 
 def _check_needs(needs: list[tuple[str, str]], given: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ class _Group:
         shown = {
             field.name: (hints[field.name], inspect.Parameter.empty if field.default is MISSING else field.default)
             for field in fields(target)
-            if field.name not in without and _shown(hints[field.name]) is not None
+            if field.name not in without and shown_of(hints[field.name]) is not None
         }
         if is_optional:
             first = next(iter(shown))
@@ -251,7 +251,7 @@ class _Group:
 
 def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[Any], Any]]) -> inspect.Parameter:
     """A parameter that typer can take; what it cannot read itself is a string, with its reader among ``readers``."""
-    shown = _shown(hint)
+    shown = shown_of(hint)
     if shown is None:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
     kind, optional = _strip_none(get_args(hint)[0])
@@ -290,7 +290,8 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _shown(hint: Any) -> Shown | None:
+def shown_of(hint: Any) -> Shown | None:
+    """What a field or parameter says of its option; None where it is none."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((note for note in notes if isinstance(note, Shown)), None)
 

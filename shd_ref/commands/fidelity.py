@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import shlex
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +11,13 @@ from rich.table import Table
 
 from shd_ref.commands.derive import Document, Without
 from shd_ref.commands.options import InputOptions, TeacherPath
+from shd_ref.commands.plan import precompute_command
 from shd_ref.commands.terminal import console, messages, narrow_table, plus_minus, print_remarks, show_progress
-from shd_ref.commands.words import option_words
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.options import FidelityOptions
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
+    from shd_ref.teacher.study.ranking import FidelityReport, Setting
 
 
 def fidelity(
@@ -44,7 +42,7 @@ def fidelity(
     with show_progress("batches") as (on_progress,):
         report = measure_fidelity(teacher, source, options, run, on_progress=on_progress)
     commands = {
-        heads: _precompute_command(teacher, inputs, result, options, run)
+        heads: _command(teacher, inputs, report, result.setting, options, run)
         for heads, result in report.recommended().items()
     }
     lost = (
@@ -127,23 +125,25 @@ def _reason(report: FidelityReport, heads: int) -> str:
     )
 
 
-def _precompute_command(
-    teacher: Path, inputs: InputOptions, best: Fidelity, options: FidelityOptions, run: RunOptions
+def _command(
+    teacher: Path,
+    inputs: InputOptions,
+    report: FidelityReport,
+    setting: Setting,
+    options: FidelityOptions,
+    run: RunOptions,
 ) -> str:
-    """The command that squeezes as a setting does."""
-    setting = best.setting
-    chosen = partial(
-        PrecomputeOptions,
+    """The command that squeezes as a setting does, of the sites that were measured."""
+    chosen = PrecomputeOptions(
         setting.num_student_heads,
-        sites=options.sites,
+        sites=",".join(report.sites) if report.skipped else options.sites,
         strategy=setting.strategy,
         plan=setting.plan,
         alpha_per=setting.alpha_per,
     )
     if setting.matched_by is not None:
-        chosen = partial(chosen, matched_by=setting.matched_by, calibration_samples=options.calibration_samples)
-    words = option_words(inputs, chosen(), run)
-    return shlex.join(["shd", "precompute", str(teacher), *words, "--out", f"cache-{setting.num_student_heads}"])
+        chosen = replace(chosen, matched_by=setting.matched_by, calibration_samples=options.calibration_samples)
+    return precompute_command(teacher, inputs, chosen, run)
 
 
 def _document(teacher: Path, report: FidelityReport, commands: dict[int, str]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""Arguments and options that several subcommands of ``shd`` share."""
+"""Arguments and options that several subcommands of ``shd`` share, and options as words to paste."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 import shd_ref
+from shd_ref.commands.derive import option_of, shown_of
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
@@ -127,3 +129,34 @@ def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
     """
     if (teacher is None) != (inputs is None):
         raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
+
+
+def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
+    """The options that say what dataclasses hold: those of fields that are ``Shown`` and are not at their default.
+
+    Args:
+        *groups: dataclasses.
+        without: fields to leave out.
+    """
+    words: list[str] = []
+    for group in groups:
+        hints = get_type_hints(type(group), include_extras=True)
+        for field in fields(group):
+            value = getattr(group, field.name)
+            is_given = field.default is MISSING or value != field.default
+            if is_given and field.name not in without and shown_of(hints[field.name]) is not None:
+                is_repeated = isinstance(value, tuple) and isinstance(value[0], Path)
+                for one in value if is_repeated else (value,):
+                    words += [option_of(field.name), _write_value(field.name, one)]
+    return words
+
+
+def _write_value(field: str, value: Any) -> str:
+    """A value as ``derive`` reads it again."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={number}" for key, number in value.items())
+    if field == "shards":
+        return "/".join(map(str, value))
+    if isinstance(value, tuple):
+        return ",".join(":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
+    return str(value)

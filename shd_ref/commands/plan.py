@@ -1,26 +1,31 @@
-"""``shd plan``: what a cache would cost, before anyone writes it, and which to make."""
+"""``shd plan`` and ``shd precompute --dry-run``: what a cache would cost before it is written, and which to make."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+from rich.filesize import decimal
+from rich.table import Table
 
 from shd_ref.commands.derive import Document, Without
-from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of
-from shd_ref.commands.terminal import print_remarks, show_progress
-from shd_ref.commands.words import option_words
+from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of, option_words
+from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Source
 from shd_ref.teacher.study.options import PlanOptions
 
 if TYPE_CHECKING:
+    from shd_ref.teacher.study.advice import TrainingMemory
     from shd_ref.teacher.study.forecast import Forecast
 
 STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs")
-"""Options in whose place a student's folder stands."""
+"""Options that a student's folder says."""
 
 
 def plan(
@@ -42,51 +47,56 @@ def plan(
     Ends with the command that creates the cache (or the advice to use a live teacher, if reading a cache would be
     slower) and the memory of a training step.
     """
-    from shd_ref.teacher.study.kept import advise_plan
-
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
-    source, documents = inputs.open(), []
-    for heads in heads_given:
-        asked = options(num_student_heads=heads)
-        print_remarks(None if no_attention else advise_plan(teacher, asked))
-        documents.append(measure(teacher, inputs, source, asked, run, wanted))
-    print_remarks(source.remark)
-    return documents
+    students = [(options(num_student_heads=heads), None) for heads in heads_given]
+    return measure(teacher, inputs, inputs.open(), students, run, wanted)
 
 
 def measure(
     teacher: Path,
     inputs: InputOptions,
     source: Source,
-    options: PrecomputeOptions,
+    students: Iterable[tuple[PrecomputeOptions, str | None]],
     run: RunOptions,
     wanted: PlanOptions | None = None,
-    **command: Any,
-) -> dict[str, Any]:
-    """Forecast a cache, and say what was found.
+    student: Path | None = None,
+) -> Document:
+    """Forecast the cache of each student, and print it.
 
     Args:
         teacher: the ``.onnx`` file.
         inputs: where the samples come from.
         source: the samples.
-        options: what to make of the teacher.
+        students: what to make of the teacher, and the cache; None for a name that says how many heads.
         run: how.
-        wanted: what is measured, and what for.
-        **command: ``out`` and ``student`` of ``precompute_command``.
+        wanted: what is measured, and what for; None where a cache was asked for.
+        student: the folder that heads, layers and plans were read from, if any.
 
     Returns:
         What ``--json`` prints.
     """
-    from shd_ref.commands.forecast import print_forecast
     from shd_ref.teacher.study.forecast import forecast_cache
+    from shd_ref.teacher.study.kept import advise_plan
 
-    with show_progress("samples measured") as (on_progress,):
-        on_progress(0, 0)
-        forecast = forecast_cache(teacher, source, options, run, wanted)
-    print_remarks(*forecast.remarks)
-    line = precompute_command(teacher, inputs, options, run, forecast, **command)
-    print_forecast(forecast, options.num_student_heads, line)
-    return asdict(forecast) | {"command": line}
+    documents = []
+    for options, out in students:
+        if wanted is not None and options.has_attention:
+            print_remarks(advise_plan(teacher, options))
+        with show_progress("samples measured") as (on_progress,):
+            on_progress(0, 0)
+            forecast = forecast_cache(teacher, source, options, run, wanted)
+        print_remarks(*forecast.remarks)
+        line = None
+        if forecast.advice.pays:
+            default = PrecomputeOptions(1)
+            usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
+            asks = usual | forecast.taken.asks | {"compression": forecast.advice.compression}
+            advised = replace(options, **asks)  # type: ignore[arg-type]
+            line = precompute_command(teacher, inputs, advised, run, out=out, student=student)
+        _print_forecast(forecast, options.num_student_heads, line)
+        documents.append(asdict(forecast) | {"command": line})
+    print_remarks(source.remark)
+    return documents
 
 
 def precompute_command(
@@ -94,31 +104,113 @@ def precompute_command(
     inputs: InputOptions,
     options: PrecomputeOptions,
     run: RunOptions,
-    forecast: Forecast,
     *,
     out: str | None = None,
     student: Path | None = None,
-) -> str | None:
-    """The command that makes the cache that is advised; None where none is.
+) -> str:
+    """The command that makes a cache.
 
     Args:
         teacher: the ``.onnx`` file.
         inputs: where the samples come from.
-        options: what was forecast.
+        options: what to make of the teacher.
         run: how.
-        forecast: what was found.
         out: the cache.
         student: the folder that heads, layers and plans were read from, if any.
     """
-    if not forecast.advice.pays:
-        return None
-    default = PrecomputeOptions(1)
-    usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
-    asks = usual | forecast.taken.asks | {"compression": forecast.advice.compression}
-    asked = replace(options, **asks)  # type: ignore[arg-type]
-    without = ("num_student_heads", "form") if not asked.has_attention else () if student is None else STUDENT_FIELDS
-    words = option_words(inputs, asked, run, without=without)
-    words += [] if asked.has_attention else ["--no-attention"]
+    without = (
+        ("num_student_heads", "form") if not options.has_attention else () if student is None else STUDENT_FIELDS
+    )
+    words = option_words(inputs, options, run, without=without)
+    words += [] if options.has_attention else ["--no-attention"]
     words += [] if student is None else ["--student", str(student)]
-    place = out or (f"cache-{options.num_student_heads}" if asked.has_attention else "cache-targets")
+    place = out or (f"cache-{options.num_student_heads}" if options.has_attention else "cache-targets")
     return shlex.join(["shd", "precompute", str(teacher), *words, "--out", place])
+
+
+def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | None) -> None:
+    """What was found, what to do and why, and what training will need; without a command where no cache pays."""
+    heads, support = f"{num_student_heads} student heads", f", {forecast.support} support"
+    _say(
+        f"{heads if num_student_heads else 'no attention'}; {forecast.num_samples} samples, "
+        f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
+        f"{support * bool(forecast.support)}"
+    )
+    if forecast.supplied:
+        _say(f"fed beside the data: {forecast.supplied}")
+    console.print(_table(forecast))
+    for target in forecast.beside:
+        errors = {name: value for name, value in vars(target.error).items() if name.endswith("_mean")}
+        means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
+        size = f"{target.bytes_per_row:.0f} bytes a {target.unit}, {decimal(round(target.total_bytes))} in all"
+        _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
+    for refused in forecast.refused:
+        _say(f"not {refused}")
+    taken = forecast.taken
+    packed = " with zstd" if forecast.advice.compression != "none" else ""
+    size = f"{taken.title}{packed}, {decimal(round(taken.total_bytes))} in all{' before zstd' * bool(packed)}"
+    instead = "no cache; run the teacher while training (OnlineTeacher). The best cache would be "
+    _say(f"take: {'' if command else instead}{size}")
+    _list(*forecast.advice.reasons)
+    if command:
+        console.say(f"  {command}")
+    _say_time(forecast)
+    _say_memory(forecast.memory)
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False)
+
+
+def _list(*points: str) -> None:
+    grid = Table.grid(padding=(0, 1))
+    for point in points:
+        grid.add_row("-", point)
+    console.print(grid, highlight=False)
+
+
+def _table(forecast: Forecast) -> Table:
+    """A form and codec per row."""
+    table = narrow_table()
+    table.add_column("stored as")
+    for column in ("bytes\na token", "in all", "with\nzstd", "break-even\nread", "moved\nin a row", "KL a\nrow"):
+        table.add_column(column, justify="right")
+    for way in forecast.ways:
+        table.add_row(
+            way.title,
+            f"{way.bytes_per_token:.0f}",
+            decimal(round(way.total_bytes)).replace("bytes", "B"),
+            "?" if way.zstd_ratio is None else f"x {way.zstd_ratio:.2f}",
+            f"{decimal(round(way.break_even))}/s",
+            f"{way.error.tv_mean:.2%}",
+            f"{way.error.kl_mean:.2g}",
+            style="bold" * (way is forecast.taken),
+        )
+    return table
+
+
+def _say_time(forecast: Forecast) -> None:
+    duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
+    teacher, squeezed = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
+    _say(
+        f"time: teacher {teacher:.3g} ms a sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine "
+        f"(measured on {forecast.measured_samples} samples)"
+    )
+
+
+def _say_memory(memory: TrainingMemory) -> None:
+    student, optimizer, records, term, teacher = (
+        decimal(size).replace("bytes", "B")
+        for size in (memory.student, memory.optimizer, memory.records, memory.term, memory.teacher)
+    )
+    _say(
+        f"memory of a step of {memory.batch_size} samples of {memory.length} positions, in float32 with AdamW, "
+        "activations apart:"
+    )
+    whose = ", as many as the teacher (--student-parameters says otherwise)" if memory.is_assumed else ""
+    _list(
+        f"student {student}, its gradients and optimizer {optimizer}: {memory.student_parameters / 1e6:.3g} M "
+        f"parameters{whose}",
+        *([f"SHD term about {term}"] * bool(memory.term)),
+        f"records {records}; in their place a live teacher, {teacher}",
+    )

@@ -8,7 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
+from rich.filesize import decimal
+from rich.table import Table
 
 from shd_ref.commands.derive import Document, Without, option_of
 from shd_ref.commands.options import (
@@ -17,16 +20,16 @@ from shd_ref.commands.options import (
     StudentHeads,
     TeacherPath,
     heads_of,
+    option_words,
     refuse_nothing,
 )
-from shd_ref.commands.terminal import console, print_remarks, show_progress
-from shd_ref.commands.words import option_words
+from shd_ref.commands.terminal import console, fact_table, marked, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import RUNNING, PrecomputeOptions, RunOptions, Shown
 
 if TYPE_CHECKING:
+    from shd_ref.teacher.precompute.engine import Students
     from shd_ref.teacher.precompute.summary import PrecomputeSummary
-    from shd_ref.teacher.sources import Source
 
 
 def precompute(
@@ -71,24 +74,36 @@ def precompute(
             raise ShdError("argument-value", f"--student must be left out with --no-attention; got {student}")
         options, student_heads = _read_student(student, options, student_heads)
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
+    from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.engine import students_of
     from shd_ref.teacher.study.kept import advise_plan
 
     source = inputs.open()
+    asked = [options(num_student_heads=heads) for heads in heads_given]
     if dry_run:
-        asked = [options(num_student_heads=heads) for heads in heads_given]
-        return _measure(teacher, inputs, source, asked, run, out, student)
+        from shd_ref.commands.plan import measure
+
+        places = [out] if len(asked) == 1 else [f"{out}-{heads}" for heads in heads_given]
+        return measure(teacher, inputs, source, list(zip(asked, places, strict=True)), run, student=student)
     if student is None and not no_attention:
-        print_remarks(*(advise_plan(teacher, options(num_student_heads=heads)) for heads in heads_given))
+        print_remarks(*(advise_plan(teacher, one) for one in asked))
+    students = students_of(out, asked[0], heads_given) if len(asked) > 1 else [(out, asked[0])]
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
-        summaries = _run(teacher, inputs, source, out, options, heads_given, run, engine, workers, told)
+        if engine == "local":
+            summaries = precompute_caches(teacher, source, students, run, **told)
+        else:
+            summaries = _run_on_ray(teacher, inputs, students, run, workers, told)
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
-    # As they were said: actors were given whole paths.
-    several = students_of(out, options(num_student_heads=1), heads_given) if len(heads_given) > 1 else []
-    others = options.keywords["with_teachers"]
-    following = _following(summaries, teacher, others, inputs, [str(folder) for folder, _ in several] or [out])
-    _print_summaries(summaries, following)
+    following = []  # none while shards are missing
+    if not any(summary.missing_shards for summary in summaries):
+        others = [word for path in asked[0].with_teachers for word in ("--with-teacher", str(path))]
+        words = ["--teacher", str(teacher), *others, *option_words(inputs)]
+        following = [shlex.join(["shd", "verify", str(cache), *words]) for cache, _ in students]
+    for summary in summaries:
+        console.print(_summary_table(summary))
+    for command in following or ["the other parts; the last one seals, or shd merge does where each has its folder"]:
+        console.say(f"next: {command}")
     return [
         {name: value for name, value in vars(summary).items() if name != "alphas"} | {"next": following}
         for summary in summaries
@@ -101,21 +116,15 @@ def _read_student(
     """The options with what ``shrink.json`` says (STUDENT-6)."""
     from shd_ref.shrink.student import read_student
 
-    given = {"num_student_heads": student_heads}
-    given |= {name: options.keywords[name] for name in ("num_student_layers", "layer_pairs", "sites")}
-    for name, value in given.items():
-        if value is not None:
+    names = ("num_student_layers", "layer_pairs", "sites", "plan")
+    values = {"num_student_heads": student_heads} | {name: options.keywords[name] for name in names}
+    for name, value in values.items():
+        if value is not None and value != getattr(PrecomputeOptions, name, None):
             raise ShdError(
                 "argument-value",
                 f"{option_of(name)} must not be given with --student, which says it; got {value!r}",
                 "STUDENT-6",
             )
-    if options.keywords["plan"] != PrecomputeOptions.plan:
-        raise ShdError(
-            "argument-value",
-            f"--plan must not be given with --student, which says it; got {options.keywords['plan']!r}",
-            "STUDENT-6",
-        )
     made = read_student(folder)
     fixed: dict[str, Any] = {
         "num_student_layers": made.num_layers,
@@ -125,85 +134,70 @@ def _read_student(
     return partial(options.func, **options.keywords | fixed), (made.num_heads,)
 
 
-def _measure(
+def _run_on_ray(
     teacher: Path,
     inputs: InputOptions,
-    source: Source,
-    students: list[PrecomputeOptions],
+    students: Students,
     run: RunOptions,
-    out: str,
-    student: Path | None,
-) -> Document:
-    from shd_ref.commands.plan import measure
-
-    documents = [
-        measure(
-            teacher,
-            inputs,
-            source,
-            options,
-            run,
-            out=out if len(students) == 1 else f"{out}-{options.num_student_heads}",
-            student=student,
-        )
-        for options in students
-    ]
-    print_remarks(source.remark)
-    return documents
-
-
-def _run(
-    teacher: Path,
-    inputs: InputOptions,
-    source: Source,
-    out: str,
-    options: partial[PrecomputeOptions],
-    heads: tuple[int, ...],
-    run: RunOptions,
-    engine: str,
     workers: int | None,
     told: dict[str, Any],
 ) -> list[PrecomputeSummary]:
+    """The actors open teacher, inputs and caches themselves, under whole paths."""
     from shd_ref.cache.storage.places import is_address
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
-    from shd_ref.teacher.precompute.engine import students_of
-
-    place = Path(out).absolute() if engine == "ray" and not is_address(out) else out
-    first = options(num_student_heads=heads[0])
-    if engine == "ray":
-        first = replace(first, with_teachers=tuple(path.absolute() for path in first.with_teachers))
-    students = students_of(place, first, heads) if len(heads) > 1 else [(place, first)]
-    if engine == "local":
-        return precompute_caches(teacher, source, students, run, **told)
     from shd_ref.teacher.precompute.ray_engine import RayEngine
 
-    # The actors open the inputs themselves, under these paths.
+    placed = [
+        (
+            cache if is_address(str(cache)) else Path(cache).absolute(),
+            replace(options, with_teachers=tuple(path.absolute() for path in options.with_teachers)),
+        )
+        for cache, options in students
+    ]
     tokenizer = inputs.tokenizer and inputs.tokenizer.absolute()
     reopen = replace(inputs, inputs=inputs.inputs.absolute(), tokenizer=tokenizer).open
-    return precompute_caches(teacher.absolute(), reopen, students, run, engine=RayEngine(workers), **told)
+    return precompute_caches(teacher.absolute(), reopen, placed, run, engine=RayEngine(workers), **told)
 
 
-def _following(
-    summaries: list[PrecomputeSummary],
-    teacher: Path,
-    with_teachers: tuple[Path, ...],
-    inputs: InputOptions,
-    places: list[str],
-) -> list[str]:
-    """The commands that come next; none while shards are missing."""
-    if any(summary.missing_shards for summary in summaries):
-        return []
-    others = [word for path in with_teachers for word in ("--with-teacher", str(path))]
-    words = ["--teacher", str(teacher), *others, *option_words(inputs)]
-    return [shlex.join(["shd", "verify", place, *words]) for place in places]
-
-
-def _print_summaries(summaries: list[PrecomputeSummary], following: list[str]) -> None:
-    from shd_ref.commands.tables import summary_table
-
-    for summary in summaries:
-        console.print(summary_table(summary))
-    if not following:
-        console.say("next: the other parts; the last one seals, or shd merge does where each has its folder")
-    for command in following:
-        console.say(f"next: {command}")
+def _summary_table(summary: PrecomputeSummary) -> Table:
+    """What ``shd precompute`` did."""
+    table = fact_table(str(summary.folder))
+    rate = summary.written / max(summary.seconds, 1e-9)
+    table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
+    if summary.missing_shards:
+        left = marked(f"{summary.missing_shards} shards", "yellow", " are left to other processes")
+        table.add_row("partial", left)
+    if summary.skipped:
+        why = ": the teacher gave NaN; their receipts name them"
+        table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
+    if summary.supplied:
+        table.add_row("fed beside", summary.supplied)
+    ratio = summary.float32_bytes / max(summary.coded_bytes, 1)
+    table.add_row("stored", f"{decimal(summary.coded_bytes)}, {ratio:.1f}x smaller than in float32")
+    alphas = summary.alphas
+    if alphas.size:
+        low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
+        table.add_row("alpha", f"median {middle:.3f}, 90% in [{low:.3f}, {high:.3f}], of {alphas.size}")
+        table.add_row("clipped", f"{summary.num_clipped} outside [0, 1]; {summary.num_degenerate} without preference")
+    comparison = summary.comparison
+    if comparison is not None:
+        table.add_row(
+            "residual",
+            f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
+            f"(of {summary.compared_samples} samples)",
+        )
+        error = summary.errors.attention
+        codec = f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
+        table.add_row("codec", codec)
+    logits, hidden = summary.errors.logits, summary.errors.hidden
+    if logits is not None:
+        left_out = f", {logits.gradient_mean:.1%} of a gradient with what is left out"
+        table.add_row("logits", f"KL {logits.kl_mean:.2g} nats per row (max {logits.kl_max:.2g}){left_out}")
+    if hidden is not None:
+        table.add_row("hidden", f"{hidden.relative_mean:.2g} of a row's length (max {hidden.relative_max:.2g})")
+    if comparison is not None:
+        table.add_row(
+            "graph = reference",
+            f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
+        )
+    return table

@@ -277,6 +277,7 @@ def test_a_folder_of_caches_is_named_with_its_caches(made: Path, tmp_path: Path)
     output = shd("precompute", *run_of(made)[:-1], "1,2", "--out", out)
     for heads in (1, 2):
         assert f"next: shd verify {out}/heads-{heads} --teacher" in output
+        assert f"4 -> {heads}" in shd("ls", out / f"heads-{heads}")
     for words in (("ls", out), ("verify", out), ("report", out), ("seal", out), ("export", out, "--out", "tars")):
         assert "is not a cache, but holds some: name one of heads-1, heads-2" in shd(*words, code=1)
     assert "is not a cache [CACHE-1]" in shd("ls", tmp_path, code=1)

@@ -272,7 +272,11 @@ class _FidelityTest:
         if by is None:
             return tuple(merge_plan(site.num_heads or 0, heads, setting.plan) for site in self.sites)
         if key not in self._plans:
-            opened = {"provider": self.run.provider, "num_threads": self.run.num_threads, "weights": self._weights}
+            opened: dict[str, Any] = {
+                "provider": self.run.provider,
+                "num_threads": self.run.num_threads,
+                "weights": self._weights,
+            }
             self._plans[key] = calibrate_plans(
                 AttentionReader(self._bare, self.sites, **opened),
                 self.inputs,
