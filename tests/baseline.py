@@ -53,6 +53,10 @@ REMOVED: Mapping[str, str] = {
     r"names: shd_ref\.cache\.(make|write)_card|help: shd card": "a person writes a shared cache's page",
     r"help: shd: ": "the list of commands lacks card",
     r"names: shd_torch\.doctor\.(Diagnosis|diagnose)": "sinks, forecasts, inheritance: see shd plan",
+    r"(help: shd (plan|fidelity|precompute): |names: shd_ref\.diagnose)": "the strategy simplex",
+    r"published: docs/study\.md: lacks ": "the arm of simplex",
+    r"bytes: v1: squeeze_heads/(full-|temperature-)?simplex": "the strategy simplex",
+    r"bytes: v1: diagnose/(all-strategies|full-map|per-row|more-columns-than-keys)": "the strategy simplex",
     r"bytes: (kd|recipes|shrink)-v1: ": "goldens now, in tests/goldens",
     r"names: shd_torch\.shrink\.shrink: ": "its keywords are fields of ShrinkOptions, still given by name",
 }

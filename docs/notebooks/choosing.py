@@ -111,7 +111,7 @@ plt.show()
 # %%
 maps, outputs, mask = (array[:2] for array in second[2])
 plan = shd.matched_plan([first[2]], 6)
-report = shd.diagnose(maps, outputs, 6, plan=plan, query_mask=mask, strategies=("hard", "constant", "shd", "simplex"))
+report = shd.diagnose(maps, outputs, 6, plan=plan, query_mask=mask, strategies=("hard", "constant", "shd"))
 for name, strategy in report.strategies.items():
     print(f"{name:12} {strategy.head_residual.mean():.3f}")
 print(f"{'best map':12} {report.stochastic.mean():.3f}")

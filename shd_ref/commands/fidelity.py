@@ -100,14 +100,12 @@ def _table(report: FidelityReport, heads: int) -> Table:
         above = "indistinguishable" if result.is_tied else say(result.excess, result.excess_margin)
         table.add_row(
             result.setting.plan_title,
-            result.setting.weights_title + ("" if result.can_precompute else " *"),
+            result.setting.weights_title,
             say(cost, result.margin),
             "best" if result is best else above,
             f"{result.attention_error:.3f}",
             style="bold" * (result is recommended),
         )
-    if not all(result.can_precompute for result in results):
-        table.caption = "* not offered by shd precompute for groups of more than two"
     return table
 
 

@@ -1,13 +1,13 @@
 """What ``squeeze_heads`` answers, judged link by link (NUM-6), so that one flat alpha does not condemn the rest.
 
 Each round's alphas are judged against the pool that the implementation's own earlier alphas made, ``mixing`` against
-the composition of its own alphas, ``probs`` and ``residual`` against its own ``mixing``. Plain float64 NumPy, and for
-``simplex`` a minimum that its slopes prove: nothing here is shared with the reference.
+the composition of its own alphas, ``probs`` and ``residual`` against its own ``mixing``. Plain float64 NumPy:
+nothing here is shared with the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +129,12 @@ def check_chain(
         return "mixing", Difference(f"must be numbers of the shape {list(shape)}", f"shape {list(shape)}", found)
     by_row = mixing if per_row else mixing[..., None]  # (B, H_s, H_t, 1 or L)
 
-    if strategy in ("mean", "simplex"):
+    if strategy == "mean":
         extra = _pairless(got)
         if extra:
             return extra
-    if strategy in ("shd", "constant", "hard"):
+        wanted = np.full(by_row.shape, 1.0 / heads)
+    else:
         runner = _Rounds(solved_on, outputs, inputs, dtype, flat)
         difference = runner.run(plan, got["alphas"], weights)
         if difference:
@@ -143,13 +144,6 @@ def check_chain(
             return miscounted
         composed = np.stack(runner.rows, axis=1)  # (B, H_s, H_t, 1 or L)
         wanted = np.broadcast_to(composed, by_row.shape)
-    elif strategy == "mean":
-        wanted = np.full(by_row.shape, 1.0 / heads)
-    else:
-        difference = _check_simplex(solved_on, outputs, groups, mask, by_row, dtype)
-        if difference:
-            return "mixing", difference
-        wanted = by_row
     difference = compare_close(wanted, by_row, *agreement(dtype, "alpha"))
     if difference:
         return "mixing", difference
@@ -181,51 +175,6 @@ def soften_maps(maps: Array, temperature: float, row_sums: str) -> Array:
     mass = maps.sum(-1, keepdims=True) if row_sums == "at_most_one" else 1.0
     softened: Array = mass * powers / np.where(total > 0, total, 1.0)
     return softened
-
-
-def best_simplex(gram: Array) -> Array:
-    """The weights of the smallest ``c^T gram c`` on the simplex, whose slopes prove that there are none smaller.
-
-    Corners are taken in while one has a smaller slope than the weights have (Karush-Kuhn-Tucker), and left where the
-    minimum of those in use has a weight below 0.
-
-    Raises:
-        ArithmeticError: rounding kept it from a proof.
-    """
-    weights: Array = np.zeros(len(gram))
-    used = [int(np.diag(gram).argmin())]
-    weights[used] = 1.0
-    gap = np.inf
-    for _ in range(8 * len(gram) + 8):
-        slopes = gram @ weights
-        corner = int(slopes.argmin())
-        gap = float(weights @ slopes - slopes[corner]) / max(float(np.trace(gram)), 1e-300)
-        if gap <= 1e-15 or (corner in used and gap <= 1e-12):
-            break
-        used = [*used, corner] if corner not in used else used
-        while True:
-            # On a face the minimum has equal slopes: inner c = t 1 with sum(c) = 1.
-            system = np.ones((len(used) + 1, len(used) + 1))
-            system[-1, -1] = 0.0
-            size = max(float(np.diag(gram)[used].max()), 1e-300)
-            system[:-1, :-1] = gram[np.ix_(used, used)] / size
-            wanted = np.linalg.lstsq(system, np.append(np.zeros(len(used)), 1.0), rcond=1e-15)[0][:-1]
-            if wanted.min() >= 0:
-                break
-            now = weights[used]
-            falling = wanted < 0
-            steps = now[falling] / (now[falling] - wanted[falling])
-            wanted = now + steps.min() * (wanted - now)
-            wanted[np.flatnonzero(falling)[steps.argmin()]] = 0.0
-            weights[:] = 0.0
-            weights[used] = np.maximum(wanted, 0.0)
-            used = [i for i in used if weights[i] > 0]
-        weights[:] = 0.0
-        weights[used] = wanted
-    if gap > 1e-12:
-        raise ArithmeticError("the judge found no proof that these weights are the best")
-    best: Array = weights / weights.sum()
-    return best
 
 
 class _Rounds:
@@ -321,64 +270,6 @@ def _groups(plan: Any, heads: int) -> list[list[int]]:
         used = {head for pair in one_round for head in pair}
         pool = [pool[p] + pool[q] for p, q in one_round] + [g for i, g in enumerate(pool) if i not in used]
     return pool
-
-
-def _check_simplex(
-    maps: Array,
-    outputs: Array,
-    groups: Sequence[Sequence[int]],
-    mask: NDArray[np.bool_] | None,
-    mixing: Array,
-    dtype: str,
-) -> Difference | None:
-    """Weights on the simplex, none outside the group, as good as the best (MIX-7, NUM-6)."""
-    atol, rtol = agreement(dtype, "residual")
-    small, _ = agreement(dtype, "alpha")
-    counts = np.ones((maps.shape[0], maps.shape[2])) if mask is None else mask.astype(np.float64)
-    if bool((mixing < 0).any()):
-        return Difference("must be at least 0", "at least 0", abbreviate(mixing))
-    difference = compare_close(np.ones_like(mixing.sum(2)), mixing.sum(2), small, 0.0)
-    if difference:
-        return Difference(f"the sum over the teacher's heads {difference.problem}", "1", difference.got)
-    for h, group in enumerate(groups):
-        members = list(group)
-        others = [t for t in range(maps.shape[1]) if t not in members]
-        if bool((mixing[:, h, others] != 0).any()):
-            return Difference(
-                f"student head {h} must mix heads {members} alone", "0 elsewhere", abbreviate(mixing[:, h])
-            )
-        total = outputs[:, members].sum(1, keepdims=True)
-        merged = maps[:, members] @ total * counts[:, None, :, None]  # (B, k, L, D)
-        target = (maps[:, members] @ outputs[:, members]).sum(1) * counts[..., None]
-        for b, rows in _units(mixing):
-            points = (merged[b] - target[b])[:, rows].reshape(len(members), -1)
-            c = mixing[b, h, members, rows.start or 0]
-            apart = max(float(((x - y) ** 2).sum()) for x in points for y in points)
-            if apart <= degenerate_threshold() * float((merged[b][:, rows] ** 2).sum()):
-                difference = compare_close(np.full_like(c, 1.0 / len(c)), c, small, 0.0)
-                if difference:
-                    return Difference(f"a group without a preference: {difference.problem}", "1/k", difference.got)
-                continue
-            size, gram = np.array((target[b, rows] ** 2).sum()), points @ points.T
-            # E is convex, so its slopes bound the minimum from below; only where that leaves a doubt look for it.
-            reached, gap = float(c @ gram @ c), 2 * float(c @ gram @ c - (gram @ c).min())
-            if gap <= 1e-12 * reached:
-                continue
-            best_weights = best_simplex(gram)
-            got, best = (float(_relative(np.array(((w @ points) ** 2).sum()), size)) for w in (c, best_weights))
-            if got > best + atol + rtol * best:
-                problem = f"student head {h}, sample {b}: relative error {got:.6g}, where {best:.6g} is possible"
-                return Difference(problem, f"{best:.9g}", f"{got:.9g}")
-    return None
-
-
-def _units(mixing: Array) -> Iterator[tuple[int, slice]]:
-    """What shares one list of weights: a sample, or a sample and a row."""
-    for b in range(mixing.shape[0]):
-        if mixing.shape[3] == 1:
-            yield b, slice(None)
-        else:
-            yield from ((b, slice(i, i + 1)) for i in range(mixing.shape[3]))
 
 
 def _residual(

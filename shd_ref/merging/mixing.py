@@ -28,10 +28,9 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, check_alphas
 from shd_ref.merging.pairwise import make_pool, merge_round
 from shd_ref.merging.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
-from shd_ref.merging.simplex import simplex_mixing
 from shd_ref.tolerances import row_sum_tolerance
 
-STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean", "simplex")
+STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean")
 ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")
 
 
@@ -43,7 +42,7 @@ class SqueezeResult:
         probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for.
         mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
         alphas: one array per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped; empty for the
-            strategies ``mean`` and ``simplex``, which have no pairwise weights.
+            strategy ``mean``, which has no pairwise weights.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
             ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
         num_clipped: how many alphas lay outside [0, 1] before clipping.
@@ -82,7 +81,7 @@ def squeeze_heads(
         num_student_heads: H_s, from 1 to H_t.
         plan: a kind (``"progressive"``, the default, or ``"balanced"``) or explicit rounds of pairs.
         strategy: ``shd`` (closed-form alphas), ``constant`` (1/2), ``hard`` (the better of 0 and 1),
-            ``mean`` (every map is the mean of all), ``simplex`` (the best convex weights of each group at once).
+            ``mean`` (every map is the mean of all).
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         temperature: T_a; C is solved on the maps as given and mixes the softened ones (TEMP-3).
         alpha_rule: see ``solve_alpha``.
@@ -144,8 +143,6 @@ def solve_mixing(
     mixing = np.broadcast_to(np.eye(num_heads)[None, :, :, None], (batch, num_heads, num_heads, rows))
     if strategy == "mean":
         mixing = np.full((batch, len(groups), num_heads, rows), 1.0 / num_heads)
-    elif strategy == "simplex":
-        mixing = simplex_mixing(probs, outputs, groups, query_mask, alpha_per)
     else:
         pool = make_pool(probs, outputs)
         for one_round in rounds:

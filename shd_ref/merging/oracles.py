@@ -18,7 +18,6 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
-from shd_ref.merging.simplex import simplex_weights
 from shd_ref.tolerances import degenerate_threshold
 
 Groups: TypeAlias = Sequence[Sequence[int]]
@@ -170,6 +169,59 @@ def nearest_weights(points: Array) -> Array:
         return simplex_weights(points @ points.T)
     normalised: Array = weights / weights.sum()
     return normalised
+
+
+def simplex_weights(gram: Array) -> Array:
+    """The convex weights c that minimise ``c^T gram c``: the point of a hull nearest to zero (ORACLE-4).
+
+    Wolfe's active-set method on the Gram matrix of the hull's points; exact in finitely many steps.
+
+    Args:
+        gram: ``(k, k)``, positive semi-definite.
+
+    Returns:
+        ``(k,)``, at least 0, summing to one.
+    """
+    k = len(gram)
+    tolerance = 1e-14 * max(float(np.trace(gram)), np.finfo(np.float64).tiny)
+    weights: Array = np.zeros(k)
+    active = [int(np.argmin(np.diag(gram)))]
+    weights[active[0]] = 1.0
+    for _ in range(8 * k * k + 8):  # finite in theory; the bound only guards against rounding cycles
+        slope = gram @ weights
+        best = int(np.argmin(slope))
+        if best in active or slope[best] >= weights @ slope - tolerance:
+            break
+        active.append(best)
+        while True:
+            affine = _affine_minimum(gram[np.ix_(active, active)])
+            if (affine > 0.0).all():
+                weights[:] = 0.0
+                weights[active] = affine
+                break
+            current = weights[active]
+            falling = affine <= 0.0
+            drop = current[falling] - affine[falling]
+            step = float(np.min(current[falling] / np.where(drop == 0.0, 1.0, drop)))
+            weights[active] = np.maximum(current + min(step, 1.0) * (affine - current), 0.0)
+            kept = [i for i in active if weights[i] > 1e-15]
+            weights[[i for i in active if i not in kept]] = 0.0
+            active = kept
+    normalised: Array = weights / weights.sum()
+    return normalised
+
+
+def _affine_minimum(gram: Array) -> Array:
+    """Weights summing to one, of any sign, that minimise the quadratic form."""
+    k = len(gram)
+    scale = max(float(np.trace(gram)) / k, np.finfo(np.float64).tiny)
+    system = np.zeros((k + 1, k + 1))
+    system[:k, :k] = gram / scale
+    system[:k, k] = system[k, :k] = 1.0
+    target = np.zeros(k + 1)
+    target[k] = 1.0
+    solution: Array = np.asarray(np.linalg.lstsq(system, target, rcond=None)[0][:k], dtype=np.float64)
+    return solution
 
 
 def _group_outputs(probs: Array, outputs: Array, groups: Groups) -> tuple[Array, Array]:

@@ -33,10 +33,8 @@ STRATEGIES: Final[dict[str, tuple[str, str]]] = {
     "constant": ("constant", "map"),
     "alpha per map": ("shd", "map"),
     "alpha per row": ("shd", "row"),
-    "simplex": ("simplex", "map"),
-    "simplex per row": ("simplex", "row"),
 }
-"""Name: strategy and ``alpha_per``. The last two are the best convex weights there are."""
+"""Name: strategy and ``alpha_per``."""
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,7 @@ def _residuals(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]
     text = (
         "Relative error of the attention output when the merged maps read the summed value outputs, on "
         f"{count_of(evidence.samples, 'sample')}, along this cache's plan. It loses {means[CACHED]:.4f}: "
-        f"{abs(change):.1%} {'less' if change < 0 else 'more'} than the constant merge ({means['constant']:.4f}); "
-        f"the best convex weights of whole groups reach {means['simplex']:.4f} by map and "
-        f"{means['simplex per row']:.4f} by row."
+        f"{abs(change):.1%} {'less' if change < 0 else 'more'} than the constant merge ({means['constant']:.4f})."
     )
     ratios = {
         name: [value / other if other else 1.0 for value, other in zip(values, series["constant"], strict=True)]

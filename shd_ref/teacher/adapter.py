@@ -19,7 +19,7 @@ from shd_ref.attention import ROW_SUMS, check_option, check_temperature
 from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
-from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
+from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.bare import GRAPH_DTYPES, build_bare_model
 from shd_ref.teacher.rewrite.rule import SqueezeOptions
@@ -94,8 +94,6 @@ def make_call(
         raise NotImplementedError("the function solves alphas on the maps as given, before temperature")
     if temperature != 1.0 and row_sums == "at_most_one":
         raise NotImplementedError("the function softens rows that sum to one, and does not keep a row's mass")
-    if strategy == "simplex" and any(len(group) > 2 for group in plan_groups(rounds, num_heads)):
-        raise NotImplementedError("the function solves simplex for groups of at most two heads")
     options = SqueezeOptions(num_student_heads, rounds, strategy, alpha_rule, alpha_per, temperature, codec="float32")
     return GraphCall(options, feeds)
 

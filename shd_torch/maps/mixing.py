@@ -25,11 +25,11 @@ from shd_torch.checks import (
     compute_dtype,
     map_dtype,
 )
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_group, solve_pairs
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_pairs
 from shd_torch.maps.attention import soften_probs
 from shd_torch.precision import without_autocast
 
-STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean", "simplex")
+STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean")
 ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")
 
 
@@ -43,7 +43,7 @@ class SqueezeResult:
         probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
         mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
         alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped; empty for the
-            strategies ``mean`` and ``simplex``, which have no pairwise weights.
+            strategy ``mean``, which has no pairwise weights.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
             ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
         num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, so
@@ -86,7 +86,7 @@ def squeeze_heads(
         num_student_heads: H_s, from 1 to H_t.
         plan: a kind (``"progressive"``, the default, or ``"balanced"``) or explicit rounds of pairs.
         strategy: ``shd`` (closed-form alphas), ``constant`` (1/2), ``hard`` (the better of 0 and 1),
-            ``mean`` (every map is the mean of all), ``simplex`` (the best convex weights of each group at once).
+            ``mean`` (every map is the mean of all).
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         temperature: T_a; C is solved on the maps as given and mixes the softened ones (TEMP-3).
         alpha_rule: see ``solve_alpha``.
@@ -118,8 +118,6 @@ def squeeze_heads(
     num_weights = rows if alpha_per == "row" else 1
     if strategy == "mean":
         mixing = probs.new_full((batch, num_student_heads, num_heads, num_weights), 1.0 / num_heads)
-    elif strategy == "simplex":
-        mixing = _simplex_mixing(solved_on, outputs, groups, query_mask, alpha_per)
     else:
         solutions = _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
         identity = torch.eye(num_heads, dtype=dtype, device=probs.device)[None, :, :, None]
@@ -305,20 +303,6 @@ def _solve_rounds(
             probs = _merge_round(probs, one_round, solution.clipped.reshape(batch, len(one_round), -1, 1))
             outputs = _merge_round(outputs, one_round, None)
     return solutions
-
-
-def _simplex_mixing(
-    probs: Tensor, outputs: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None, alpha_per: str
-) -> Tensor:
-    """The k-way optimum of each group, as C ``(B, H_s, H_t, 1)`` or, per row, ``(B, H_s, H_t, L)`` (MIX-7)."""
-    batch, num_heads, rows, _ = probs.shape
-    mixing = probs.new_zeros((batch, len(groups), num_heads, rows if alpha_per == "row" else 1))
-    for student_head, group in enumerate(groups):
-        members = list(group)
-        mixing[:, student_head, members] = solve_group(
-            probs[:, members], outputs[:, members], query_mask=query_mask, alpha_per=alpha_per
-        )
-    return mixing
 
 
 def _residual(

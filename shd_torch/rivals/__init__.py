@@ -2,7 +2,7 @@
 
 ``make_rival("hard", teacher, student, batch)`` reads both models on one batch; another name is another rival:
 
-- merged maps, as SHD has them: ``shd``, ``hard`` selection, ``constant`` 1/2, ``mean``, ``simplex``, ``as_printed``,
+- merged maps, as SHD has them: ``shd``, ``hard`` selection, ``constant`` 1/2, ``mean``, ``as_printed``,
   each with ``plan="matched"`` and ``alpha_per="row"``; ``geometric_mean`` of a group's maps (AttnDistill);
 - other losses on SHD's maps: ``mse``, ``js``, ``reverse_kl``; ``score_mse`` on unmerged logits (TinyBERT);
 - features: ``linear_projector``, ``mlp_projector``, ``orthogonal_projector`` (VkD), ``self_correlation``,

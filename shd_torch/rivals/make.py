@@ -38,7 +38,6 @@ _MERGES: dict[str, dict[str, Any]] = {
     "hard": {"strategy": "hard"},
     "constant": {"strategy": "constant"},
     "mean": {"strategy": "mean"},
-    "simplex": {"strategy": "simplex"},
     "as_printed": {"alpha_rule": "as_printed"},
 }
 _OTHERS: dict[str, tuple[type[Rival], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.checks import check_option
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_gram_group
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair
 from shd_torch.maps.mixing import STRATEGIES, compose_rounds
 from shd_torch.precision import without_autocast
@@ -97,11 +97,6 @@ def squeeze_factored(
     solutions: list[AlphaSolution] = []
     if products is None:
         mixing = _identity(teacher, alpha_per).mean(1, keepdim=True).expand(-1, num_student_heads, -1, -1)
-    elif strategy == "simplex":
-        grams = _grams(products, groups, projection, query_mask, alpha_per)
-        mixing = torch.zeros_like(_identity(teacher, alpha_per)[:, :num_student_heads])
-        for head, (gram, group) in enumerate(zip(grams, groups, strict=True)):
-            mixing[:, head, list(group)] = solve_gram_group(gram).to(mixing.dtype)
     else:
         if strategy == "constant":
             solutions = _halves(teacher, rounds, alpha_per)

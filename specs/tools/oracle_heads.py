@@ -30,10 +30,9 @@ from exact import (
     solve_linear,
     square_root,
     subtract,
-    zeros,
 )
 
-STRATEGIES = ("shd", "constant", "hard", "mean", "simplex")  # MIX-2
+STRATEGIES = ("shd", "constant", "hard", "mean")  # MIX-2
 DEGENERATE = Fraction(1, 10**10)  # specs/tolerances.json, constants.degenerate
 
 Plan = list[list[list[int]]]
@@ -330,8 +329,6 @@ def squeeze_heads(
         mask = query_mask[b] if query_mask is not None else None
         if strategy == "mean":
             c = [[_per(alpha_per, rows, Fraction(1, heads)) for _ in range(heads)] for _ in groups]
-        elif strategy == "simplex":
-            c = [_simplex_weights(group, solve_on[b], value_outputs[b], mask, alpha_per, heads) for group in groups]
         else:
             by_round = _run_plan(
                 rounds, solve_on[b], value_outputs[b], mask, strategy=strategy, rule=alpha_rule, per=alpha_per
@@ -348,7 +345,7 @@ def squeeze_heads(
             if rounds:
                 c = compose_mixing([[of_round[b]] for of_round in alphas], rounds, heads)[0]
         mixing.append(c)
-    if strategy in ("mean", "simplex"):
+    if strategy == "mean":
         alphas = []
     mixed = mix_heads(teacher_probs, _as_numbers_of(teacher_probs, mixing))
     probs = mixed if softened is teacher_probs else mix_heads(softened, map_numbers(decimal, mixing))
@@ -412,36 +409,6 @@ def _run_plan(
         pool = next_pool(pool, one_round, merged)
         result.append(pairs)
     return result
-
-
-def _simplex_weights(
-    group: list[int], maps: Nested, outputs: Nested, mask: list[bool] | None, per: str, heads: int
-) -> Nested:
-    """MIX-7, MIX-14, MIX-15: a row of C."""
-    x = outputs[group[0]]
-    for t in group[1:]:
-        x = add(x, outputs[t])
-    target = zeros(shape_of(multiply(maps[0], x)))
-    for t in group:
-        target = add(target, multiply(maps[t], outputs[t]))
-    reached = [multiply(maps[t], x) for t in group]
-    errors = [subtract(r, target) for r in reached]
-    counted = [i for i in range(len(target)) if mask is None or mask[i]]
-    blocks = [[i] if i in counted else [] for i in range(len(target))] if per == "row" else [counted]
-    weights = []
-    for block in blocks:
-        gram = [[sum((dot(u[i], v[i]) for i in block), Fraction(0)) for v in errors] for u in errors]
-        scale = sum((dot(r[i], r[i]) for r in reached for i in block), Fraction(0))
-        apart = [gram[i][i] - 2 * gram[i][j] + gram[j][j] for i in range(len(group)) for j in range(i)]
-        if not apart or max(apart) <= DEGENERATE * scale:
-            weights.append([Fraction(1, len(group))] * len(group))
-        else:
-            weights.append(nearest_in_hull(gram))
-    row = []
-    for t in range(heads):
-        entries = [w[group.index(t)] if t in group else Fraction(0) for w in weights]
-        row.append(entries if per == "row" else entries[0])
-    return row
 
 
 def nearest_in_hull(gram: list[list[Fraction]]) -> list[Fraction]:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from judge.mutants import MUTANTS, read_chapter, table
-from judge.mutants.mutant import Mutant, built, failures, items_by_id, items_on, run
+from judge.mutants.mutant import (
+    SHOWN_BY,
+    Mutant,
+    apply,
+    built,
+    failures,
+    items_by_id,
+    items_on,
+    parse_chapter,
+    run,
+)
+from judge.mutants.pattern import locals_of, rewrite
 
 from shd_ref.conformance import OUTPUTS, Status, cases
 from shd_ref.conformance.mistakes import MISTAKES
@@ -76,6 +88,54 @@ def test_a_paragraph_that_is_no_mutant_is_refused(tmp_path: Path, paragraph: str
     path.write_text(f"# Chapter\n\n{paragraph}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"chapter\.txt, name"):
         read_chapter(path)
+
+
+class Renamed(ast.NodeTransformer):
+    """Calls every local of the functions of a chapter otherwise, or as before."""
+
+    def __init__(self, locals_: Iterable[str], rename: Callable[[str], str]) -> None:
+        self.locals, self.rename = set(locals_), rename
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for key in ("id", "arg", "name"):
+            if isinstance(node, ast.Name | ast.arg | ast.FunctionDef) and getattr(node, key, None) in self.locals:
+                setattr(node, key, self.rename(getattr(node, key)))
+        return super().generic_visit(node)
+
+
+@pytest.mark.parametrize("chapter", SHOWN_BY)
+def test_mutants_hold_whatever_locals_are_called(chapter: str) -> None:
+    """Each edit of a chapter changes the same place after every local of every function has another name."""
+
+    def renamed() -> ast.Module:
+        tree = parse_chapter(chapter)
+        for function in tree.body:
+            if isinstance(function, ast.FunctionDef):
+                Renamed(locals_of(function), lambda name: f"{name}_renamed").visit(function)
+        return tree
+
+    hunted = [[edit for edit in mutant.edits if edit.chapter == chapter] for mutant in MUTANTS]
+    for edits in filter(None, hunted):
+        changed, other = parse_chapter(chapter), renamed()
+        apply(changed, edits)
+        apply(other, edits)
+        assert ast.unparse(other).replace("_renamed", "") == ast.unparse(changed)
+
+
+def test_an_edit_that_fits_no_place_or_several_is_an_error() -> None:
+    text = "def f(x):\n    a = x + 1\n    b = a + 1\n    return a * b\n\n\ndef g(x):\n    return x + 1\n"
+    for old, new, function, words in (
+        ("x + 2", "x", "", "not 0 times"),
+        ("x + 1", "x", "", "not 2 times"),
+        ("c * c", "c", "f", "not 0 times"),
+        ("c * d", "c * a", "f", "must show what a is"),
+        ("c * d", "c", "h", "not 0 times"),
+    ):
+        with pytest.raises(LookupError, match=words):
+            rewrite(ast.parse(text), old, new, function)
+    tree = ast.parse(text)
+    rewrite(tree, "one = x + 1\n...\nreturn one * two", "one = x\n...\nreturn two", "")
+    assert ast.unparse(tree.body[0]) == "def f(x):\n    a = x\n    b = a + 1\n    return b"
 
 
 def test_table_is_in_step() -> None:

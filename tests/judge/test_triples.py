@@ -54,7 +54,7 @@ def moot(operation: str, name: str, row: Row) -> bool:
         # In one round a balanced plan is the progressive one.
         return alone or (row["plan"] == "balanced" and row["rounds"] == "one")
     if name == "alpha_rule":
-        return alone or strategy in ("constant", "mean", "simplex")
+        return alone or strategy in ("constant", "mean")
     if name == "alpha_from":
         return alone or strategy in ("constant", "mean") or row["temperature"] == "one"
     if name == "strategy":

@@ -154,7 +154,7 @@ def test_with_the_teacher_it_compares_and_shows_what_was_merged(made: Path, tmp_
         "this cache": {},
         "alpha per map": {},
         "constant": {"strategy": "constant"},
-        "simplex per row": {"strategy": "simplex", "alpha_per": "row"},
+        "alpha per row": {"alpha_per": "row"},
     }
     for name, options in ways.items():
         mean = np.mean([squeeze_heads(maps, outputs, 2, **options).residual[0] for maps, outputs in read])

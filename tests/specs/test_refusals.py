@@ -115,7 +115,7 @@ def test_a_fully_masked_row_that_counts_is_a_degenerate_alpha() -> None:
     assert shd_ref.squeeze_heads(maps, outputs, 1, **per_row).num_degenerate == 1
     per_row["query_mask"] = np.array([[False, True]])
     assert shd_ref.squeeze_heads(maps, outputs, 1, **per_row).num_degenerate == 0
-    for strategy in ("mean", "simplex", "constant"):
+    for strategy in ("mean", "constant"):
         result = shd_ref.squeeze_heads(maps, outputs, 1, alpha_per="row", strategy=strategy)
         assert (result.num_clipped, result.num_degenerate) == (0, 0)
         assert len(result.alphas) == (strategy == "constant")

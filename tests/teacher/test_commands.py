@@ -188,7 +188,7 @@ def test_tables_fit_a_terminal(made: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(console, "_width", 80)  # read from the environment when it was made
     words = "t.onnx", "--inputs", "d.npz", "--student-heads", "2"
     part = ("precompute", *words, "--out", tmp_path / "part", "--samples-per-shard", "5", "--shards", "0/3")
-    several = "progressive,matched", "--matched-by", "residual,similarity", "--strategy", "shd,constant,simplex"
+    several = "progressive,matched", "--matched-by", "residual,similarity", "--strategy", "shd,constant,hard"
     for command in (
         ("inspect", "t.onnx", "--factored"),
         ("plan", *words),

@@ -159,7 +159,6 @@ _TURNED = (
     _squeezed("shd", by_row=False),
     _squeezed("shd", by_row=True, plan="balanced"),
     _squeezed("hard", by_row=False, temperature=1.5),
-    _squeezed("simplex", by_row=False, plan="balanced"),
     *(
         Turned(
             "gram_tensor", partial(_gram, alpha_per=per), _PROJECTED, {"gram": (letters, "probs")},
@@ -236,7 +235,7 @@ def _renamed(plan: Sequence[Sequence[Sequence[int]]]) -> tuple[list[list[list[in
 
 def _squeezed_renamed(trial: Trial) -> None:
     plan, students = _renamed(_PLAN)
-    for options in ({"strategy": "shd"}, {"strategy": "hard", "alpha_per": "row"}, {"strategy": "simplex"}):
+    for options in ({"strategy": "shd"}, {"strategy": "hard", "alpha_per": "row"}):
         given = {**_teacher(trial, (3, 4, 5, 4), heads=5), **options}
         before = trial.call("squeeze_heads", **given, plan=_PLAN)
         renamed = {**given, **{name: given[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
@@ -304,7 +303,7 @@ def _gram_renamed(trial: Trial) -> None:
 def _renamed_laws() -> Iterator[Law]:
     comment = "Heads under other numbers, with a plan to match, are merged as before."
     for name, operations, spec, statement in (
-        ("squeeze", ("squeeze_heads",), ("PLAN-4", "MIX-4", "MIX-7"), _squeezed_renamed),
+        ("squeeze", ("squeeze_heads",), ("PLAN-4", "MIX-4"), _squeezed_renamed),
         ("diagnose", ("diagnose",), ("PLAN-4", "ORACLE-1"), _diagnosed_renamed),
         ("matched", ("matched_plan",), ("PLAN-9", "PLAN-12"), _matched_renamed),
         ("gram", ("gram_tensor", "value_outputs"), ("GRAM-1", "MAP-6"), _gram_renamed),

@@ -70,25 +70,22 @@ def build_bare_model(
         inputs += [values, rows, *(body.weight(gram) for gram in gram_matrices(rule, identities))]
     function = squeeze_function(rule, opset)
     results = body.call(function, inputs)
-    alphas, counts = _alphas(body, rule, options.strategy, maps, results)
+    alphas, counts = _alphas(body, rule, maps, results)
     mixing = _mixing(body, rule, maps, alphas)
     residual = _residual(body, rule, body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT), mixing, rows)
 
     per_map = rule.alpha_per == "map"
     body.output(results["merged"], "probs", FLOAT, rank=4)
     body.output(body.reshape(mixing, 0, 0, 0) if per_map else mixing, "mixing", FLOAT, rank=3 if per_map else 4)
-    if options.strategy not in ("mean", "simplex"):  # these have no alphas (MIX-11)
-        for number, clipped in enumerate(alphas):
-            body.output(clipped, f"alphas_{number}", FLOAT, rank=2 if per_map else 3)
+    for number, clipped in enumerate(alphas):
+        body.output(clipped, f"alphas_{number}", FLOAT, rank=2 if per_map else 3)
     body.output(residual, "residual", FLOAT, rank=1)
     for name, count in zip(("num_clipped", "num_degenerate"), counts, strict=True):
         body.output(count, name, _INT64, rank=0)
     return _assemble(body, function, masked)
 
 
-def _alphas(
-    body: Body, rule: MergeRule, strategy: str, maps: str, results: dict[str, str]
-) -> tuple[list[str], tuple[str, str]]:
+def _alphas(body: Body, rule: MergeRule, maps: str, results: dict[str, str]) -> tuple[list[str], tuple[str, str]]:
     """Clipped alphas of each round, ``(B, m)`` or ``(B, m, L)``, and the counts of clipped and degenerate ones."""
     if rule.strategy == "mean" or not rule.rounds:
         raw = None
@@ -103,7 +100,7 @@ def _alphas(
         body.op("Slice", clipped, body.const([int(end) - len(one_round)]), body.const([int(end)]), body.const([1]))
         for end, one_round in zip(ends, rule.rounds, strict=True)
     ]
-    if not rule.solves or strategy == "simplex":
+    if not rule.solves:
         return by_round, (zero, zero)
     outside = body.op("Or", body.op("Less", raw, body.const(0.0)), body.op("Greater", raw, body.const(1.0)))
     first, second = (

@@ -14,17 +14,14 @@ import numpy as np
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
-from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rewrite.function import every_row
 from shd_ref.teacher.rewrite.rule import MergeRule
-from shd_ref.teacher.rewrite.simplex import group_grams, simplex_function
 from shd_ref.teacher.rewrite.squeeze import (
     assemble_graph,
     call_squeeze,
     check_opset,
     row_mask_of,
-    share_function,
     site_tensors,
 )
 
@@ -95,8 +92,7 @@ def replace_attention(
         context = unmerged
         if rules is not None:
             rule = rules[number]
-            call = _call_simplex if rule.strategy == "simplex" else call_squeeze
-            merged = call(body, functions, rule, site, maps, values, masks[of_sites[number]])["merged"]
+            merged = call_squeeze(body, functions, rule, site, maps, values, masks[of_sites[number]])["merged"]
             per_head = body.op("Gather", merged, body.const(_group_of_heads(rule)), axis=1)
             context = _context(body, per_head, values)
             _substitute(replaced, site.probs, _as_in_site(body, site, per_head))
@@ -106,20 +102,6 @@ def replace_attention(
         squeezed.append(ReplacedSite(site, *names))
     body.outputs.append(named[output])
     return ReplacedGraph(assemble_graph(replaced, body, functions.values()), tuple(squeezed), output)
-
-
-def _call_simplex(
-    body: Body,
-    functions: dict[MergeRule, onnx.FunctionProto],
-    rule: MergeRule,
-    site: AttentionSite,
-    maps: str,
-    values: str,
-    row_mask: str | None,
-) -> dict[str, str]:
-    grams = [body.weight(gram) for gram in group_grams(rule, projection_of(site))]
-    function = share_function(functions, rule, simplex_function, body.opset)
-    return body.call(function, [maps, values, row_mask or every_row(body, maps), *grams])
 
 
 def _context(body: Body, maps: str, values: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
 from shd_ref.teacher.body import Array32
 
@@ -33,7 +32,7 @@ class MergeRule:
     num_heads: int
     d_v: int
     rounds: MergePlan
-    strategy: str  # simplex only in the fidelity test, see ``make_rule``
+    strategy: str
     alpha_rule: str
     alpha_per: str
     temperature: float
@@ -92,23 +91,18 @@ def make_rule(options: SqueezeOptions, num_heads: int, d_v: int, rounds: MergePl
     """The merge of a layer with so many heads, so wide, along its own rounds where given.
 
     Raises:
-        ShdError: ``argument-value`` for ``simplex`` where a group has more than two heads; ``heads-exceed``,
-            ``plan-invalid``.
+        ShdError: ``heads-exceed``, ``plan-invalid``.
     """
     rounds = merge_plan(num_heads, options.num_student_heads, options.plan if rounds is None else rounds)
-    strategy, alpha_rule = options.strategy, options.alpha_rule
-    if strategy == "simplex":
-        if any(len(group) > 2 for group in plan_groups(rounds, num_heads)):
-            raise ShdError(
-                "argument-value",
-                "strategy must be shd, constant, hard or mean in a graph where groups have more than two heads; "
-                "got 'simplex': use shd, or squeeze on the host with shd_ref.squeeze_heads",
-                "MIX-7",
-            )
-        # For two heads the simplex is the segment that the clipped least-squares alpha minimises over.
-        strategy, alpha_rule = "shd", "least_squares"
     return MergeRule(
-        num_heads, d_v, rounds, strategy, alpha_rule, options.alpha_per, options.temperature, options.codec
+        num_heads,
+        d_v,
+        rounds,
+        options.strategy,
+        options.alpha_rule,
+        options.alpha_per,
+        options.temperature,
+        options.codec,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -114,8 +114,7 @@ def squeeze_graph(
         num_student_heads: H_s, at most every site's H.
         plan: see ``merge_plan``.
         plans: rounds by student layer, for layers that have their own.
-        strategy: ``shd``, ``constant``, ``hard`` or ``mean``; ``simplex`` only where it equals ``shd``, that is
-            for groups of at most two heads.
+        strategy: ``shd``, ``constant``, ``hard`` or ``mean``.
         alpha_rule: see ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
         temperature: T_a; alphas come from the maps as they are, and mix the softened ones.
@@ -245,18 +244,15 @@ def call_squeeze(
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         inputs += [values, row_mask or every_row(body, probs), *grams]
     shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
-    return body.call(share_function(functions, shared, squeeze_function, body.opset), inputs)
+    return body.call(_share_function(functions, shared, body.opset), inputs)
 
 
-def share_function(
-    functions: dict[MergeRule, onnx.FunctionProto],
-    rule: MergeRule,
-    make: Callable[[MergeRule, int], onnx.FunctionProto],
-    opset: int,
+def _share_function(
+    functions: dict[MergeRule, onnx.FunctionProto], rule: MergeRule, opset: int
 ) -> onnx.FunctionProto:
     """The function of a rule, made and given a unique name at its first use."""
     if rule not in functions:
-        function = make(rule, opset)
+        function = squeeze_function(rule, opset)
         if any(function.name == other.name for other in functions.values()):  # plans differ by layer
             function.name += f"_{len(functions)}"
         functions[rule] = function

@@ -142,7 +142,7 @@ class PrecomputeOptions:
         str,
         Shown(
             "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), mean "
-            "(of all heads), simplex (best convex weights; groups of two).",
+            "(of all heads).",
             MERGING,
             STRATEGIES,
         ),

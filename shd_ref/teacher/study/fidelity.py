@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,8 +130,7 @@ def _summarise(measured: Sequence[tuple[Setting, tuple[MergeRule, ...], Losses]]
     results = []
     for setting, rules, losses in ordered:
         rivals = [one for one in ordered if one[0].num_student_heads == setting.num_student_heads]
-        best = next((one for one in rivals if _can_precompute(one[1])), rivals[0])
-        excess, excess_margin = losses.scores.above(best[2].scores, len(rivals) - 1)
+        excess, excess_margin = losses.scores.above(rivals[0][2].scores, len(rivals) - 1)
         errors = [relative_error(*square) for square in np.transpose(losses.squares).tolist()]
         results.append(
             Fidelity(
@@ -144,15 +143,10 @@ def _summarise(measured: Sequence[tuple[Setting, tuple[MergeRule, ...], Losses]]
                 margin=losses.scores.margin(),
                 excess=excess,
                 excess_margin=excess_margin,
-                can_precompute=_can_precompute(rules),
                 plans=tuple(rule.rounds for rule in rules),
             )
         )
     return tuple(results)
-
-
-def _can_precompute(rules: Sequence[MergeRule]) -> bool:
-    return all(rule.strategy != "simplex" for rule in rules)
 
 
 class _FidelityTest:
@@ -215,18 +209,19 @@ class _FidelityTest:
 
     def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
         """The merge of every site."""
-        strategy = setting.strategy
-        pairwise = "shd" if strategy == "simplex" else strategy
         options = SqueezeOptions(
-            setting.num_student_heads, "progressive", pairwise, "least_squares", setting.alpha_per, 1.0, "float32"
+            setting.num_student_heads,
+            "progressive",
+            setting.strategy,
+            "least_squares",
+            setting.alpha_per,
+            1.0,
+            "float32",
         )
-        rules = []
-        for site, rounds in zip(self.sites, self._plans_of(setting), strict=True):
-            rule = make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
-            # For two heads the simplex is the segment that the clipped alpha minimises over.
-            large = any(len(group) > 2 for group in rule.groups)
-            rules.append(replace(rule, strategy="simplex") if strategy == "simplex" and large else rule)
-        return tuple(rules)
+        return tuple(
+            make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
+            for site, rounds in zip(self.sites, self._plans_of(setting), strict=True)
+        )
 
     def compare(self, rules: tuple[MergeRule, ...]) -> Iterator[tuple[Results, Results, Batch]]:
         """Results of the squeezed teacher, of the teacher, and the batch that both ran."""

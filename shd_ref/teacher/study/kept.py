@@ -77,7 +77,7 @@ def advise_plan(teacher: Path, options: PrecomputeOptions) -> str | None:
 
 def _compare(report: FidelityReport, options: PrecomputeOptions) -> str | None:
     heads = options.num_student_heads
-    offered = [one for one in report.results if one.setting.num_student_heads == heads and one.can_precompute]
+    offered = [one for one in report.results if one.setting.num_student_heads == heads]
     if options.is_factored:  # which hold one weight per map
         offered = [one for one in offered if one.setting.alpha_per == "map"]
     if not offered:

@@ -90,7 +90,7 @@ class FidelityOptions:
         tuple[str, ...],
         Shown(
             "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), mean "
-            "(of all heads), simplex (best convex weights).",
+            "(of all heads).",
             choices=STRATEGIES,
         ),
     ] = ("shd", "constant")

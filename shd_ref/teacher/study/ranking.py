@@ -64,9 +64,8 @@ class Fidelity:
         merge_error: the same without drift: against the unmerged maps of the squeezed teacher itself (MIX-8).
         loss: mean cross entropy on the targets; None without targets.
         margin: half of the interval of ``cost`` over samples; None of a single sample.
-        excess: by how much ``cost`` is above that of the best of these student heads that can be precomputed.
+        excess: by how much ``cost`` is above that of the best of these student heads.
         excess_margin: half of the interval of ``excess``, on the same samples; all of a number of heads hold at once.
-        can_precompute: whether ``precompute`` offers this merge; not ``simplex`` for groups of more than two.
         plans: the rounds of every site.
     """
 
@@ -79,7 +78,6 @@ class Fidelity:
     margin: float | None
     excess: float
     excess_margin: float | None
-    can_precompute: bool
     plans: tuple[MergePlan, ...] = field(repr=False)
 
     @property
@@ -137,17 +135,16 @@ class FidelityReport:
         return "1 - cosine" if self.loss is None else "loss"
 
     def best(self) -> dict[int, Fidelity]:
-        """The lowest cost that can be precomputed, by number of student heads, ascending."""
+        """The lowest cost by number of student heads, ascending."""
         first: dict[int, Fidelity] = {}
         for result in self.results:
-            if result.can_precompute:
-                first.setdefault(result.setting.num_student_heads, result)
+            first.setdefault(result.setting.num_student_heads, result)
         return dict(sorted(first.items()))
 
     def tied(self, heads: int) -> tuple[Fidelity, ...]:
-        """What can be precomputed and cannot be told from the best for a number of student heads, which is first."""
+        """What cannot be told from the best for a number of student heads, which is first."""
         of_heads = (result for result in self.results if result.setting.num_student_heads == heads)
-        return tuple(result for result in of_heads if result.can_precompute and result.is_tied)
+        return tuple(result for result in of_heads if result.is_tied)
 
     def recommended(self) -> dict[int, Fidelity]:
         """What to precompute, by number of student heads: of ``tied`` the one with fewest options, so that no option

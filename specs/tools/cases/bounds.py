@@ -242,20 +242,6 @@ def diagnose() -> Book:
             },
         ),
         (
-            "more-columns-than-keys",
-            "two keys, four columns: no real map reaches the output",
-            "ORACLE-2 ORACLE-5",
-            "oracle-negative-weights",
-            {
-                "teacher_probs": array([[[[0.5, 0.5], [1, 0]], [[0.25, 0.75], [0, 1]], [[1, 0], [0.5, 0.5]]]]),
-                "value_outputs": array(
-                    [[[[4, 0, 1, 0], [0, 1, 0, 2]], [[0, 2, 1, 1], [1, 0, 3, 0]], [[1, 1, 0, 0], [0, 0, 2, 1]]]]
-                ),
-                "num_student_heads": 2,
-                "strategies": ["shd", "constant", "hard", "mean", "simplex"],
-            },
-        ),
-        (
             "keys-that-no-head-used",
             "a causal map may not look ahead: only keys with teacher mass are allowed",
             "ORACLE-3",
@@ -325,18 +311,6 @@ def diagnose() -> Book:
             "ORACLE-1 ORACLE-5 MIX-10",
             "alpha-batch-shared",
             {**random_model(2, 4, 2, 3, 3, 911), "num_student_heads": 2, "strategies": ["shd", "constant"]},
-        ),
-        (
-            "per-row",
-            "one alpha a row",
-            "ORACLE-5 ALPHA-9",
-            "alpha-per-ignored",
-            {
-                **random_model(1, 3, 3, 3, 3, 921),
-                "num_student_heads": 1,
-                "strategies": ["shd", "simplex"],
-                "alpha_per": "row",
-            },
         ),
         (
             "explicit-plan",

@@ -167,8 +167,6 @@ def _squeeze_heads() -> list[_Case]:
           "temperature": COLD, "alpha_from": "softened", "row_sums": "at_most_one"}),
         ("hard", "the better of two", "MIX-5 MIX-9",
          {**_teacher(73, 4), "num_student_heads": 2, "strategy": "hard", "query_mask": _ROWS}),
-        ("simplex", "the best weights of a group of three", "MIX-7 MIX-8",
-         {**_teacher(74, 3), "num_student_heads": 1, "strategy": "simplex", "temperature": COLD}),
     ]  # fmt: skip
 
 
@@ -276,9 +274,9 @@ def _diagnose() -> list[_Case]:
     # Heads that are nearly alike leave little, which shows what maps are rounded to.
     alike = [[_between(sample[0], head, 0.125) for head in sample] for sample in draws.maps(2, 4, 3, 4)]
     return [
-        ("map", "maps and value outputs of all bits", "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-5",
+        ("alike", "maps and value outputs of all bits", "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-5",
          {"teacher_probs": array(alike), "value_outputs": array(draws.numbers(2, 4, 4, 6)), "num_student_heads": 2,
-          "strategies": ["shd", "simplex"]}),
+          "strategies": ["shd"]}),
         ("row-sinks", "a weight a row, rows with sinks", "ORACLE-1 ORACLE-3 MIX-17",
          {**_teacher(152, 3, width=5, sinks=True), "num_student_heads": 2, "strategies": ["shd", "hard"],
           "alpha_per": "row", "row_sums": "at_most_one", "query_mask": _ROWS}),

@@ -13,8 +13,7 @@ SUMMED = "merged-outputs-mean merged-outputs-first merged-outputs-mixed"
 
 
 def add_strategies(book: Book) -> None:
-    """MIX-5 to MIX-7: constant, hard, mean and simplex."""
-    four = random_model(2, 4, 3, 4, 2, 401)
+    """MIX-5 and MIX-6: constant, hard and mean."""
     three = random_model(2, 3, 3, 4, 3, 411)
     for strategy in ("constant", "mean"):
         book.valid(
@@ -122,101 +121,6 @@ def add_strategies(book: Book) -> None:
         },
         leave_out=COUNTS,
     )
-    simplex = {"strategy": "simplex"}
-    book.valid(
-        "simplex-two",
-        "for a group of two it equals shd",
-        "MIX-7 MIX-11",
-        "simplex-uniform alpha-misprinted",
-        inputs={**four, "num_student_heads": 2, **simplex},
-    )
-    # Three maps on three keys; X' is the identity, and the target is inside or outside of the triangle of the maps.
-    corner = [[[1, 0, 0]], [[0, 1, 0]], [[0, 0, 1]]]
-    book.valid(
-        "simplex-inside",
-        "the minimum is inside the triangle: 1/2, 1/4, 1/4, and the error is 0",
-        "MIX-7",
-        "simplex-uniform simplex-greedy",
-        inputs={
-            "teacher_probs": array([corner]),
-            "value_outputs": array(
-                [
-                    [
-                        [[0.5, 0.25, 0.25], [0, 1, 0], [0, 0, 1]],
-                        [[0.5, -0.25, -0.25], [0, 0, 0], [0, 0, 0]],
-                        [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
-                    ]
-                ]
-            ),
-            "num_student_heads": 1,
-            **simplex,
-        },
-    )
-    book.valid(
-        "simplex-edge",
-        "the affine minimum has a negative weight, and cutting it off and dividing by the sum is not the minimum",
-        "MIX-7",
-        "simplex-clipped-affine simplex-uniform simplex-greedy",
-        inputs={**random_model(2, 3, 3, 4, 2, 451), "num_student_heads": 1, **simplex},
-    )
-    book.valid(
-        "simplex-four",
-        "a group of four, balanced plan, padded rows",
-        "MIX-7 ALPHA-7",
-        "simplex-clipped-affine simplex-greedy alpha-padded-rows",
-        inputs={
-            **random_model(2, 7, 4, 5, 3, 461),
-            "num_student_heads": 2,
-            "plan": "balanced",
-            "query_mask": lengths(4, [3, 4]),
-            **simplex,
-        },
-    )
-    book.valid(
-        "simplex-per-row",
-        "row by row; a row that does not count takes 1/3",
-        "MIX-7 MIX-12 MIX-14",
-        "alpha-per-ignored simplex-greedy",
-        inputs={
-            **random_model(1, 3, 4, 5, 3, 471),
-            "num_student_heads": 1,
-            "alpha_per": "row",
-            "query_mask": lengths(4, [3]),
-            **simplex,
-        },
-    )
-    book.valid(
-        "simplex-without-preference",
-        "all maps of the group equal: 1/3 each; the group of one takes 1",
-        "MIX-7 MIX-15",
-        "degenerate-nan",
-        inputs={
-            "teacher_probs": array([[[[0.25, 0.75]], [[0.25, 0.75]], [[0.25, 0.75]], [[0.5, 0.5]]]]),
-            "value_outputs": numbers([1, 4, 2, 2], 481, -8, 16, 2),
-            "num_student_heads": 2,
-            "plan": [[[0, 1]], [[0, 1]]],
-            **simplex,
-        },
-    )
-    book.valid(
-        "simplex-small-outputs",
-        "value outputs near 2^-12: a group is degenerate relative to its outputs, not by their size",
-        "MIX-7 MIX-15",
-        "simplex-uniform simplex-greedy",
-        inputs={
-            **random_model(2, 3, 3, 4, 2, 451),
-            "value_outputs": numbers([2, 3, 4, 2], 452, -8, 16, 15),
-            "num_student_heads": 1,
-            **simplex,
-        },
-    )
-    book.valid(
-        "simplex-plan-order",
-        "groups are those of the plan",
-        "MIX-7 PLAN-6",
-        "simplex-contiguous",
-        inputs={**four, "num_student_heads": 2, "plan": [[[3, 1]], [[1, 0]]], **simplex},
-    )
 
 
 def add_temperatures(book: Book) -> None:
@@ -260,13 +164,6 @@ def add_temperatures(book: Book) -> None:
             "softened-after",
             inputs={**model, "temperature": 2, "strategy": strategy},
         )
-    book.valid(
-        "temperature-simplex",
-        "solved at T = 1",
-        "TEMP-3 MIX-7",
-        "solved-on-softened softened-after",
-        inputs={**model, "temperature": 2, "strategy": "simplex"},
-    )
     book.valid(
         "temperature-sinks",
         "softened rows keep their own mass, then they are mixed",

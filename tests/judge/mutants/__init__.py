@@ -24,12 +24,13 @@ def read_chapter(path: Path) -> tuple[str, tuple[Mutant, ...]]:
         mistake: a name in specs/mistakes.json; then the report of a failure must recognise it
         on: the operations that show it, where the chapters that it edits have too many
         dtype: float64, for what the tolerances of float32 allow
-        in chapter of the reference
-        - a line, or a piece of one, that the chapter holds once
-        + what stands there in its place
+        in chapter of the reference, and the name of a function where the chapter has several such places
+        - an expression or statements that the chapter holds once
+        + the code that replaces it
           a line that stays
 
-    ``-``, ``+`` and the blank are followed by one blank and the text; ``in`` begins another edit.
+    ``-``, ``+`` and the blank are followed by one blank and the text; ``in`` begins another edit. Names of local
+    variables and the layout are free, and ``...`` is any number of statements (``pattern.py``).
 
     Raises:
         ValueError: a line that is none of these, or a mutant that changes nothing.
@@ -69,14 +70,15 @@ def as_sentence(words: str) -> str:
 
 
 def _edit(where: str, hunk: str) -> Edit:
-    chapter, *lines = hunk.split("\n")
+    heading, *lines = hunk.split("\n")
+    chapter, _, function = heading.partition(" ")
     for line in lines:
         if line[:1] not in set("-+ ") or line[1:2].strip():
             raise ValueError(f"{where}: not a line of an edit: {line!r}")
     old, new = ("\n".join(line[2:] for line in lines if line[0] in marks) for marks in ("- ", "+ "))
     if chapter not in SHOWN_BY or not old or old == new:
         raise ValueError(f"{where}: an edit changes what stands in one of {', '.join(SHOWN_BY)}")
-    return Edit(chapter, old, new)
+    return Edit(chapter, old, new, function)
 
 
 CHAPTERS = dict(read_chapter(Path(__file__).parent / f"{name}.txt") for name in _FILES)

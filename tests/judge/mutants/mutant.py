@@ -1,12 +1,12 @@
-"""What a mutant is: the reference with one thing wrong, written as a change of its text."""
+"""What a mutant is: the reference with one thing wrong, written as a change of its syntax."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 
 import numpy as np
+from judge.mutants.pattern import rewrite
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS, Result, Status, cases
@@ -42,20 +43,19 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "merging.oracles": ("diagnose",),
     "merging.pairwise": ("squeeze_heads",),
     "merging.plans": ("merge_plan", "plan_groups", "squeeze_heads"),
-    "merging.simplex": ("squeeze_heads",),
     "support": ("intersect_support", "align_tokens", *_LOSS),
     "tokens": ("align_tokens",),
 }
-_NAMES = re.compile(rf"\bshd_ref\.({'|'.join(map(re.escape, SHOWN_BY))})\b")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change: in the file of a chapter, ``old`` (which stands there once) becomes ``new``."""
+    """One change: in a chapter, or in one function of it, ``old`` becomes ``new``, as ``rewrite`` describes."""
 
     chapter: str
     old: str
     new: str
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,26 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             exec(_compile(chapter, tuple(e for e in self.edits if e.chapter == chapter)), vars(module))
 
 
+def parse_chapter(chapter: str) -> ast.Module:
+    """The syntax of a chapter of the reference."""
+    return ast.parse(_path(chapter).read_text(encoding="utf-8"))
+
+
+def apply(tree: ast.Module, edits: Iterable[Edit]) -> None:
+    """Make these changes in a chapter's syntax."""
+    for edit in edits:
+        rewrite(tree, edit.old, edit.new, edit.function)
+
+
 @cache
 def _compile(chapter: str, edits: tuple[Edit, ...]) -> CodeType:
-    path = _SOURCES / f"{chapter.replace('.', '/')}.py"
-    text = path.read_text(encoding="utf-8")
-    for edit in edits:
-        if text.count(edit.old) != 1:
-            count = text.count(edit.old)
-            raise LookupError(f"{path.name} must hold this once, not {count} times; adapt it:\n{edit.old}")
-        text = text.replace(edit.old, edit.new)
-    return compile(_NAMES.sub(rf"{_COPY}.\1", text), f"{path} with edits", "exec")
+    tree = parse_chapter(chapter)
+    apply(tree, edits)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).removeprefix("shd_ref.") in SHOWN_BY:
+            node.module = str(node.module).replace("shd_ref", _COPY, 1)
+    return compile(ast.fix_missing_locations(tree), f"{_path(chapter)} with edits", "exec")
+
+
+def _path(chapter: str) -> Path:
+    return _SOURCES / f"{chapter.replace('.', '/')}.py"

@@ -427,7 +427,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
         NUMBERS,
     ),
     "squeeze_heads": (
-        argument("strategy", "shd", "constant", "hard", "mean", "simplex"),
+        argument("strategy", "shd", "constant", "hard", "mean"),
         plan_kind("plan"),
         PER,
         argument("alpha_rule", "least_squares", "as_printed"),

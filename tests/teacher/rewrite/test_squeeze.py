@@ -143,26 +143,6 @@ def test_layers_share_one_function_and_keep_their_own_weights() -> None:
     assert_agrees(graph, run(graph, random_inputs(4, num_layers=3)), mask=False)
 
 
-def test_simplex_of_pairs_is_the_clipped_alpha() -> None:
-    graph = squeeze(bare_attention(6), 3, strategy="simplex", alpha_rule="as_printed")
-    outputs = run(graph, random_inputs(6))
-    (layer,) = graph.layers
-    assert layer.site.output_projection is not None
-    expected = squeeze_heads(
-        outputs[layer.probs],
-        value_outputs(outputs[layer.values], layer.site.output_projection),
-        3,
-        strategy="simplex",
-    )
-    np.testing.assert_allclose(outputs[layer.merged], expected.probs, **TOLERANCE["probs"])
-
-
-def test_simplex_of_larger_groups_is_refused_with_alternatives() -> None:
-    with pytest.raises(ShdError, match=r"shd, constant, hard or mean.*squeeze_heads") as caught:
-        squeeze(bare_attention(9), 3, strategy="simplex")
-    assert caught.value.code == "argument-value"
-
-
 @pytest.mark.parametrize("alpha_per", ["map", "row"])
 def test_equal_heads_are_degenerate_and_merge_to_themselves(alpha_per: str) -> None:
     feeds = random_inputs(4)

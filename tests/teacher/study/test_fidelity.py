@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
-from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
+from shd_ref import ShdError, plan_groups, squeeze_heads
 from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
@@ -81,7 +81,7 @@ def test_as_many_heads_as_the_teacher_reproduce_it(form: str) -> None:
     model = encoder_layer(num_heads=4, **FORMS[form])
     arrays = make_arrays(12)
     wanted = open_session(model.SerializeToString()).run(None, arrays)[0]
-    for weights in [*(one for one in WEIGHTS if one[0] != "mean"), ("simplex", "map")]:
+    for weights in (one for one in WEIGHTS if one[0] != "mean"):
         got, context, unmerged = run_replaced(model, arrays, 4, weights)
         np.testing.assert_array_equal(got, wanted)
         np.testing.assert_array_equal(context, unmerged)
@@ -107,34 +107,6 @@ def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, 
     # Rounding of the graph's own dtype, through a product of 12 columns of W_o.
     atol = 20 * load_tolerances()["graph"]["probs"]["float16" if FORMS[form].get("float16") else "float32"]
     np.testing.assert_allclose(got, wanted, atol=atol)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
-def test_simplex_reaches_the_optimum_of_the_reference(heads: int, seed: int) -> None:
-    """Groups of up to six: maps where the optimum is unique, and its value in any case."""
-    model = bare_attention(6, 5)
-    rng = np.random.default_rng(seed)
-    arrays: dict[str, NDArray[Any]] = {"mask": np.array([[1] * 7, [1] * 5 + [0] * 2])}
-    arrays["logits_0"] = rng.normal(size=(2, 6, 7, 9)).astype(np.float32) * 2
-    if seed == 3:
-        arrays["logits_0"][1] = arrays["logits_0"][1, :1]  # equal heads: every weight is right
-    arrays["values_0"] = rng.normal(size=(2, 6, 9, 5)).astype(np.float32)
-    (site,) = find_sites(model)
-    plan = merge_plan(6, heads, "balanced")
-    options = SqueezeOptions(heads, plan, "shd", "least_squares", "map", 1.0, "float32")
-    rule = replace(make_rule(options, 6, 5), strategy="simplex")
-    graph = replace_attention(model, [site], [rule], output=model.graph.output[0].name, row_mask_input="mask")
-    (output,) = open_session(graph.model.SerializeToString()).run([graph.output], arrays)
-    (batch,) = ModelInputs(arrays, input_specs(model), None).batches(range(2), 2)
-    maps, outputs = AttentionReader(model, [site]).read(0, batch)
-    mask = arrays["mask"].astype(bool)
-    best = squeeze_heads(maps, outputs, heads, plan=plan, strategy="simplex", query_mask=mask)
-    own = (maps @ outputs).sum(axis=1)
-    for number in range(2):
-        rows = mask[number]
-        residual = np.linalg.norm((output - own)[number, rows]) / np.linalg.norm(own[number, rows])
-        assert residual == pytest.approx(best.residual[number], rel=1e-4, abs=1e-6)
 
 
 def test_nothing_else_of_the_teacher_changes() -> None:
@@ -180,14 +152,13 @@ def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
     pytest.importorskip("networkx", reason="matched plans need networkx")
     arrays = make_arrays(12, samples=5)
     options = FidelityOptions(
-        (4, 2), plan=PLANS, matched_by=("residual", "similarity"), strategy=("shd", "constant", "hard", "simplex")
+        (4, 2), plan=PLANS, matched_by=("residual", "similarity"), strategy=("shd", "constant", "hard")
     )
     report = measure_fidelity_of(encoder_layer(num_heads=4), arrays, options)
-    assert len(report.results) == 2 * 4 * 6  # alpha_per makes a difference for shd and hard alone
+    assert len(report.results) == 2 * 4 * 5  # alpha_per makes a difference for shd and hard alone
     costs = [result.cost for result in report.results]
     assert rank_costs(costs) == list(range(len(costs)))
-    assert {result.setting.num_student_heads for result in report.results[:24]} == {4}  # nothing is lost
-    assert all(result.can_precompute for result in report.results)
+    assert {result.setting.num_student_heads for result in report.results[:20]} == {4}  # nothing is lost
     assert report.results[0].output_error == 0.0
     assert list(report.best()) == [2, 4]
     by_setting = {
@@ -196,9 +167,8 @@ def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
         if r.setting.num_student_heads == 2
     }
     assert all(sorted(p for one in r.plans[0] for p in sum(one, ())) == [0, 1, 2, 3] for r in by_setting.values())
-    # For pairs the best convex weights are the clipped alpha, and balanced pairs are those of the first round.
-    progressive, row = by_setting["progressive", "shd", "map"], by_setting["progressive", "shd", "row"]
-    assert by_setting["progressive", "simplex", "map"].output_error == progressive.output_error
+    # Balanced pairs are those of the first round.
+    row = by_setting["progressive", "shd", "row"]
     assert by_setting["balanced", "shd", "row"].output_error == row.output_error
     assert by_setting["residual", "shd", "row"].merge_error <= row.merge_error + 1e-6
 
@@ -210,16 +180,6 @@ def test_costs_that_rounding_tells_apart_are_equal() -> None:
     near = replace(report.results[0], cosine_distance=0.5, loss=None, excess=1e-12, excess_margin=1e-15)
     assert near.is_tied
     assert not replace(near, excess=1e-5).is_tied
-
-
-def test_only_what_precompute_offers_is_recommended() -> None:
-    options = FidelityOptions((2, 1), plan=("progressive",), strategy=("shd", "simplex"), alpha_per=("map",))
-    report = measure_fidelity_of(encoder_layer(num_heads=4), make_arrays(12), options)
-    found = {(r.setting.num_student_heads, r.setting.strategy): r for r in report.results}
-    assert found[1, "simplex"].merge_error < found[1, "shd"].merge_error
-    assert not found[1, "simplex"].can_precompute
-    assert report.best()[1] is found[1, "shd"]
-    assert report.best()[2].can_precompute
 
 
 def test_padding_and_batching_do_not_matter() -> None:

@@ -26,7 +26,7 @@ CONSTANT = replace(PAPER, strategy="constant")
 
 
 def found(setting: Setting, excess: float, margin: float | None = 0.01) -> Fidelity:
-    return Fidelity(setting, 0.1, 0.2, 0.3, 0.3, 1.0 + excess, 0.05, excess, margin, True, ((((0, 1), (2, 3)),),))
+    return Fidelity(setting, 0.1, 0.2, 0.3, 0.3, 1.0 + excess, 0.05, excess, margin, ((((0, 1), (2, 3)),),))
 
 
 def make_report(*results: Fidelity) -> FidelityReport:

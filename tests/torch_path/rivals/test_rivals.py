@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="the two models are from transformers
 
 BATCH = hf_inputs("llama")
 COUNTED = BATCH["attention_mask"].bool()
-MERGES = ("shd", "hard", "constant", "mean", "simplex", "as_printed")
+MERGES = ("shd", "hard", "constant", "mean", "as_printed")
 FEATURES = ("linear_projector", "mlp_projector", "orthogonal_projector", "self_correlation")
 
 

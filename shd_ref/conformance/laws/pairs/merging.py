@@ -106,16 +106,9 @@ def _mixed(trial: Trial) -> None:
 
 @cache
 def _squeeze_rows() -> list[Row]:
-    def allowed(row: Row) -> bool:
-        # The best weights of a group are found by trying its faces: explicit rounds leave groups that are small.
-        deep = row.get("rounds") == "4 or more" and row.get("heads left", "one") != "one"
-        return whole_pool(row) and not (
-            row.get("strategy") == "simplex" and deep and row.get("plan") == "progressive"
-        )
-
     return cover(
         {
-            "strategy": ("shd", "constant", "hard", "mean", "simplex"),
+            "strategy": ("shd", "constant", "hard", "mean"),
             "plan": ("progressive", "balanced", "explicit"),
             "alpha_per": PER,
             "alpha_rule": ("least_squares", "as_printed"),
@@ -131,7 +124,7 @@ def _squeeze_rows() -> list[Row]:
             "size": ("small", "large"),
             "numbers": ("short", "full"),
         },
-        allowed,
+        whole_pool,
     )
 
 
@@ -229,7 +222,6 @@ LAWS = (
             ("constant", "MIX-5 MIX-9"),
             ("hard", "MIX-5 MIX-9 MIX-14"),
             ("mean", "MIX-6"),
-            ("simplex", "MIX-7 MIX-14 MIX-15"),
         )
     ),
     pair_law("diagnose", "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-5 ORACLE-6 MIX-8", _diagnosed, dtypes=WIDE),

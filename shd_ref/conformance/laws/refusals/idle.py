@@ -22,7 +22,7 @@ _SIZES: Mapping[str, _Sizes] = {
 _FEW = np.array([[True, False, True], [True, True, False]])
 _NONE = np.zeros((2, 3), dtype=np.bool_)
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "strategy": ("constant", "hard", "mean", "simplex"),
+    "strategy": ("constant", "hard", "mean"),
     "plan": ("balanced",),
     "kind": ("balanced",),
     "alpha_per": ("row",),

@@ -6,7 +6,7 @@ import { readFileSync } from "node:fs";
 
 const tolerances = JSON.parse(readFileSync(new URL("../../../../specs/tolerances.json", import.meta.url), "utf8"));
 
-/** The threshold of ALPHA-6, GRAM-3 and MIX-15. */
+/** The threshold of ALPHA-6 and GRAM-3. */
 export const DEGENERATE = tolerances.constants.degenerate;
 
 /** ROW_SUM for the dtype of an argument; an integer argument takes that of float64. */

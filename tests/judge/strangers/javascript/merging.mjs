@@ -14,7 +14,6 @@ import {
 } from "./arrays.mjs";
 import { softened, value_outputs } from "./maps.mjs";
 import { checkRounds, plan_groups, poolAfter, resolvePlan } from "./plans.mjs";
-import { nearestToZero } from "./simplex.mjs";
 
 /** One row of a map times the value outputs: `sum_j a_j X_j`. */
 export function readRow(map, i, S, X, D) {
@@ -197,38 +196,7 @@ export function mix_heads({ teacher_probs, mixing }) {
   return mixed(probs, C);
 }
 
-/** The weights of a group of heads in one sample, over the rows given (MIX-7, MIX-14, MIX-15). */
-function simplexWeights(members, rows, { S, D }) {
-  const k = members.length;
-  if (k === 1) return [1];
-  const X = members.slice(1).reduce((total, { X }) => sum(total, X), members[0].X);
-  let scale = 0;
-  const errors = members.map(() => new Float64Array(rows.length * D));
-  rows.forEach((i, r) => {
-    const given = members.map(({ A, X }) => readRow(A, i, S, X, D)).reduce(sum);
-    members.forEach(({ A }, m) => {
-      const read = readRow(A, i, S, X, D);
-      scale += inner(read, read);
-      errors[m].set(difference(read, given), r * D);
-    });
-  });
-  let widest = 0;
-  for (let a = 0; a < k; a++) {
-    for (let b = a + 1; b < k; b++) {
-      const delta = difference(members[a].A, members[b].A);
-      let length = 0;
-      for (const i of rows) {
-        const M = readRow(delta, i, S, X, D);
-        length += inner(M, M);
-      }
-      widest = Math.max(widest, length);
-    }
-  }
-  if (widest <= DEGENERATE * scale) return new Array(k).fill(1 / k);
-  return nearestToZero(errors);
-}
-
-export const STRATEGIES = ["shd", "constant", "hard", "mean", "simplex"];
+export const STRATEGIES = ["shd", "constant", "hard", "mean"];
 
 /** Chapter MIX. */
 export function squeeze_heads({
@@ -300,19 +268,8 @@ export function squeeze_heads({
         return solved;
       });
       weights = composeSample(own, rounds, Ht, entries);
-    } else if (strategy === "mean") {
-      weights = groups.map(() => Array.from({ length: Ht }, () => new Float64Array(entries).fill(1 / Ht))); // MIX-6
     } else {
-      const allRows = Array.from({ length: L }, (_, i) => i).filter(counted);
-      weights = groups.map((group) => {
-        const head = Array.from({ length: Ht }, () => new Float64Array(entries));
-        for (let e = 0; e < entries; e++) {
-          const rows = perRow ? (counted(e) ? [e] : []) : allRows;
-          const c = simplexWeights(group.map((t) => pool[t]), rows, { S, D });
-          group.forEach((t, m) => (head[t][e] = c[m]));
-        }
-        return head;
-      });
+      weights = groups.map(() => Array.from({ length: Ht }, () => new Float64Array(entries).fill(1 / Ht))); // MIX-6
     }
     weights.forEach((head, h) => head.forEach((list, t) => mixing.data.set(list, ((b * Hs + h) * Ht + t) * entries)));
   }

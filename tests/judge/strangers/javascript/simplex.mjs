@@ -1,5 +1,5 @@
 /**
- * The point nearest to zero in the convex hull of k vectors (MIX-7), by Wolfe's active-set method.
+ * The point nearest to zero in the convex hull of k vectors (ORACLE-4), by Wolfe's active-set method.
  * Least-squares problems are solved by Householder reflections on the vectors themselves, not on their
  * inner products: a minimum near zero would lose half of its digits there.
  */
