@@ -78,25 +78,25 @@ def render_page(found: Mapping[str, Any]) -> str:
     sizes = f"{start['teacher_parameters']:,} -> {start['parameters']:,} parameters"
     return f"""# What `shd-torch demo` shows
 
-A vision transformer of {start["teacher_heads"]} heads and {start["teacher_layers"]} layers, trained on all
-1,257 training images of scikit-learn's handwritten digits, has {right} of {pictures} test images right.
-`shd-torch shrink` makes a student of {start["heads"]} heads and {start["layers"]} layers of it ({sizes}),
-which has {start["accuracy"]:.1%} right before any training. `shd precompute` stores the teacher's squeezed
+A vision transformer with {start["teacher_heads"]} heads and {start["teacher_layers"]} layers, trained on all
+1,257 training images of scikit-learn's handwritten digits, classifies {right} of {pictures} test images correctly.
+`shd-torch shrink` creates a student with {start["heads"]} heads and {start["layers"]} layers ({sizes}),
+which reaches {start["accuracy"]:.1%} before any training. `shd precompute` stores the teacher's squeezed
 attention and its logits in one cache of {found["cache_bytes"] / 1e6:.1f} MB. Students then train on a few labelled
-images each, from random weights or from the squeezed teacher, with cross entropy (CE), KD and SHD; the teacher is no
-longer in memory. Everything runs through the commands and `SHDTrainer`, as yours would.
+images, from random weights or from the squeezed teacher, with cross entropy (CE), KD and SHD; the teacher is no
+longer in memory. Everything uses the public commands and `SHDTrainer`.
 
 Test accuracy in %, mean and 95% interval of {seeds} seeds, {found["steps"]} steps each:
 
 {accuracy}
-Differences in points, paired by seed, with 95% intervals; one that contains 0 shows nothing:
+Differences in points, paired by seed, with 95% intervals; not significant if the interval contains 0:
 
 {gain}
 One toy task, {seeds} seeds, `beta` {found["beta"]:g} untuned; one learning rate ({found["learning_rate"]:g}) for
-all, chosen on training images whose labels no student saw. The demo shows that the path works,
-not what SHD is worth on your task.
+all students, chosen on training images whose labels they did not see. The demo shows that the path works,
+not how much SHD gains on your task.
 
-{found["machine"]}; {found["cpu_seconds"]:.0f} s of processor time.
+{found["machine"]}; {found["cpu_seconds"]:.0f} s of CPU time.
 
 ![Where the class token looks](maps.png)
 
@@ -106,7 +106,7 @@ not what SHD is worth on your task.
 
 ![Merge weights by layer](alphas.png)
 
-## Now your own teacher
+## With your teacher
 
 ```bash
 {YOUR_OWN}
