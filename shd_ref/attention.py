@@ -96,7 +96,7 @@ def soften_rows(probs: Array, temperature: float, *, row_sums: str) -> Array:
 
 
 def value_outputs(values: ArrayLike, output_projection: ArrayLike) -> Array:
-    """``X_i = V_i W_i``: what each head's values become after the output projection (MAP-6).
+    """``X_i = V_i W_i``: each head's values after the output projection (MAP-6).
 
     Args:
         values: V ``(B, H_kv, S, d_v)``; with grouped queries H_kv divides H_t, and query head i reads

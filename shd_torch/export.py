@@ -80,14 +80,14 @@ def export_teacher(
 ) -> ExportReport:
     """Write a PyTorch teacher as ONNX with its attention maps in the graph, and check it.
 
-    The model is exported in eval mode, without a key-value cache, and left as it was found. The file appears
-    under its name only after the check.
+    The model is exported in eval mode, without a key-value cache, and is not changed. The file gets its final name
+    only after the check.
 
     Args:
         model: any module that ``torch.export`` can trace; its first output becomes the graph's only one.
-        example_inputs: tensors by the names of the forward's arguments, or in their order. Sizes do not matter,
-            as long as the model accepts them and, one shorter, along every dynamic axis but the batch.
-        path: where to write the graph; weights of a large model go to ``<path>.data`` beside it.
+        example_inputs: tensors by the names of the forward arguments, or in their order. Any sizes work that the
+            model accepts, also when one shorter along every dynamic axis but the batch.
+        path: where to write the graph; weights of a large model are saved to ``<path>.data``.
         dynamic: names of the axes that may vary, by input and axis, such as
             ``{"input_ids": {0: "batch", 1: "sequence"}}``; axes of one name share one size. Default: the first
             axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``, or
@@ -95,7 +95,7 @@ def export_teacher(
         opset: ONNX opset, from 18 to 22.
 
     Returns:
-        The report; ``max_difference`` is None where onnxruntime is not installed.
+        The report; ``max_difference`` is None if onnxruntime is not installed.
 
     Raises:
         ShdError: ``export-failed`` where the model cannot be exported or its graph differs from it,
@@ -115,7 +115,7 @@ def export_student(
 ) -> ExportReport:
     """Write a trained model as ONNX with one fused operator for each attention, and check it.
 
-    Where the exporter or onnxruntime cannot fuse, the attention is spelled out: ``num_fused`` is then 0.
+    If the exporter or onnxruntime cannot fuse, attention is written as basic operators: ``num_fused`` is then 0.
 
     Args:
         model: as in ``export_teacher``; a Hugging Face model is exported with "sdpa" attention.

@@ -311,29 +311,29 @@ def capture_attention(
 ) -> AttentionCapture:
     """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
-    The last forward pass wins. Outputs are bit-identical to those without capture. A layer is a run of a module that
-    attends, numbered in the order they run: a shared module counts each time, and calls of the student itself are a
-    layer each. Not counted are calls whose tensors do not have the four axes ``(B, H, L, d)``, and a head that pools
-    all positions with one query: capture it by itself. A module that makes several calls each time it runs
-    (differential attention) counts once and is refused, unless its number is left out or the count of all calls is
-    given. An encoder-decoder makes the calls of its encoder's layers first, then self- and cross-attention of each
-    decoder layer in turn: with n encoder layers, decoder layer i is calls ``n + 2 i`` and ``n + 2 i + 1``; the
-    ``layers`` of a supervision that tells kinds of attention apart number the calls of each kind by themselves. A
-    student may be compiled, before or after, and wrapped in any way: capture the module that is called, or one inside
-    it. A deep copy of it (such as an average of its weights) is its own.
+    The last forward pass wins. Outputs are bit-identical to those without capture. A layer is one run of an attention
+    module, numbered in execution order: a shared module counts each time, and each direct call by the student is a
+    layer. Calls whose tensors do not have the four axes ``(B, H, L, d)`` are not counted, nor is a head that pools
+    all positions with one query: capture it separately. A module with several calls per run (differential attention)
+    counts once and is rejected, unless its number is omitted or the count of all calls is given. An encoder-decoder
+    makes the calls of its encoder's layers first, then self- and cross-attention of each decoder layer in turn: with
+    n encoder layers, decoder layer i is calls ``n + 2 i`` and ``n + 2 i + 1``; the ``layers`` of a supervision with
+    several kinds of attention number the calls of each kind separately. A student may be compiled, before or after,
+    and wrapped in any way: capture the module that is called, or one inside it. A deep copy (such as an average of
+    its weights) is independent.
 
-    What is kept is by reference, except for FlexAttention: its ``BlockMask`` is opened to booleans, one byte an entry
-    of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once for all
-    layers that share it.
+    Tensors are kept by reference, except for FlexAttention: its ``BlockMask`` is expanded to booleans, one byte per
+    entry of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once
+    for all layers that share it.
 
     Args:
-        student: any module; only calls of itself are recorded, not of its parts or of a teacher beside it.
-        layers: how many layers (or calls) a forward pass must make, or the zero-based numbers of those to keep (the
-            student's side of ``layer_map``); default all. The ``layers`` of a batch's supervision also say how many
-            calls there must be.
-        keep_values: also keep each call's values and output, as a teacher's are needed.
-        ignored_arguments: names of tensors that the student's attention function is given and that change no logit
-            and no map. Tensors of other names than transformers' own (such as attention sinks) are refused.
+        student: any module; only its own forward passes are recorded, not calls of its parts or of a teacher.
+        layers: number of layers (or calls) of a forward pass, or the zero-based numbers of those to keep (the
+            student's side of ``layer_map``); default all. The ``layers`` of a batch's supervision also fix the number
+            of calls.
+        keep_values: also keep each call's values and output, which a teacher needs.
+        ignored_arguments: names of tensor arguments of the student's attention function that change no logit and no
+            map. Tensors with names unknown to transformers (such as attention sinks) are rejected.
 
     Returns:
         The capture: a context manager that yields the ``Captured`` attention, readable inside and after the block;
@@ -341,11 +341,10 @@ def capture_attention(
 
     Raises:
         ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``; from the student's forward pass,
-            ``capture-failed`` where nothing was recorded, a layer is missing or makes several calls, layers attend by
-            code that cannot be seen (unless the number of calls is given), a number means another module than in the
-            first pass, a tensor of unknown meaning takes part, or reentrant
-            activation checkpointing hides its graph, and ``cache-mismatch`` where the supervision was made for
-            another number of layers.
+            ``capture-failed`` if nothing was recorded, a layer is missing or makes several calls, layers use code
+            that cannot be captured (unless the number of calls is given), a number means another module than in the
+            first pass, a tensor of unknown meaning takes part, or reentrant activation checkpointing hides its graph,
+            and ``cache-mismatch`` where the supervision was made for another number of layers.
 
     Source: the student's side of Eq. 10.
     """
@@ -353,10 +352,10 @@ def capture_attention(
 
 
 def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
-    """Hand a module's attention logits to the capture in progress, if any.
+    """Pass a module's attention logits to the capture in progress, if any.
 
-    For modules that compute attention in their own way: one line before the softmax. Where queries and keys are at
-    hand, ``record_query_key`` is the better line: ``attention_kl`` needs no logits.
+    For modules with a custom attention implementation: call it before the softmax. If queries and keys are available,
+    prefer ``record_query_key``: ``attention_kl`` needs no logits.
 
     Args:
         module: the caller, named in errors.
@@ -392,18 +391,18 @@ def record_query_key(
     value: Tensor | None = None,
     output: Tensor | None = None,
 ) -> None:
-    """Hand a module's queries and keys to the capture in progress, if any.
+    """Pass a module's queries and keys to the capture in progress, if any.
 
     Args:
         module: the caller, named in errors.
-        query: ``(B, H, L, d_k)`` as it is multiplied: rotated and normalised.
+        query: ``(B, H, L, d_k)``, after rotation and normalisation.
         key: ``(B, H_kv, S, d_k)``, rotated and normalised too.
         attn_mask: boolean, True = may attend, or added to the scaled logits; broadcastable to ``(B, H, L, S)``.
         is_causal: row i attends to keys 0..i.
         scale: of the products; None for ``1 / sqrt(d_k)``.
         softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before the mask.
-        value: ``(B, H_kv, S, d_v)``; a teacher's are needed, a student's are not.
-        output: what the maps make of the values, ``(B, H, L, d_v)``; a teacher's is needed too.
+        value: ``(B, H_kv, S, d_v)``; required for a teacher only.
+        output: the maps times the values, ``(B, H, L, d_v)``; required for a teacher.
 
     Raises:
         ShdError: ``capture-failed`` where a capture is in progress and the shapes do not fit.

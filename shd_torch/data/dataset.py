@@ -111,28 +111,28 @@ class CacheJoin:
 class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     """Pairs every sample of a map-style data set with its record in a cache.
 
-    The join is by a hash of what the teacher saw, never by position: shuffles, subsets, ranks and a changed
-    tokenizer cannot misalign it. All keys are looked up when the data set is made, before the first step, and
-    compared at every read: data that change afterwards are refused (CACHE-84).
+    Records are found by a hash of the teacher's inputs, never by position: shuffles, subsets, ranks and a changed
+    tokenizer cannot misalign them. All keys are looked up when the data set is created and compared at every read:
+    data that change afterwards raise an error (CACHE-84).
 
     Args:
         data: map-style, with ``len``; a sample may be anything.
         cache: a sealed cache: its folder, its address such as ``s3://bucket/cache``, or a reader.
-        model_inputs: from one sample to the teacher's inputs by name, without batch axis; by default the sample is
-            a mapping that holds them.
-        layers: student layers to read; default all of the cache.
+        model_inputs: function from one sample to the teacher's inputs by name, without batch axis; by default the
+            sample is a mapping with these inputs.
+        layers: student layers to read; default: all in the cache.
         preload: read every record once, now, and keep its codes in memory; for small data sets.
-        augment: from a sample and its seed to the sample that the teacher saw, for a cache with seeds: sample i gets
-            the seed of the i-th sample that was precomputed. It must depend on its arguments alone; the join is
-            by the hash of what it returns, so another order of samples is found out.
-        skipped: ``"error"``, or ``"drop"``: samples that the teacher failed on are left out of this data set.
-        logits: whether to read the teacher's logits, where the cache has them.
-        hidden: the teacher's hidden states to read, by number; default all of the cache.
+        augment: function from a sample and its seed to the sample that the teacher saw, for a cache with seeds:
+            sample i gets the seed of the i-th precomputed sample. It must depend only on its arguments; records are
+            found by the hash of its result, so a different order of samples is detected.
+        skipped: ``"error"``, or ``"drop"``: samples on which the teacher failed are omitted.
+        logits: whether to read the teacher's logits, if the cache has them.
+        hidden: the teacher's hidden states to read, by number; default: all in the cache.
 
     Raises:
-        ShdError: ``sample-missing`` naming how many samples are not in the cache and the first of them;
-            ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; what opening the
-            cache raises. When a sample is read, ``inputs-invalid`` too, where it has changed since.
+        ShdError: ``sample-missing`` with the number of samples that are not in the cache and the first of them;
+            ``inputs-invalid`` for a sample without the teacher's inputs; ``argument-value``; what opening the cache
+            raises. Reading a sample raises ``inputs-invalid`` if it has changed.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         )
 
     def sample(self, index: int) -> Any:
-        """A sample without its record, augmented as the teacher saw it."""
+        """A sample without its record, augmented as for the teacher."""
         return self._sample(self._indices[index])
 
     def _choose_seeds(self) -> dict[int, int]:

@@ -25,26 +25,26 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
     """Pairs every sample of an iterable with its record in a cache; ``SupervisedDataset`` for data without a length.
 
     Each rank takes every n-th sample of the same stream, and each worker of its ``DataLoader`` every m-th of those.
-    Ranks are given equally many, as they would wait for each other else; see ``remainder``. For an iterable that
-    divides itself, as Hugging Face's ``split_dataset_by_node`` does, say so; its shares must be equal too.
+    All ranks get equally many, or they would wait for each other; see ``remainder``. For an iterable that is already
+    divided, as by Hugging Face's ``split_dataset_by_node``, set ``divide=False``; its shares must be equal too.
 
-    After an interruption, ``load_state_dict`` skips what was given out, without reading its records. That works in
-    the process that reads: in the main one without workers, and in every worker of torchdata's
-    ``StatefulDataLoader``, whose own state holds theirs. What a loader read ahead (Accelerate's is one batch ahead)
-    counts as given out, unless its own state knows better, as ``StatefulDataLoader``'s does.
+    After an interruption, ``load_state_dict`` skips the samples already returned, without reading their records. This
+    works in the process that reads: the main process without workers, or every worker of torchdata's
+    ``StatefulDataLoader``, whose state includes theirs. Samples that a loader read ahead (Accelerate's: one batch)
+    count as returned, unless its state accounts for them, as ``StatefulDataLoader``'s does.
 
     Args:
-        data: an iterable that starts over each time it is iterated, in the same order until ``set_epoch`` changes it.
+        data: an iterable that restarts on each iteration, in the same order until ``set_epoch`` changes it.
         cache: a sealed cache, its folder, address or reader.
         model_inputs: as for ``SupervisedDataset``.
-        layers: student layers to read; default all of the cache.
+        layers: student layers to read; default: all in the cache.
         skipped: as for ``SupervisedDataset``.
         logits: as there.
         hidden: as there.
-        divide: whether ranks and workers share out the samples; False where ``data`` does it.
-        remainder: what becomes of the last samples where they are too few for all ranks: ``"repeat"`` gives the other
-            ranks the first samples again, ``"drop"`` leaves them out (both as PyTorch's ``DistributedSampler`` does),
-            and ``"keep"`` gives some ranks one more than others, for a loop that sees to it, as ``SHDTrainer`` does.
+        divide: whether to divide the samples among ranks and workers; False if ``data`` is already divided.
+        remainder: handling of the last samples if they are too few for all ranks: ``"repeat"`` gives the other ranks
+            the first samples again, ``"drop"`` omits them (both as in PyTorch's ``DistributedSampler``), and
+            ``"keep"`` gives some ranks one more than others, for a loop that handles this, such as ``SHDTrainer``.
 
     Raises:
         ShdError: ``argument-value``, and what opening the cache raises; while it is iterated ``sample-missing``
@@ -115,10 +115,10 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         return self._read(share)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data which pass comes next, so that it may shuffle again; ``SHDTrainer`` and Accelerate call it.
+        """Set the epoch of the next pass, so that the data can reshuffle; ``SHDTrainer`` and Accelerate call it.
 
-        It goes to ``data.set_epoch`` where there is one, as streams of ``datasets`` have, also in workers that stay;
-        data without one stay as they are. To resume a pass, set its epoch again.
+        It is passed to ``data.set_epoch`` if it exists, as in streams of ``datasets``, including persistent workers;
+        other data are unchanged. To resume a pass, set its epoch again.
         """
         if hasattr(self.data, "set_epoch"):
             self._epoch.fill_(epoch)
@@ -126,12 +126,12 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             self.data.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples of this process's share the pass that is running has given out, of how many shares.
+        """The number of samples that the current pass has returned in this process, and the number of shares.
 
-        With the epoch that ``set_epoch`` was last called with, 0 without, for it decides their order.
+        Includes the last epoch given to ``set_epoch`` (default 0), which determines the order.
 
         Raises:
-            ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which read for themselves.
+            ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which do the reading.
         """
         if get_worker_info() is None and self._read_by_workers:
             raise ShdError(
@@ -143,10 +143,10 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next pass goes on after so many samples; ranks and workers must be as many, and the epoch the same.
+        """Continue the next pass after that many samples; ranks, workers and epoch must be the same.
 
         Raises:
-            ShdError: ``argument-value``; from the next pass too, where ranks, workers or the epoch are others.
+            ShdError: ``argument-value``; also from the next pass, if ranks, workers or the epoch differ.
         """
         numbers = [state.get(name) for name in ("given", "epoch", *_Readers._fields)]
         least = (0, 0, 1, 1)

@@ -20,13 +20,13 @@ def read_texts(
     """The samples of a file that ``shd precompute --inputs`` reads, tokenised, for a ``SupervisedDataset``.
 
     Args:
-        path: JSON lines, Parquet or Arrow with a column of text, or a folder of such files.
-        tokenizer: Hugging Face's, of the folder that ``--tokenizer`` names.
+        path: JSON lines, Parquet or Arrow with a text column, or a folder of such files.
+        tokenizer: a Hugging Face tokenizer, from the folder given to ``--tokenizer``.
         text_column: as ``--text-column``.
         max_length: as ``--max-length``; by default the tokenizer's ``model_max_length``.
 
     Returns:
-        For each text what the tokenizer returns: ``input_ids`` and ``attention_mask``, not padded.
+        For each text the tokenizer's result: ``input_ids`` and ``attention_mask``, not padded.
 
     Raises:
         ShdError: ``inputs-invalid`` for a file that cannot be read, without the column, or with anything but text in

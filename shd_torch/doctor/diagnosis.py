@@ -28,7 +28,7 @@ from shd_torch.training.rows import IGNORED
 
 @dataclass(frozen=True)
 class Wishes:
-    """What to do beyond looking.
+    """Options of a diagnosis.
 
     Attributes:
         probe: steps of each student of a paired run; 0 for none.
@@ -54,14 +54,14 @@ class Diagnosis:
         teacher_parts: None of a graph.
         student_parts: of the student.
         differences: those that block first.
-        has_weights: whether the student's folder holds any.
+        has_weights: whether the student's folder contains weights.
         is_squeezed: whether ``shrink`` made it.
         fidelity: of the teacher's graph; None without data.
         objective: the base loss; None without data or for a graph.
         beta: the range for it.
-        probe: the paired run, where it was asked for.
-        unmeasured: why the teacher's graph could not be made, if it was asked for.
-        untried: why the two were not run together, though they may work.
+        probe: the paired run, if requested.
+        unmeasured: why the teacher's graph could not be exported, if needed.
+        untried: why the two were not run together, although they may be compatible.
         failure: why the two could not be run together.
         verdict: the answer.
     """
@@ -125,11 +125,11 @@ def diagnose(
 
     Args:
         teacher: a Hugging Face folder or hub id with safetensors, or an ``.onnx`` file.
-        student: a folder or hub id; a configuration without weights is a student that starts at random.
-        data: the models' inputs by name ``(N, ...)``, and ``labels`` where there are any; None looks at the
-            configurations alone.
+        student: a folder or hub id; a configuration without weights means random initialisation.
+        data: the models' inputs by name ``(N, ...)``, with optional ``labels``; None compares only the
+            configurations.
         wishes: a probe, and how.
-        progress: gets the numbers of steps done and in all, 0 where nothing is counted, and what is done.
+        progress: called with the numbers of finished and of all steps (0 if unknown) and the current step.
 
     Raises:
         ShdError: ``read-failed``, ``argument-value``; what the measurements raise.

@@ -80,14 +80,14 @@ class Probe:
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.margin is not None and abs(self.gain) > self.margin
 
     @property
     def seeds_needed(self) -> int | None:
-        """With how many seeds this gain would be told from 0, if they spread as these; None for above ``MOST_SEEDS``.
+        """Seeds needed for a significant gain of this size and spread; None if above ``MOST_SEEDS``.
 
-        Of a gain that is told already it is the number there was.
+        For a significant gain, the number of seeds that was used.
         """
         if self.is_distinguishable:
             return self.options.seeds

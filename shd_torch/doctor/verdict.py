@@ -21,12 +21,12 @@ MOST_LOST: Final = 0.6
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to tell the user first.
+    """The answer and its reason.
 
     Attributes:
         answer: ``yes``, ``probably not`` or ``no``.
         because: in a sentence.
-        rests_on: ``probe``, ``measurement`` or ``configuration``: the most that was looked at.
+        rests_on: ``probe``, ``measurement`` or ``configuration``: the strongest evidence.
     """
 
     answer: str

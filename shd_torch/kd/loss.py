@@ -29,21 +29,22 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
     Args:
         targets: the teacher's logits ``(..., V)``, ``TopkTargets`` or ``SampledTargets`` (or their fields by
             name), on any device.
-        student_logits: z ``(..., V)``, of the same rows: no position is shifted.
+        student_logits: z ``(..., V)``, for the same rows: no position is shifted.
         **keywords:
             divergence: ``"kl"`` (teacher first), ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"``.
             mixing: the m of ``jsd``, as the beta of GKD; default 0.5.
-            temperature: T > 0; default that of the record, 1 for logits. Another than the record's is an error.
+            temperature: T > 0; default that of the record, 1 for logits. A temperature other than the record's is an
+                error.
             t_squared: multiply by T^2, the default, or not.
             loss_mask: boolean, the shape of the rows, True = counts.
             reduction: ``"mean"`` over counted rows, ``"sum"``, or ``"batch_mean"``, the sum divided by B.
-            vocab_size: read the first so many classes of either side; the others are padding.
+            vocab_size: number of classes to read on either side; the others are padding.
             check: validate the values, which costs a device sync; default True.
-            chunk_rows: rows that are widened at once; default by the device.
+            chunk_rows: rows to widen at once; the default depends on the device.
 
     Returns:
-        The loss ``()`` in nats, float64 if the logits are, else float32; 0 where no row counts. It is differentiated
-        once, in reverse mode; none of its gradient reaches the targets.
+        The loss ``()`` in nats, float64 if the logits are, else float32; 0 where no row counts. Only first-order
+        reverse mode is supported; no gradient flows into the targets.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``,
@@ -73,15 +74,15 @@ def linear_kd_loss(
     bias: Tensor | None = None,
     **keywords: Unpack[KdKeywords],
 ) -> Tensor:
-    """``kd_loss`` on the logits ``hidden @ weight^T + bias``, which are never made as a whole (KD-25).
+    """``kd_loss`` on the logits ``hidden @ weight^T + bias``, without materialising all of them (KD-25).
 
-    Products are in the dtype of ``hidden`` and ``weight``, or what autocast makes of them; logits are widened before
-    the softmax, and gradients are summed over chunks in float32 or wider.
+    Products are in the dtype of ``hidden`` and ``weight``, or autocast's; logits are widened before the softmax, and
+    gradients are summed over chunks in float32 or wider.
 
     Args:
         targets: as in ``kd_loss``.
-        hidden: ``(..., D)``, what the student's head reads.
-        weight: of the head ``(V, D)``.
+        hidden: ``(..., D)``, the input of the student's output layer.
+        weight: of the output layer ``(V, D)``.
         bias: ``(V,)`` or None.
         **keywords: those of ``kd_loss``.
 
@@ -232,10 +233,10 @@ def hidden_loss(
     """The distance between hidden states: the mean over counted rows, the sum over layers (HID-1 to HID-9).
 
     Args:
-        student_hidden: ``(..., D)``, or a list with one a layer; a projection to the teacher's width is the caller's.
+        student_hidden: ``(..., D)``, or a list with one per layer; the caller projects to the teacher's width.
         teacher_hidden: the same shape(s), on any device; no gradient reaches it.
-        distance: ``"mse"`` (mean over features), ``"cosine"`` (one less the cosine), or ``"normalized_mse"`` (squared
-            distance of the unit vectors).
+        distance: ``"mse"`` (mean over features), ``"cosine"`` (one minus the cosine), or ``"normalized_mse"``
+            (squared distance of the unit vectors).
         loss_mask: boolean, the shape of the rows, for all layers; True = counts.
         reduction: ``"sum"`` over layers or ``"mean"``.
         check: validate the values, which costs a device sync.

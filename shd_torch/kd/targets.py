@@ -113,9 +113,9 @@ def kd_targets_topk(
         teacher_logits: u ``(..., V)``.
         k: number of classes, 1 to V.
         temperature: T > 0, to which the targets are bound from now on.
-        vocab_size: read the first so many classes alone; the others are padding, and must look like it (KD-7).
+        vocab_size: number of classes to read; the others must be padding without mass (KD-7).
         check: validate the values, which costs a device sync.
-        chunk_rows: rows that are widened at once; default by the device.
+        chunk_rows: rows to widen at once; the default depends on the device.
 
     Returns:
         The record; ids ascend. Log-probabilities are float64 where the logits are, else float32.
@@ -170,7 +170,7 @@ def kd_targets_sampled(
         temperature: T > 0, to which the targets are bound from now on.
         vocab_size: as in ``kd_targets_topk``.
         check: validate the values, which costs a device sync.
-        chunk_rows: rows that are widened at once; default by the device.
+        chunk_rows: rows to widen at once; the default depends on the device.
 
     Returns:
         The record; kept classes first. Draws are found in float64.

@@ -45,39 +45,38 @@ def attention_kl(
     """``shd_loss`` for a student that keeps its fused attention: from its queries and keys, without its maps.
 
     Meaning, denominators and errors are those of ``shd_loss`` with logits ``scale q k^T``; memory is linear in the
-    length. The gradients are computed with the value, so that the backward pass only scales them. Every other
-    derivative (a second one, forward mode, transforms of ``torch.func``) is refused. None reaches the supervision.
+    length. Gradients are computed together with the value, and the backward pass only scales them. Other derivatives
+    (second order, forward mode, transforms of ``torch.func``) are rejected. No gradient flows into the supervision.
     ``torch.compile(backend="eager")``, a debugging aid, is an exception: it runs backward passes without a graph, and
-    what this loss should add to a second derivative is missing there, without an error.
-    ``torch.autocast`` changes nothing here.
+    second derivatives silently lack the contribution of this loss. ``torch.autocast`` changes nothing here.
 
     Args:
-        student_q: ``(B, H_s, L, d)`` as the student multiplies them (rotated, normalised), or a list of layers. Rows
-            that ``loss_mask`` drops may hold anything, NaN included, here and in the supervision.
+        student_q: ``(B, H_s, L, d)`` after rotation and normalisation, or a list of layers. Rows dropped by
+            ``loss_mask`` may contain anything, including NaN, here and in the supervision.
         student_k: ``(B, H_kv, S, d)``, rotated and normalised too; query head h reads key head ``h // (H_s / H_kv)``.
-        supervision: ``Factored``, ``Dense`` or maps ``(B, H_s, L, S)``; a list where the queries are one.
+        supervision: ``Factored``, ``Dense`` or maps ``(B, H_s, L, S)``; a list if the queries are a list.
         scale: of the products; None for ``1 / sqrt(d)``.
         attn_mask: as PyTorch's, for all layers: boolean, True = may attend, or added to the logits (a learned bias
             gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
         is_causal: row i may attend to keys 0..i.
         window: row i may attend to keys above ``i - window`` and, where not causal, below ``i + window``.
-        alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: a bias that
-            is learned goes through ``attn_mask``.
+        alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: pass a
+            learned bias as ``attn_mask``.
         softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before masks and biases.
         loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
-        temperature: T_a of both maps; dense supervision is bound to the one it was made with.
+        temperature: T_a of both maps; for dense supervision, the one it was made with.
         beta: weight of the term, at least 0.
         reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
-        support: as in ``shd_loss``; ``"intersect"`` by ``dense`` alone.
+        support: as in ``shd_loss``; ``"intersect"`` only with ``dense``.
         value: ``"exact"``, or ``"surrogate"``: the gradient is exact but the number is ``sum q dq``, which is no
-            divergence (where no gradient is wanted the value is always exact). ``dense`` gives the value almost for
-            nothing; ``sdpa`` needs a pass over tiles for it, about as long as the step itself.
+            divergence (without gradients the value is always exact). With ``dense`` the exact value is almost free;
+            ``sdpa`` needs an extra pass over tiles, about as long as the step itself.
         backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels for
             CUDA devices) or ``"auto"``; see ``explain_backend``.
         product_dtype: of the fused calls; default float32, and float16 for half-precision students on accelerators.
-        check: validate the values and at both supports, which costs a device sync. Without it, teacher
-            mass where the student may not attend makes the gradient wrong and may leave the loss finite: check once,
-            at set-up, at least.
+        check: validate the values and both supports, which costs a device sync. Without it, teacher mass where the
+            student may not attend makes the gradient wrong, possibly with a finite loss: check at least once, at
+            set-up.
 
     Returns:
         The loss ``()``, in nats times beta; float64 if an argument is, else float32.
@@ -102,7 +101,7 @@ def attention_kl(
 def explain_backend(
     student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Any
 ) -> list[BackendChoice]:
-    """Which backend ``attention_kl`` would take for each layer, and why; computes nothing else.
+    """The backend that ``attention_kl`` would use for each layer, and why; computes nothing else.
 
     Args:
         student_q: as for ``attention_kl``.
@@ -111,7 +110,7 @@ def explain_backend(
         **keywords: those of ``attention_kl``.
 
     Returns:
-        One choice a layer: its ``name``, the ``reason``, and ``refused``, why others cannot serve the call.
+        One choice per layer: its ``name``, the ``reason``, and ``refused``, the reasons against the others.
 
     Raises:
         ShdError: as ``attention_kl``.

@@ -100,7 +100,7 @@ def soften_probs(probs: Tensor, temperature: float, row_sums: str = "one") -> Te
 
 @without_autocast
 def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = True) -> Tensor:
-    """``X_i = V_i W_i``: what each head's values become after the output projection (MAP-6).
+    """``X_i = V_i W_i``: each head's values after the output projection (MAP-6).
 
     Arguments and errors are those of ``shd_ref.value_outputs``.
 

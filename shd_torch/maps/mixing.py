@@ -46,8 +46,8 @@ class SqueezeResult:
             strategy ``mean``, which has no pairwise weights.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
             ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
-        num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, so
-            that no sync is paid for a number that is not read (``int(...)`` syncs).
+        num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, to avoid a device sync
+            if it is not read (``int(...)`` syncs).
         num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` on the device.
         plan: the rounds that were run.
     """
@@ -143,7 +143,7 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
 
     Args:
-        teacher_probs: ``(B, H_t, L, S)``; rows may have any sums, as with sinks, or of rows that do not count.
+        teacher_probs: ``(B, H_t, L, S)``; rows may have any sum (sinks, rows that do not count).
         mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
         check: validate the values of the arguments, which costs a device sync.
 
@@ -213,14 +213,14 @@ def check_convex(weights: Tensor, tolerance: float) -> None:
 def compose_mixing(
     alphas: Sequence[Tensor], plan: MergePlan, num_teacher_heads: int, *, check: bool = True
 ) -> Tensor:
-    """The mixing matrix that a plan makes of the alphas of its rounds (MIX-13).
+    """The mixing matrix of a plan and the alphas of its rounds (MIX-13).
 
     Args:
-        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them;
-            at least one, since nothing else tells B.
+        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them; at
+            least one, to determine B.
         plan: the rounds.
         num_teacher_heads: H_t.
-        check: look for NaN and infinity, which costs a device sync.
+        check: test for NaN and infinity, which costs a device sync.
 
     Returns:
         C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)``, float64 or float32.

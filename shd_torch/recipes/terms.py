@@ -156,7 +156,7 @@ def as_labels(
     Args:
         labels: classes ``(...)`` or distributions ``(..., C)``.
         logits: that they belong to.
-        check: look at the values.
+        check: validate the values, which costs a device sync.
         shift: row t of ``(B, L, C)`` has the label at t + 1.
         all_count: a recipe of which every row counts, so that -100 is refused in its name.
     """

@@ -118,14 +118,14 @@ def model_class(config: Any) -> Any:
 
 
 def load_student(source: str | os.PathLike[str]) -> Any:
-    """A student that ``shrink`` made, in evaluation mode (DEPTH-6).
+    """Load a student made by ``shrink``, in evaluation mode (DEPTH-6).
 
     Args:
-        source: any folder that ``shrink`` wrote, also one that the Auto classes load; see ``load_teacher``.
+        source: any folder written by ``shrink``, including those that the Auto classes load; see ``load_teacher``.
 
     Raises:
-        ShdError: ``read-failed`` for a folder that holds no such model, whose configuration contradicts itself, or
-            whose weights are not those of its configuration: nothing is filled at random. ``shrink-unsupported``.
+        ShdError: ``read-failed`` for a folder without such a model, with a contradictory configuration, or with
+            weights that do not match it: nothing is initialised at random. ``shrink-unsupported``.
     """
     from transformers import PreTrainedConfig
 

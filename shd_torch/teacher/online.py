@@ -106,37 +106,37 @@ class Teaching(Protocol):
 
 
 class OnlineTeacher:
-    """A teacher that supervises each batch as it comes; see ``OnlineTeacher.__call__``.
+    """A live teacher that supervises each batch; see ``OnlineTeacher.__call__``.
 
-    No module, so that a student that holds it neither trains nor saves it. The first batch is looked at more closely:
-    output projections are found, the layers are paired, and values are checked. A projection is read again at every
-    batch, so that weights may be trained or loaded in between; one that the model makes during its pass (gathered
-    from shards, dequantised) is that of the first batch.
+    Not a ``Module``, so a student that references it neither trains nor saves it. On the first batch, output
+    projections are located, layers are paired, and values are checked. A projection is read again for every batch, so
+    weights may be trained or loaded in between; a projection that the model computes during its pass (gathered from
+    shards, dequantised) is taken from the first batch.
 
     Args:
-        model: any module whose attention ``capture_attention`` can read; it stays on its device, with its own
-            attention implementation, and may be compiled. Each call runs it in eval mode and leaves its modules in
-            the modes they were in, so that it may be the student itself (self-distillation): call the teacher before
-            the student where a started capture watches that one, as the last pass wins.
+        model: any module whose attention ``capture_attention`` can read; it stays on its device, keeps its attention
+            implementation, and may be compiled. Each call runs it in eval mode and then restores the mode of its
+            modules, so it can be the student itself (self-distillation): with a started capture, call the teacher
+            before the student, as the last pass wins.
         num_student_heads: H_s, from 1 to H_t.
         layer_map: the number of student layers, paired as ``shd_torch.maps.layer_map`` does, or explicit pairs
-            ``(student layer, teacher layer)``, zero-based; teacher layers are numbered as in
-            ``capture_attention``, and with explicit pairs some may attend by code that cannot be seen.
-        plan: as in ``squeeze_heads``, or the rounds of each teacher layer that is paired, by its number.
+            ``(student layer, teacher layer)``, zero-based; teacher layers are numbered as in ``capture_attention``,
+            and with explicit pairs the others need not be capturable.
+        plan: as in ``squeeze_heads``, or the rounds of each paired teacher layer, by its number.
         strategy: as in ``squeeze_heads``.
         alpha_rule: as in ``solve_alpha``.
         alpha_per: ``"map"`` or ``"row"``.
-        output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose own cannot be found.
-        targets: what becomes of its logits; by default all are targets, in its own dtype and memory.
-        hidden_layers: hidden states to keep, as Hugging Face counts them: 0 for the embeddings, k for block k. The
+        output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose projection cannot be located.
+        targets: how to store its logits; by default all are targets, in the model's dtype.
+        hidden_layers: hidden states to keep, numbered as in Hugging Face: 0 for the embeddings, k for block k. The
             model is then called with ``output_hidden_states=True``.
-        with_teachers: further teachers of the same vocabulary, called with the same arguments: the targets are made
-            of the mean of all logits (KD-15), as a cache of several teachers holds them (CACHE-163). Attention and
-            hidden states stay those of ``model``.
+        with_teachers: further teachers with the same vocabulary, called with the same arguments: the targets are the
+            mean of all logits (KD-15), as in a cache of several teachers (CACHE-163). Attention and hidden states
+            come from ``model``.
 
     Raises:
         ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
-            for what is wrong for any model; the rest at the first batch.
+            for arguments that are invalid for any model; other errors at the first batch.
 
     Source: Algorithm 1, Eq. 5-10.
     """
@@ -184,7 +184,7 @@ class OnlineTeacher:
     def for_student(
         cls, model: nn.Module, student: str | os.PathLike[str] | Mapping[str, Any], **options: Any
     ) -> OnlineTeacher:
-        """The teacher of a student that ``shrink`` made of it: heads, layer map and plans are the student's.
+        """The teacher of a student made by ``shrink``: heads, layer map and plans come from the student.
 
         Args:
             model: the teacher that was shrunk, or one with the same layers and heads.
@@ -202,7 +202,7 @@ class OnlineTeacher:
 
     @property
     def student_layers(self) -> TaughtLayers:
-        """The student layers that are taught, zero-based, ascending: what ``capture_attention`` may be given."""
+        """The supervised student layers, zero-based, ascending, for ``capture_attention``."""
         if isinstance(self._layer_map, int):
             return TaughtLayers(range(self._layer_map), self._layer_map)
         return TaughtLayers(sorted(student for student, _ in self._layer_map))
@@ -351,21 +351,22 @@ def layer_kls(
     reduction: str = "sum",
     **keywords: Unpack[LayerKeywords],
 ) -> dict[int, Tensor]:
-    """The SHD terms of a captured student, one a layer; the loss is their sum, averaged over teachers.
+    """The SHD terms of a captured student, one per layer; the loss is their sum, averaged over teachers.
 
     Args:
-        captured: the student's attention on the same batch; it must hold every layer that is taught.
-        taught: by one teacher or several, live or cached, which may differ in everything but the positions they see.
-        loss_mask: boolean ``(B, L)``, True = the row counts; or that of each student layer, where rows are not of one
-            sequence.
+        captured: the student's attention on the same batch, with every supervised layer.
+        taught: supervision from one or several teachers, live or cached, which may differ in everything but the
+            positions they see.
+        loss_mask: boolean ``(B, L)``, True = the row counts; or one per student layer, if rows belong to different
+            sequences.
         temperature: T_a of both maps.
         beta: weight of the term.
         reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
         **keywords: more of ``attention_kl``'s: ``support``, ``value``, ``backend``, ``product_dtype``, ``check``.
 
     Returns:
-        ``()`` tensors by student layer, ascending, in nats times beta; a layer that k of n teachers teach has their
-        sum over n.
+        ``()`` tensors by student layer, ascending, in nats times beta; a layer supervised by k of n teachers has
+        their sum over n.
 
     Raises:
         ShdError: what ``attention_kl`` raises; ``capture-failed`` where a layer was not captured; ``cache-mismatch``

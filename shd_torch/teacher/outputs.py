@@ -18,14 +18,13 @@ from shd_torch.kd.targets import cut_teacher, kd_targets_sampled, kd_targets_top
 
 @dataclass(frozen=True)
 class LiveTargets:
-    """What becomes of a live teacher's logits: all of them are targets, or what a cache would keep of a row.
+    """How to reduce a live teacher's logits: keep all of them, or the same part of a row as a cache.
 
     Attributes:
-        vocab_size: read the first so many classes alone; the others are padding, and must look like it (KD-7).
+        vocab_size: number of classes to read; the others must be padding without mass (KD-7).
         head: number of the likeliest classes to keep of each row; None, without draws, keeps all logits.
-        draws: number of classes drawn from the rest; 0 gives top-k targets with the rest's mass in one number.
-        temperature: that kept or drawn classes are bound to (KD-6), and that the mass of what is cut is taken at; all
-            logits serve any.
+        draws: number of classes drawn from the rest; 0 gives top-k targets with the total mass of the rest.
+        temperature: of kept or drawn classes (KD-6) and of the cut mass; complete logits work at any.
         seed: of the draws.
 
     Raises:

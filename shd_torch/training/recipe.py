@@ -110,7 +110,7 @@ class Recipe:
 
         Args:
             codec: of the logits.
-            temperature: that they are bound to, or None.
+            temperature: of the targets, or None.
             origin: the cache, for errors.
 
         Raises:
@@ -153,7 +153,7 @@ class Recipe:
             targets: of each teacher that has some.
             counted: ``(B, L)``, True = the row counts; of a text.
             shift: as ``is_shifted`` says.
-            check: look at the values.
+            check: validate the values, which costs a device sync.
 
         Raises:
             ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.

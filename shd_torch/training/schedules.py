@@ -19,13 +19,13 @@ KINDS: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class BetaSchedule:
-    """Beta as a function of training progress: a linear rise, then a way down to ``end``.
+    """Beta as a function of training progress: linear warm-up, then decay to ``end``.
 
     Attributes:
-        peak: beta after the rise, at least 0.
+        peak: beta after the warm-up, at least 0.
         kind: ``"constant"`` (stays at the peak), ``"linear"`` or ``"cosine"``.
-        warmup: part of the training that the rise from 0 takes, in [0, 1).
-        end: beta at the end of a linear or cosine way, at least 0.
+        warmup: share of the training for the warm-up from 0, in [0, 1).
+        end: beta at the end of a linear or cosine decay, at least 0.
 
     Raises:
         ShdError: ``argument-value`` naming what is out of range or no number.
@@ -61,8 +61,8 @@ class BetaSchedule:
 class LossBalancer:
     """Scales the SHD term to a fraction of the base loss at every step, independent of the scale of either.
 
-    Beta then multiplies a term that is as large as ``fraction`` of the base loss. Nothing flows through the scale.
-    A term that has nearly been learned is not blown up: the scale never exceeds ``limit``.
+    Beta then multiplies a term as large as ``fraction`` of the base loss. No gradient flows through the scale. A
+    nearly converged term is not amplified without bound: the scale never exceeds ``limit``.
 
     Attributes:
         fraction: of the base loss, above 0.

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 def batch_share(
     num_rows: int | Tensor, *, num_rows_in_all: int | Tensor | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """The factor for this process's SHD term: with it, two ranks train as one on the same global batch.
+    """The factor for this process's SHD term with which several ranks train like one on the same global batch.
 
-    ``attention_kl`` and ``shd_loss`` average over the query rows that count. Where ranks (or micro-batches) hold
-    different numbers of them, as padded text does, the mean of their means is not the mean of all rows; weighted by
-    this factor it is, as long as all heads count the same rows of a sample.
+    ``attention_kl`` and ``shd_loss`` average over the query rows that count. If ranks (or micro-batches) have
+    different numbers of them, as with padded text, the mean of their means is not the mean of all rows; with this
+    factor it is, provided that all heads count the same rows of a sample.
 
     Args:
         num_rows: rows that count in this process's batch, at least 0: for supervision from a cache
             ``supervision.query_mask().sum()``.
-        num_rows_in_all: with gradient accumulation, the rows of all micro-batches of this process's step together;
-            the gradients of the step are then to be summed, not averaged.
-        group: the ranks among which gradients are averaged, as DDP and FSDP do; default all. Without a running
+        num_rows_in_all: with gradient accumulation, the total rows of all micro-batches of this process's step; the
+            gradients of the step must then be summed, not averaged.
+        group: the ranks among which gradients are averaged, as DDP and FSDP do; default all. Without an initialised
             process group there is one rank.
 
     Returns:
@@ -37,7 +37,7 @@ def batch_share(
         row counts anywhere. Every rank must call this as often as the others.
 
     Raises:
-        ShdError: ``argument-value``; on an accelerator values are not looked at, which would make the host wait.
+        ShdError: ``argument-value``; on an accelerator values are not validated, to avoid a device sync.
 
     Source: silent, as it trains in one process. Decision: D-10, a mean over the rows of the whole batch.
     """

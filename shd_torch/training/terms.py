@@ -25,20 +25,20 @@ TEACHERS: Final[tuple[str, ...]] = ("losses", "logits", "probs")
 
 @dataclass(frozen=True)
 class KdTerm:
-    """The loss on logits beside the student's own: ``weight * kd_loss(targets, student's logits)``.
+    """Additional loss on logits: ``weight * kd_loss(targets, student's logits)``.
 
     Attributes:
         weight: a number of at least 0, or a function of progress in [0, 1] such as ``BetaSchedule``.
-        temperature: T of both sides; None is that of the targets where they are bound to one, else 1 (KD-6).
+        temperature: T of both sides; None: the targets' temperature if they have one, else 1 (KD-6).
         divergence: ``"kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"`` (KD-17).
         mixing: the m of ``jsd``.
-        t_squared: multiply by T^2, so that the balance with the student's own loss does not depend on T (KD-5).
-        rows: which rows count: ``"positions"`` of the attention mask, those whose own label counts (``"labels"``), or
-            those whose next one does (``"next_labels"``, what a causal model is trained on). Of a classifier, whose
-            logits have no axis of positions, every sample counts.
-        vocab_size: read the first so many classes of both sides; the others are padding (KD-7).
-        teachers: of several, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss (KD-15),
-            which needs all logits of every teacher.
+        t_squared: multiply by T^2, so that the balance with the student's loss does not depend on T (KD-5).
+        rows: which rows count: ``"positions"`` of the attention mask, those whose label counts (``"labels"``), or
+            those whose next label counts (``"next_labels"``, as in causal language modelling). For a classifier,
+            whose logits have no position axis, every sample counts.
+        vocab_size: number of classes to read on both sides; the others are padding (KD-7).
+        teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss
+            (KD-15), which needs all logits of every teacher.
 
     Raises:
         ShdError: ``argument-value``.
@@ -65,7 +65,7 @@ class KdTerm:
         """Refuse targets that this term cannot use, before the first step.
 
         Args:
-            temperature: that they are bound to, or None.
+            temperature: of the targets, or None.
             sampled: whether they were drawn.
             origin: of them, for errors.
 
@@ -80,10 +80,10 @@ class KdTerm:
         """The mean over counted rows, before the weight.
 
         Args:
-            targets: one a teacher, each as ``kd_loss`` takes them.
+            targets: one per teacher, each as in ``kd_loss``.
             logits: of the student ``(B, L, V)``, or ``(B, V)``.
             loss_mask: boolean, the shape of the rows; True = counts.
-            check: look at the values.
+            check: validate the values, which costs a device sync.
 
         Raises:
             ShdError: what ``kd_loss`` raises; ``argument-value`` for records where teachers' logits are averaged.
@@ -121,17 +121,17 @@ class KdTerm:
 
 @dataclass(frozen=True, eq=False)
 class HiddenTerm:
-    """The loss on hidden states beside the student's own.
+    """Additional loss on hidden states.
 
     Attributes:
-        pairs: (student, teacher) numbers of hidden states as Hugging Face counts them: 0 are the embeddings, k is
-            what block k returns; each of the student at most once.
+        pairs: (student, teacher) numbers of hidden states as in Hugging Face: 0 are the embeddings, k is the output
+            of block k; each of the student's at most once.
         weight: as of ``KdTerm``.
         distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"`` (HID-3).
         reduction: ``"sum"`` over pairs or ``"mean"``.
-        projectors: from the student's width to the teacher's: a module for all pairs, or one by student number; None
-            makes a linear layer a pair where the widths differ. They are trained with the student, and saved in
-            checkpoints in a file beside its own.
+        projectors: from the student's width to the teacher's: a module for all pairs, or modules by student number;
+            None creates a linear layer per pair with different widths. They are trained with the student, and saved
+            in checkpoints in a separate file.
 
     Raises:
         ShdError: ``argument-value``, ``layers-invalid``.
@@ -173,13 +173,13 @@ class HiddenTerm:
         loss_mask: Tensor | None,
         check: bool,
     ) -> dict[int, Tensor]:
-        """By student number the mean over counted rows, averaged over teachers; their sum is the term.
+        """Mean over counted rows by student number, averaged over teachers; their sum is the term.
 
         Args:
-            teachers: hidden states by teacher's number, one mapping a teacher.
-            students: those of the student by its own, projected.
+            teachers: hidden states by teacher number, one mapping per teacher.
+            students: the student's by student number, projected.
             loss_mask: boolean ``(B, L)``, True = counts.
-            check: look at the values.
+            check: validate the values, which costs a device sync.
 
         Raises:
             ShdError: what ``hidden_loss`` raises.

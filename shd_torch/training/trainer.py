@@ -44,41 +44,40 @@ DECODER_KINDS: Final = ("decoder", "cross")
 
 
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
-    """``transformers.Trainer`` with terms on attention, logits and hidden states beside the student's own loss.
+    """``transformers.Trainer`` with additional loss terms on attention, logits and hidden states.
 
-    That of attention is ``beta * KL(merged map || student map)``. The student keeps its fused attention; its queries
-    and keys are captured while it trains. A student that returns no loss, as it has no head or its batch no labels,
-    is trained by the terms alone; its ``eval_loss`` is then their weighted sum, where live teachers or a
-    ``SupervisedDataset`` teach in evaluation too. Checkpoints and everything else are the base class's: the model of
-    a checkpoint is the student alone. Ranks and accumulated batches with different numbers of rows add up to
-    the whole batch (``batch_share``), for each term by the rows that it counts. A ``SupervisedStream`` gives each
-    rank its share; what makes no whole step for every rank is left out at its end.
+    The attention term is ``beta * KL(merged map || student map)``. The student keeps its fused attention; its queries
+    and keys are captured during training. A student that returns no loss, because it has no head or its batches no
+    labels, is trained with the terms only; its ``eval_loss`` is then their weighted sum, which needs live teachers or
+    a ``SupervisedDataset`` for evaluation too. Checkpoints and everything else are the base class's: a checkpoint
+    contains only the student. Ranks and accumulated batches with different numbers of rows add up to the whole batch
+    (``batch_share``), for each term by its counted rows. A ``SupervisedStream`` gives each rank its share; at its
+    end, samples that do not fill a step on every rank are dropped.
 
-    Logged beside ``loss``, of all ranks, as means over the steps since the last log: ``base_loss``; ``shd_loss``
-    (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's scale) and
-    ``clipped_alphas`` (part of all merge weights that were outside [0, 1]); ``kd_loss`` (before its weight) and
-    ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; and ``wait_seconds`` (for data, a
-    step).
+    Logged in addition to ``loss``, over all ranks, as means over the steps since the last log: ``base_loss``;
+    ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's
+    scale) and ``clipped_alphas`` (share of merge weights outside [0, 1]); ``kd_loss`` (before its weight) and
+    ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; and ``wait_seconds`` (per step,
+    for data).
 
     Args:
         *args: as for ``transformers.Trainer``.
         beta: weight of the term on attention, a number or a function of progress in [0, 1] such as ``BetaSchedule``;
             None leaves it out.
-        recipe: one of ``shd_torch.recipes`` in the place of the student's own loss in training, by its name or as a
-            ``Recipe`` with options; its teachers' logits are cached or live. Its terms are logged as
-            ``<term>_loss`` and ``<term>_weight``, their weighted sum as ``base_loss``. Evaluation keeps the student's
-            own loss.
-        kd: the term on logits, or None. The student's logits are its own loss's too, so that they are made in any
-            case; a loop that needs no such loss saves them with ``linear_kd_loss``.
+        recipe: one of ``shd_torch.recipes`` that replaces the student's loss in training, by name or as a ``Recipe``
+            with options; its teachers' logits are cached or live. Its terms are logged as ``<term>_loss`` and
+            ``<term>_weight``, their weighted sum as ``base_loss``. Evaluation keeps the student's loss.
+        kd: the term on logits, or None. The student's loss computes the logits in any case; a loop without that loss
+            can avoid them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
-        teacher: live teachers (anything that is called and returns as ``OnlineTeacher`` does), which see every batch
-            without its labels; or None where ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream``,
-            whose cache then supervises. Several are averaged, each term over those that have what it needs.
+        teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
+            its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
+            Several are averaged, each term over the teachers that provide its targets.
         temperature: T_a of both maps.
-        balancer: scales the term on attention to a part of the base loss before beta, each micro-batch of all ranks
-            by itself; there must be such a loss.
+        balancer: scales the attention term to a fraction of the base loss before beta, per micro-batch over all
+            ranks; requires a base loss.
         kl: more keywords of ``attention_kl``: ``backend``, ``value``, ``support``, ``product_dtype``, ``check``.
-            ``check`` is on at the first step only, unless it is given; it is that of all terms.
+            ``check`` is on at the first step only, unless given; it applies to all terms.
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -233,7 +232,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return prepared
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """As the base class does it; of supervised data the samples alone where the student has its own loss."""
+        """As in the base class; supervised data give plain samples if the student has a loss."""
         chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]  # a mapping by name
@@ -256,7 +255,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """As the base class does it; without a loss of the student's own that of the terms, if a teacher is there."""
+        """As in the base class; if the student has no loss, that of the terms, if there is a teacher."""
         if self._has_own_loss(inputs):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         seen = {name: value for name, value in inputs.items() if not name.startswith("label")}
@@ -269,11 +268,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return loss, outputs, None
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """As the base class does it; of supervised data the samples alone."""
+        """As in the base class; supervised data give plain samples."""
         return super().get_test_dataloader(leave_samples(test_dataset, "test_dataset"))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of a step; counts their rows and how long they were waited for."""
+        """The micro-batches of a step; counts their rows and measures the waiting time."""
         self._record.begin(self.state.global_step)
         self.projectors.zero_grad()  # the base class does so for the student alone
         started = time.perf_counter()
@@ -292,7 +291,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The student's own loss, where it has one, and in training the terms beside it."""
+        """The student's loss, if it has one, plus the terms in training."""
         given = dict(inputs)
         stored, counts = given.pop("supervision", None), given.pop("alpha_counts", None)
         if not model.training:
@@ -533,7 +532,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return mask
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As the base class does it, with the projectors as a group of parameters, which clipping leaves out."""
+        """As in the base class, with the projectors as a parameter group that clipping ignores."""
         is_given = self.optimizer is not None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -580,7 +579,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return bool(getattr(config, "is_encoder_decoder", False))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the terms of the steps since the last log to the training's own."""
+        """Add the terms of the steps since the last log."""
         if "loss" in logs:
             here = self._record.means(self.state.global_step)
             # Ranks see different samples; every rank logs at the same step.
