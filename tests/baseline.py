@@ -58,6 +58,7 @@ REMOVED: Mapping[str, str] = {
     r"bytes: v1: squeeze_heads/(full-|temperature-)?simplex": "the strategy simplex",
     r"bytes: v1: diagnose/(all-strategies|full-map|per-row|more-columns-than-keys)": "the strategy simplex",
     r"bytes: (kd|recipes|shrink)-v1: ": "goldens now, in tests/goldens",
+    r"names: shd_torch(\.kl)?\.(attention_kl|explain_backend): ": "its keywords are those of KlKeywords",
     r"names: shd_torch\.shrink\.shrink: ": "its keywords are fields of ShrinkOptions, still given by name",
 }
 """Patterns of entries that go or change on purpose, and why."""

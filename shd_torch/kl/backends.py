@@ -22,9 +22,9 @@ FUSED_LENGTH = 512
 def _read_measured() -> dict[tuple[int, int], int]:
     devices = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["devices"]
     return {
-        (each["capability"][0], each["capability"][1]): each["triton_from"]
-        for each in devices
-        if each["triton_from"] is not None
+        (device["capability"][0], device["capability"][1]): device["triton_from"]
+        for device in devices
+        if device["triton_from"] is not None
     }
 
 
@@ -64,8 +64,8 @@ def choose_backend(request: KlRequest, name: str) -> BackendChoice:
     """The backend for one layer, by its name or ``"auto"``."""
     if name != "auto" and name not in BACKENDS:
         raise ShdError("argument-value", f"backend must be one of auto, {', '.join(BACKENDS)}; got {name!r}")
-    reasons = {each: backend.unsupported_reason(request) for each, backend in BACKENDS.items()}
-    refused = {each: reason for each, reason in reasons.items() if reason is not None}
+    reasons = {kind: backend.unsupported_reason(request) for kind, backend in BACKENDS.items()}
+    refused = {kind: reason for kind, reason in reasons.items() if reason is not None}
     if name == "auto":
         chosen, reason = _choose(request, refused)
         return BackendChoice(chosen, reason, refused)

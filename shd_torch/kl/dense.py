@@ -33,9 +33,9 @@ def run(request: KlRequest) -> KlResult:
     dbias = None
     if bias is not None and request.wants_bias_gradient:
         dbias = torch.zeros(bias.shape, dtype=dtype, device=value.device)
-    for part, samples, rows in request.supervision.tiles():
+    for tile, samples, rows in request.supervision.tiles():
         keys = request.key_range(rows)
-        teacher = request.teacher_probs(part, samples, rows, keys)
+        teacher = request.teacher_probs(tile, samples, rows, keys)
         log_q, slope = request.log_probs(samples, rows, keys)
         weights = request.weights[samples, :, rows]
         # softmax avoids exp(-inf), which is twenty times slower on a CPU.
@@ -63,9 +63,9 @@ def run(request: KlRequest) -> KlResult:
 def weighted_kl(request: KlRequest) -> Tensor:
     """The value alone, for backends that find the gradients without maps."""
     value = request.mass_term
-    for part, samples, rows in request.supervision.tiles():
+    for tile, samples, rows in request.supervision.tiles():
         keys = request.key_range(rows)
-        teacher = request.teacher_probs(part, samples, rows, keys)
+        teacher = request.teacher_probs(tile, samples, rows, keys)
         log_q, _ = request.log_probs(samples, rows, keys)
         value += _weighted_kl(teacher, log_q, request.weights[samples, :, rows])
     return value

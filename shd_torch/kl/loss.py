@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_torch.kl.backends import BACKENDS, BackendChoice, choose_backend
 from shd_torch.kl.gradient import attach, refuse_transforms
-from shd_torch.kl.request import KlOptions, KlRequest, make_request
+from shd_torch.kl.request import KlKeywords, KlRequest, make_request, read_keywords
 from shd_torch.precision import without_autocast
-from shd_torch.supervision.mask import AttentionRule, RuleKeywords
 from shd_torch.supervision.supervision import Dense, Supervision
 
 Layers: TypeAlias = Tensor | Sequence[Tensor]
@@ -22,25 +21,7 @@ Supervisions: TypeAlias = Supervision | Tensor | Sequence[Supervision | Tensor]
 
 @without_autocast
 def attention_kl(
-    student_q: Layers,
-    student_k: Layers,
-    supervision: Supervisions,
-    *,
-    scale: float | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    loss_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    beta: float = 1.0,
-    reduction: str = "sum",
-    support: str = "error",
-    value: str = "exact",
-    backend: str = "auto",
-    product_dtype: torch.dtype | None = None,
-    check: bool = True,
+    student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Unpack[KlKeywords]
 ) -> Tensor:
     """``shd_loss`` for a student that keeps its fused attention: from its queries and keys, without its maps.
 
@@ -55,28 +36,30 @@ def attention_kl(
             ``loss_mask`` may contain anything, including NaN, here and in the supervision.
         student_k: ``(B, H_kv, S, d)``, rotated and normalised too; query head h reads key head ``h // (H_s / H_kv)``.
         supervision: ``Factored``, ``Dense`` or maps ``(B, H_s, L, S)``; a list if the queries are a list.
-        scale: of the products; None for ``1 / sqrt(d)``.
-        attn_mask: as PyTorch's, for all layers: boolean, True = may attend, or added to the logits (a learned bias
-            gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
-        is_causal: row i may attend to keys 0..i.
-        window: row i may attend to keys above ``i - window`` and, where not causal, below ``i + window``.
-        alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: pass a
-            learned bias as ``attn_mask``.
-        softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before masks and biases.
-        loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
-        temperature: T_a of both maps; for dense supervision, the one it was made with.
-        beta: weight of the term, at least 0.
-        reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
-        support: as in ``shd_loss``; ``"intersect"`` only with ``dense``.
-        value: ``"exact"``, or ``"surrogate"``: the gradient is exact but the number is ``sum q dq``, which is no
-            divergence (without gradients the value is always exact). With ``dense`` the exact value is almost free;
-            ``sdpa`` needs an extra pass over tiles, about as long as the step itself.
-        backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels for
-            CUDA devices) or ``"auto"``; see ``explain_backend``.
-        product_dtype: of the fused calls; default float32, and float16 for half-precision students on accelerators.
-        check: validate the values and both supports, which costs a device sync. Without it, teacher mass where the
-            student may not attend makes the gradient wrong, possibly with a finite loss: check at least once, at
-            set-up.
+        **keywords:
+            scale: of the products; None for ``1 / sqrt(d)``.
+            attn_mask: as PyTorch's, for all layers: boolean, True = may attend, or added to the logits (a learned bias
+                gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
+            is_causal: row i may attend to keys 0..i.
+            window: row i may attend to keys above ``i - window`` and, where not causal, below ``i + window``.
+            alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: pass a
+                learned bias as ``attn_mask``.
+            softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before masks and biases.
+            loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
+            temperature: T_a of both maps; for dense supervision, the one it was made with.
+            beta: weight of the term, at least 0.
+            reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
+            support: as in ``shd_loss``; ``"intersect"`` only with ``dense``.
+            value: ``"exact"``, or ``"surrogate"``: the gradient is exact but the number is ``sum q dq``, which is no
+                divergence (without gradients the value is always exact). With ``dense`` the exact value is almost
+                free; ``sdpa`` needs an extra pass over tiles, about as long as the step itself.
+            backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels for
+                CUDA devices) or ``"auto"``; see ``explain_backend``.
+            product_dtype: of the fused calls; default float32, and float16 for half-precision students on
+                accelerators.
+            check: validate the values and both supports, which costs a device sync. Without it, teacher mass where the
+                student may not attend makes the gradient wrong, possibly with a finite loss: check at least once, at
+                set-up.
 
     Returns:
         The loss ``()``, in nats times beta; float64 if an argument is, else float32.
@@ -87,19 +70,17 @@ def attention_kl(
 
     Source: Eq. 11. Decisions: D-13, D-17, D-21.
     """
-    rule = AttentionRule(attn_mask, is_causal, window, alibi_slopes, scale, softcap)
-    options = KlOptions(loss_mask, temperature, beta, reduction, support, value, backend, product_dtype, check)
     terms = []
-    for layer in _prepare(student_q, student_k, supervision, rule, options):
+    for layer in _prepare(student_q, student_k, supervision, keywords):
         result = BACKENDS[layer.choice.name].run(layer.request)
-        bias = attn_mask if layer.request.wants_bias_gradient else None
+        bias = keywords.get("attn_mask") if layer.request.wants_bias_gradient else None
         terms.append(attach(result, layer.queries, layer.keys, bias) + layer.penalty)
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
 @without_autocast
 def explain_backend(
-    student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Any
+    student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Unpack[KlKeywords]
 ) -> list[BackendChoice]:
     """The backend that ``attention_kl`` would use for each layer, and why; computes nothing else.
 
@@ -115,10 +96,7 @@ def explain_backend(
     Raises:
         ShdError: as ``attention_kl``.
     """
-    described = RuleKeywords.__annotations__.keys() & keywords
-    rule = AttentionRule(**{name: keywords.pop(name) for name in described})
-    layers = _prepare(student_q, student_k, supervision, rule, KlOptions(**keywords))
-    return [layer.choice for layer in layers]
+    return [layer.choice for layer in _prepare(student_q, student_k, supervision, keywords)]
 
 
 class _Layer(NamedTuple):
@@ -129,10 +107,9 @@ class _Layer(NamedTuple):
     keys: Tensor
 
 
-def _prepare(
-    student_q: Layers, student_k: Layers, supervision: Supervisions, rule: AttentionRule, options: KlOptions
-) -> list[_Layer]:
+def _prepare(student_q: Layers, student_k: Layers, supervision: Supervisions, keywords: KlKeywords) -> list[_Layer]:
     """Check every argument and make each layer's request."""
+    rule, options = read_keywords(keywords)
     rule.check()
     if rule.alibi_slopes is not None and rule.alibi_slopes.requires_grad:
         raise ShdError(
@@ -158,17 +135,17 @@ def _match(
     arguments = (student_q, student_k, supervision)
     for name, argument in zip(("student_q", "student_k", "supervision"), arguments, strict=True):
         kinds = (Tensor, Supervision) if name == "supervision" else Tensor
-        for each in argument if isinstance(argument, list | tuple) else (argument,):
-            if not isinstance(each, kinds):
-                wanted = "a Supervision or a tensor" if name == "supervision" else "a tensor"
-                raise ShdError(
-                    "argument-dtype",
-                    f"{name} must be {wanted}, or a list with one for each layer; got {type(each).__name__}",
-                    "LOSS-3",
-                )
+        for layer in argument if isinstance(argument, list | tuple) else (argument,):
+            if not isinstance(layer, kinds):
+                kind = "a Supervision or a tensor" if name == "supervision" else "a tensor"
+                got = type(layer).__name__
+                message = f"{name} must be {kind}, or a list with one for each layer; got {got}"
+                raise ShdError("argument-dtype", message, "LOSS-3")
     forms = {isinstance(argument, Tensor | Supervision) for argument in arguments}
-    given: list[list[Any]] = [[each] if isinstance(each, Tensor | Supervision) else list(each) for each in arguments]
-    lengths = [len(layers) for layers in given]
+    lists: list[list[Any]] = [
+        [value] if isinstance(value, Tensor | Supervision) else list(value) for value in arguments
+    ]
+    lengths = [len(layers) for layers in lists]
     if len(forms) > 1 or len(set(lengths)) > 1 or 0 in lengths:
         raise ShdError(
             "argument-shape",
@@ -177,5 +154,5 @@ def _match(
             "LOSS-3",
         )
     return [
-        (q, k, Dense(taught) if isinstance(taught, Tensor) else taught) for q, k, taught in zip(*given, strict=True)
+        (q, k, Dense(taught) if isinstance(taught, Tensor) else taught) for q, k, taught in zip(*lists, strict=True)
     ]

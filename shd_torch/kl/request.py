@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,29 @@ from shd_torch.checks import (
 )
 from shd_torch.maps.attention import temper
 from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
-from shd_torch.supervision.mask import AttentionRule
+from shd_torch.supervision.mask import AttentionRule, RuleKeywords
 from shd_torch.supervision.supervision import Supervision
 
 VALUES: tuple[str, ...] = ("exact", "surrogate")
 PRODUCT_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class KlKeywords(RuleKeywords, total=False):
+    """The keywords of ``attention_kl``, which ``explain_backend`` shares."""
+
+    loss_mask: Tensor | None
+    temperature: float
+    beta: float
+    reduction: str
+    support: str
+    value: str
+    backend: str
+    product_dtype: torch.dtype | None
+    check: bool
+
+
+_OF_THE_RULE = tuple(RuleKeywords.__annotations__)
+_KEYWORDS = tuple(KlKeywords.__annotations__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +70,16 @@ class KlOptions:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in PRODUCT_DTYPES):
             names = ", ".join(map(str, PRODUCT_DTYPES))
             raise ShdError("argument-dtype", f"product_dtype must be one of {names}, or None; got {dtype!r}")
+
+
+def read_keywords(keywords: KlKeywords) -> tuple[AttentionRule, KlOptions]:
+    """The student's rule and the options of the loss, from the keywords of ``attention_kl``."""
+    fields: dict[str, Any] = dict(keywords)
+    unknown = [name for name in fields if name not in _KEYWORDS]
+    if unknown:
+        raise ShdError("argument-value", f"keywords must be of {', '.join(_KEYWORDS)}; got {', '.join(unknown)}")
+    rule = AttentionRule(**{name: value for name, value in fields.items() if name in _OF_THE_RULE})
+    return rule, KlOptions(**{name: value for name, value in fields.items() if name not in _OF_THE_RULE})
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +143,9 @@ class KlRequest:
             logits = temper(logits, logits, self.temperature)
         return logits.log_softmax(-1), slope
 
-    def teacher_probs(self, part: Supervision, samples: slice, rows: slice, keys: slice) -> Tensor:
+    def teacher_probs(self, tile: Supervision, samples: slice, rows: slice, keys: slice) -> Tensor:
         """A tile of the supervision; with ``support="intersect"`` without what the student may not attend to."""
-        probs = part.probs(rows, keys, temperature=self.temperature).to(self.dtype)
+        probs = tile.probs(rows, keys, temperature=self.temperature).to(self.dtype)
         if self.support != "intersect":
             return probs
         allowed = self.rule.narrow(samples).allowed(rows, keys, probs.device)
@@ -233,8 +262,8 @@ def _weigh(request: KlRequest, counted: Tensor, beta: float) -> tuple[KlRequest,
 def _keeps_mass(request: KlRequest) -> Tensor:
     """Rows ``(B, H_s, L)`` of which something is left where the student may attend (LOSS-15)."""
     kept = torch.zeros(request.shape[:3], dtype=torch.bool, device=request.mass.device)
-    for part, samples, rows in request.supervision.tiles():
-        probs = request.teacher_probs(part, samples, rows, slice(0, request.shape[3]))
+    for tile, samples, rows in request.supervision.tiles():
+        probs = request.teacher_probs(tile, samples, rows, slice(0, request.shape[3]))
         kept[samples, :, rows] = (probs != 0).any(-1)
     return kept
 
@@ -247,11 +276,11 @@ def check_support(request: KlRequest, layer: int) -> None:
     if not _may_differ(request):
         return
     everywhere = slice(0, request.shape[3])
-    for part, samples, rows in request.supervision.tiles():
+    for tile, samples, rows in request.supervision.tiles():
         allowed = request.rule.narrow(samples).allowed(rows, everywhere, request.weights.device)
         if allowed is None:
             continue
-        wrong = part.has_mass(rows, everywhere) & ~allowed & (request.weights[samples, :, rows, None] != 0)
+        wrong = tile.has_mass(rows, everywhere) & ~allowed & (request.weights[samples, :, rows, None] != 0)
         if wrong.any():
             b, h, i, j = (int(index) for index in wrong.nonzero()[0])
             raise ShdError(

@@ -89,11 +89,11 @@ def _logits_reason(request: KlRequest) -> str | None:
 def _mask_reason(request: KlRequest) -> str | None:
     """Why causality, a window and one mask of keys do not describe who may attend."""
     rule, taught = request.rule, request.supervision
-    given = rule.attn_mask
-    if given is not None and tuple(given.shape[1:3]) != (1, 1):
+    mask = rule.attn_mask
+    if mask is not None and tuple(mask.shape[1:3]) != (1, 1):
         return (
             "it takes causality, a window and a mask of keys (B, 1, 1, S); got an attn_mask of heads or rows "
-            f"{tuple(given.shape)}"
+            f"{tuple(mask.shape)}"
         )
     if isinstance(taught, Factored) and not _is_same(rule, taught.rule):
         return (
