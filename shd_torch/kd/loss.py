@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_mask, check_option, check_real, compute_dtype
-from shd_torch.kd.rows import KdKeywords, KdRows, Targets, kd_rows
+from shd_torch.kd.rows import KdKeywords, KdOptions, KdRows, Targets, kd_rows
 from shd_torch.kd.targets import check_logits, check_rows, cut, row_chunks
 from shd_torch.kl.gradient import differentiated_once, refuse_transforms
 from shd_torch.maps.loss import Layers, match_layers
@@ -50,19 +50,12 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``,
             ``support-mismatch`` (KD-20).
     """
-    cut_to, check = keywords.pop("vocab_size", None), keywords.get("check", True)
+    options = KdOptions(**keywords)
     refuse_transforms(student_logits, name="kd_loss", remedy=_REMEDY)
-    check_logits(student_logits, "student_logits", check=check)
-    student = cut(student_logits, cut_to, "student_logits")
-    rows = kd_rows(
-        targets,
-        tuple(student.shape[:-1]),
-        student.shape[-1],
-        compute_dtype(student),
-        student.device,
-        cut_to=cut_to,
-        **keywords,  # type: ignore[misc]  # vocab_size was taken out
-    )
+    check_logits(student_logits, "student_logits", check=options.check)
+    student = cut(student_logits, options.vocab_size, "student_logits")
+    shape, dtype = tuple(student.shape), compute_dtype(student)
+    rows = kd_rows(targets, shape[:-1], shape[-1], dtype, student.device, options)
     loss: Tensor = _LossOnLogits.apply(student.flatten(0, -2), rows)  # type: ignore[no-untyped-call]
     return loss
 
@@ -92,11 +85,11 @@ def linear_kd_loss(
     Raises:
         ShdError: as ``kd_loss``.
     """
-    cut_to, check = keywords.pop("vocab_size", None), keywords.get("check", True)
+    options = KdOptions(**keywords)
     refuse_transforms(hidden, weight, bias, name="linear_kd_loss", remedy=_REMEDY)
     for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if value is not None:
-            check_rows(value, name, check=check, ndim={"weight": 2}.get(name))
+            check_rows(value, name, check=options.check, ndim={"weight": 2}.get(name))
     biased = bias is None or tuple(bias.shape) == tuple(weight.shape[:1])
     if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1] or not biased:
         raise ShdError(
@@ -105,20 +98,13 @@ def linear_kd_loss(
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}",
             "KD-25",
         )
-    if cut_to is not None:
-        weight = cut(weight.mT, cut_to, "weight").mT
-        bias = None if bias is None else bias[:cut_to]
+    if options.vocab_size is not None:
+        weight = cut(weight.mT, options.vocab_size, "weight").mT
+        bias = None if bias is None else bias[: options.vocab_size]
     product = _product_dtype(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        rows = kd_rows(
-            targets,
-            tuple(hidden.shape[:-1]),
-            weight.shape[0],
-            compute_dtype(hidden, weight),
-            hidden.device,
-            cut_to=cut_to,
-            **keywords,  # type: ignore[misc]
-        )
+        dtype = compute_dtype(hidden, weight)
+        rows = kd_rows(targets, tuple(hidden.shape[:-1]), weight.shape[0], dtype, hidden.device, options)
         loss: Tensor = _LossOfHead.apply(hidden.flatten(0, -2), weight, bias, rows, product)  # type: ignore[no-untyped-call]
     return loss
 
@@ -131,8 +117,8 @@ class _LossOnLogits(torch.autograd.Function):
         ctx.save_for_backward(z)
         ctx.rows = rows
         total = torch.zeros((), dtype=rows.factor.dtype, device=z.device)
-        for part in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
-            at = rows.rows_of(part)
+        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
+            at = rows.rows_of(chunk)
             total += rows.terms(z[at].to(total.dtype, copy=True), at, wants_gradient=False)[0].sum()
         return total.mul_(rows.factor)
 
@@ -141,8 +127,8 @@ class _LossOnLogits(torch.autograd.Function):
         (z,), rows = ctx.saved_tensors, ctx.rows
         factor = upstream.detach() * rows.factor / rows.temperature
         dz = torch.zeros_like(z) if rows.index is not None else torch.empty_like(z)
-        for part in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
-            at = rows.rows_of(part)
+        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
+            at = rows.rows_of(chunk)
             slope = rows.terms(z.detach()[at].to(factor.dtype, copy=True), at, wants_gradient=True)[1]
             dz[at] = slope.mul_(factor).to(z.dtype)
         return _once(dz, upstream, z), None
@@ -163,8 +149,8 @@ class _LossOfHead(torch.autograd.Function):
             torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if bias is not None and wants[2] else None
         )
         head = weight.to(product)
-        for part in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device, rows.chunk_rows):
-            at = rows.rows_of(part)
+        for chunk in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device, rows.chunk_rows):
+            at = rows.rows_of(chunk)
             read = hidden[at].to(product)
             logits = (read @ head.mT).to(wide)
             if bias is not None:

@@ -14,7 +14,7 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_mask, check_option, check_real, check_temperature
-from shd_torch.kd.targets import check_chunk_rows, check_logits, cut_teacher, take_tail
+from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | Mapping[str, Any]
@@ -40,6 +40,30 @@ class KdKeywords(TypedDict, total=False):
     chunk_rows: int | None
 
 
+@dataclass(frozen=True, eq=False)
+class KdOptions:
+    """``KdKeywords`` with their defaults, checked."""
+
+    divergence: str = "kl"
+    mixing: float = 0.5
+    temperature: float | None = None
+    t_squared: bool = True
+    loss_mask: Tensor | None = None
+    reduction: str = "mean"
+    vocab_size: int | None = None
+    check: bool = True
+    chunk_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        check_option("divergence", self.divergence, DIVERGENCES, "KD-17")
+        check_option("reduction", self.reduction, REDUCTIONS, "KD-3")
+        if self.chunk_rows is not None:
+            check_integer("chunk_rows", self.chunk_rows, 1, None, "ERR-6")
+        object.__setattr__(self, "mixing", check_number("mixing", self.mixing, "KD-18", least=0, most=1))
+        if not isinstance(self.t_squared, bool):
+            raise ShdError("argument-value", f"t_squared must be True or False; got {self.t_squared!r}", "KD-5")
+
+
 @dataclass(frozen=True)
 class KdRows:
     """What the loss is made of, rows flattened."""
@@ -59,9 +83,9 @@ class KdRows:
     entropy: Tensor | None  # of sampled targets
     chunk_rows: int | None  # as given
 
-    def rows_of(self, part: slice) -> slice | Tensor:
+    def rows_of(self, chunk: slice) -> slice | Tensor:
         """The rows of a chunk: a slice of all, or of the index of those that count."""
-        return part if self.index is None else self.index[part]
+        return chunk if self.index is None else self.index[chunk]
 
     def count(self, rows: int) -> int:
         """How many rows are read, of so many."""
@@ -145,31 +169,19 @@ def kd_rows(
     num_classes: int,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    divergence: str = "kl",
-    mixing: float = 0.5,
-    temperature: float | None = None,
-    t_squared: bool = True,
-    loss_mask: Tensor | None = None,
-    reduction: str = "mean",
-    cut_to: int | None = None,
-    check: bool = True,
-    chunk_rows: int | None = None,
+    options: KdOptions,
 ) -> KdRows:
-    """Every check of the loss but those of the student's side, and its rows; keywords as in ``kd_loss``.
+    """Every check of the loss but those of the student's side, and its rows.
 
     Args:
         targets: as in ``kd_loss``.
         rows: leading axes of the student's logits.
-        num_classes: V of the student's side, after the cut to ``cut_to``.
-        dtype: what is computed in, on ``device``.
+        num_classes: V of the student's side, after the cut.
+        dtype: what is computed in.
+        device: where.
+        options: of the loss.
     """
-    check_option("divergence", divergence, DIVERGENCES, "KD-17")
-    check_option("reduction", reduction, REDUCTIONS, "KD-3")
-    check_chunk_rows(chunk_rows)
-    mixing = check_number("mixing", mixing, "KD-18", least=0, most=1)
-    if not isinstance(t_squared, bool):
-        raise ShdError("argument-value", f"t_squared must be True or False; got {t_squared!r}", "KD-5")
+    divergence, mixing, loss_mask, check = options.divergence, options.mixing, options.loss_mask, options.check
     if loss_mask is not None:
         check_mask(loss_mask, "loss_mask", rows)
     record = as_record(targets)
@@ -182,18 +194,18 @@ def kd_rows(
         )
     if divergence == "jsd" and mixing in (0, 1):
         divergence = "kl" if mixing == 0 else "reverse_kl"  # the convention of GKD (KD-18)
-    temperature = _resolve_temperature(temperature, record)
+    temperature = _resolve_temperature(options.temperature, record)
     counted = None if loss_mask is None else loss_mask.reshape(-1).to(device)
     divisor: Tensor | float = 1.0
-    if reduction == "mean":
+    if options.reduction == "mean":
         divisor = float(max(math.prod(rows), 1)) if counted is None else counted.sum().clamp(min=1).to(dtype)
-    elif reduction == "batch_mean":
+    elif options.reduction == "batch_mean":
         divisor = float(max(rows[0], 1))
-    scale = torch.full((), temperature**2 if t_squared else 1.0, dtype=dtype, device=device)
+    scale = torch.full((), temperature**2 if options.t_squared else 1.0, dtype=dtype, device=device)
     fields: dict[str, Tensor | None] = dict.fromkeys(("logits", "ids", "log_probs", "log_tail", "weights", "entropy"))
     if record is None:
         assert isinstance(targets, Tensor)
-        fields["logits"] = _check_teacher(targets, (*rows, num_classes), cut_to, temperature, loss_mask, check)
+        fields["logits"] = _check_teacher(targets, (*rows, num_classes), temperature, options)
     else:
         _check_ids(record, rows, num_classes, check=check)
         if isinstance(record, SampledTargets):
@@ -203,14 +215,14 @@ def kd_rows(
         fields.update({name: value for name, value in record._asdict().items() if name in fields})
     return KdRows(
         divergence=divergence,
-        mixing=float(mixing),
+        mixing=mixing,
         temperature=temperature,
         factor=scale / divisor,
         counted=counted,
         # Rows that do not count are not computed, where the host waits for the device in any case.
         index=counted.nonzero()[:, 0] if counted is not None and check else None,
         vocab_size=num_classes,
-        chunk_rows=chunk_rows,
+        chunk_rows=options.chunk_rows,
         **{name: _flat(value, len(rows), device) for name, value in fields.items()},
     )
 
@@ -262,18 +274,10 @@ def _resolve_temperature(temperature: float | None, record: Record | None) -> fl
     return own
 
 
-def _check_teacher(
-    logits: Tensor,
-    shape: tuple[int, ...],
-    cut_to: int | None,
-    temperature: float,
-    loss_mask: Tensor | None,
-    check: bool,
-) -> Tensor:
-    check_logits(logits, "targets", check=check)
-    same_rows = tuple(logits.shape[:-1]) == shape[:-1]
-    counted = loss_mask if same_rows else None
-    kept = cut_teacher(logits.detach(), cut_to, temperature, check=check, counted=counted)
+def _check_teacher(logits: Tensor, shape: tuple[int, ...], temperature: float, options: KdOptions) -> Tensor:
+    check_logits(logits, "targets", check=options.check)
+    counted = options.loss_mask if tuple(logits.shape[:-1]) == shape[:-1] else None
+    kept = cut_teacher(logits.detach(), options.vocab_size, temperature, check=options.check, counted=counted)
     if tuple(kept.shape) != shape:
         raise ShdError(
             "argument-shape",

@@ -32,16 +32,10 @@ def check_rows(value: Tensor, name: str, *, check: bool, ndim: int | None = None
         check_real(value, name, check=check)
         return
     rows = value.flatten(0, -2)
-    parts = row_chunks(len(rows), rows.shape[-1], value.device, None)
-    finite = [torch.isfinite(rows[part]).all() for part in parts]
+    chunks = row_chunks(len(rows), rows.shape[-1], value.device, None)
+    finite = [torch.isfinite(rows[chunk]).all() for chunk in chunks]
     if finite and not bool(torch.stack(finite).all()):
         check_real(value, name, check=True)
-
-
-def check_chunk_rows(chunk_rows: int | None) -> None:
-    """None, or an integer of at least 1."""
-    if chunk_rows is not None:
-        check_integer("chunk_rows", chunk_rows, 1, None, "ERR-6")
 
 
 MEANS: tuple[str, ...] = ("logits", "probs")
@@ -132,11 +126,11 @@ def kd_targets_topk(
     ids = torch.empty((len(flat), k), dtype=torch.int64, device=flat.device)
     log_probs = torch.empty((len(flat), k), dtype=compute_dtype(flat), device=flat.device)
     log_tail = torch.empty(len(flat), dtype=log_probs.dtype, device=flat.device)
-    for part in row_chunks(len(flat), size, flat.device, chunk_rows):
-        ids[part] = flat[part].topk(k, -1).indices.sort(-1).values
-        log_p = (flat[part].to(log_probs.dtype) / temperature).log_softmax(-1)
-        log_probs[part] = log_p.gather(-1, ids[part])
-        log_tail[part] = take_tail(log_p, ids[part], log_probs[part])
+    for chunk in row_chunks(len(flat), size, flat.device, chunk_rows):
+        ids[chunk] = flat[chunk].topk(k, -1).indices.sort(-1).values
+        log_p = (flat[chunk].to(log_probs.dtype) / temperature).log_softmax(-1)
+        log_probs[chunk] = log_p.gather(-1, ids[chunk])
+        log_tail[chunk] = take_tail(log_p, ids[chunk], log_probs[chunk])
     return TopkTargets(ids.reshape(*rows, k), log_probs.reshape(*rows, k), log_tail.reshape(rows), temperature, size)
 
 
@@ -190,17 +184,17 @@ def kd_targets_sampled(
     ids = torch.empty((len(flat), slots), dtype=torch.int64, device=flat.device)
     weights = torch.empty((len(flat), slots), dtype=compute_dtype(flat), device=flat.device)
     entropy = torch.empty(len(flat), dtype=weights.dtype, device=flat.device)
-    for part in row_chunks(len(flat), size, flat.device, chunk_rows):
-        log_p = (flat[part].double() / temperature).log_softmax(-1)
-        entropy[part] = torch.special.entr(log_p.exp()).sum(-1).to(weights.dtype)
-        kept = flat[part].topk(keep, -1).indices.sort(-1).values
+    for chunk in row_chunks(len(flat), size, flat.device, chunk_rows):
+        log_p = (flat[chunk].double() / temperature).log_softmax(-1)
+        entropy[chunk] = torch.special.entr(log_p.exp()).sum(-1).to(weights.dtype)
+        kept = flat[chunk].topk(keep, -1).indices.sort(-1).values
         proposal = (power * log_p).scatter_(-1, kept, -math.inf)
         sums = proposal.sub(proposal.amax(-1, keepdim=True)).exp_().cumsum(-1)
-        drawn = torch.searchsorted(sums, points[part] * sums[:, -1:], right=True)
+        drawn = torch.searchsorted(sums, points[chunk] * sums[:, -1:], right=True)
         drawn = torch.minimum(drawn, (sums < sums[:, -1:]).sum(-1, keepdim=True))
         log_weight = (log_p.gather(-1, drawn) - proposal.gather(-1, drawn)) + proposal.logsumexp(-1, keepdim=True)
-        ids[part] = torch.cat((kept, drawn), -1)
-        weights[part] = torch.cat((log_p.gather(-1, kept).exp(), log_weight.exp() / count), -1).to(weights.dtype)
+        ids[chunk] = torch.cat((kept, drawn), -1)
+        weights[chunk] = torch.cat((log_p.gather(-1, kept).exp(), log_weight.exp() / count), -1).to(weights.dtype)
     return SampledTargets(
         ids.reshape(*rows, slots), weights.reshape(*rows, slots), entropy.reshape(rows), temperature, size
     )
@@ -224,10 +218,10 @@ def cut_teacher(
     size, allowed = kept.shape[-1], float(load_tolerances()["constants"]["cut_mass"])
     flat, dtype = logits.reshape(-1, logits.shape[-1]), compute_dtype(logits)
     worst = 0.0
-    for part in row_chunks(len(flat), flat.shape[-1], flat.device, None):
-        mass = (flat[part].to(dtype) / temperature).softmax(-1)[:, size:].sum(-1)
+    for chunk in row_chunks(len(flat), flat.shape[-1], flat.device, None):
+        mass = (flat[chunk].to(dtype) / temperature).softmax(-1)[:, size:].sum(-1)
         if counted is not None:
-            mass = mass.masked_fill(~counted.reshape(-1)[part], 0.0)
+            mass = mass.masked_fill(~counted.reshape(-1)[chunk], 0.0)
         worst = max(worst, float(mass.max()))
     if worst > allowed:
         raise ShdError(
@@ -255,7 +249,7 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
 
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
     given = [1.0] * teachers if weights is None else list(weights)
-    shares = [check_number(f"weights[{place}]", share, "KD-15", above=0) for place, share in enumerate(given)]
+    shares = [check_number(f"weights[{index}]", share, "KD-15", above=0) for index, share in enumerate(given)]
     if not teachers or len(shares) != teachers:
         raise ShdError(
             "argument-value",
