@@ -418,8 +418,8 @@ def _resized(
 ) -> dict[str, Tensor]:
     """The inputs with every dynamic axis cut or repeated to ``resize(size, axis name)``."""
     resized = {}
-    for name, given in inputs.items():
-        tensor = given
+    for name, example in inputs.items():
+        tensor = example
         for axis, axis_name in axes[name].items():
             size = max(1, resize(tensor.shape[axis], axis_name))
             index = torch.arange(size, device=tensor.device) % tensor.shape[axis]
@@ -436,8 +436,8 @@ def _ready_for_export(model: nn.Module, attention: str) -> Iterator[None]:
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         # Hugging Face models are known by what they can do, so that transformers need not be installed.
-        parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-        configs = list({id(part.config): part.config for part in parts}.values())
+        modules: list[Any] = [holder for holder in model.modules() if hasattr(holder, "set_attn_implementation")]
+        configs = list({id(holder.config): holder.config for holder in modules}.values())
         for config in reversed(configs):  # undone in reverse: an outer configuration writes through to inner ones
             stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             if getattr(config, "_experts_implementation", None) is not None:
@@ -445,11 +445,11 @@ def _ready_for_export(model: nn.Module, attention: str) -> Iterator[None]:
             if hasattr(config, "use_cache"):
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
-        for part in parts:
-            part.set_attn_implementation(attention)
+        for holder in modules:
+            holder.set_attn_implementation(attention)
             # The others loop over the experts that were chosen, or need operators that ONNX lacks.
-            if getattr(part.config, "_experts_implementation", None) is not None:
-                part.set_experts_implementation("batched_mm")
+            if getattr(holder.config, "_experts_implementation", None) is not None:
+                holder.set_experts_implementation("batched_mm")
         yield
 
 
@@ -524,9 +524,9 @@ def _compare(
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     for sample, output in zip(samples, expected, strict=True):
         (result,) = session.run(None, {name: tensor.cpu().numpy() for name, tensor in sample.items()})
-        wanted = output.cpu().double()
-        difference = float((torch.from_numpy(result).double() - wanted).abs().max())
-        bound = relative * max(1.0, float(wanted.abs().max()))
+        reference = output.cpu().double()
+        difference = float((torch.from_numpy(result).double() - reference).abs().max())
+        bound = relative * max(1.0, float(reference.abs().max()))
         if not difference <= bound:
             raise ShdError(
                 "export-failed",

@@ -67,8 +67,8 @@ def merge_linear(
         raise ShdError(
             "argument-shape", f"second must have a column a row of first; got {w2.shape} and {w1.shape}", "FFN-1"
         )
-    parts = [part for part in (None if b1 is None else w2 @ b1, b2) if part is not None]
-    return Linear(w2 @ w1, None if not parts else np.sum(parts, axis=0))
+    terms = [term for term in (None if b1 is None else w2 @ b1, b2) if term is not None]
+    return Linear(w2 @ w1, None if not terms else np.sum(terms, axis=0))
 
 
 def neuron_importance(activations: ArrayLike, second: ArrayLike) -> Array:

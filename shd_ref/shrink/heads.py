@@ -203,17 +203,17 @@ def concatenate_heads(weights: HeadWeights | Record, merge: HeadMerge | Record, 
         if getattr(weights, f"{name}_bias") is not None:
             made[f"{name}_bias"] = np.zeros((size, head_dim))
     for head, group in enumerate(groups):
-        for place, t in enumerate(group):
+        for order, t in enumerate(group):
             kv = weights.reads[t]
-            at, at_v = slice(place * d, place * d + d), slice(place * d_v, place * d_v + d_v)
+            at, at_v = slice(order * d, order * d + d), slice(order * d_v, order * d_v + d_v)
             output[head, at_v] = weights.output[t]
             for name, source, factor, columns in (
                 ("query", t, ratio * c[head, t], at),
                 ("key", kv, 1.0, at),
                 ("value", kv, 1.0, at_v),
             ):
-                for part in {name, f"{name}_bias"} & made.keys():
-                    made[part][head, ..., columns] = factor * getattr(weights, part)[source]
+                for field in {name, f"{name}_bias"} & made.keys():
+                    made[field][head, ..., columns] = factor * getattr(weights, field)[source]
     return HeadWeights(**made, output=output, output_bias=weights.output_bias, scale=None)
 
 
@@ -317,7 +317,7 @@ def _fill_rotary(
     first, second = rotary.entries()
     slow = np.zeros(len(first), dtype=bool) if rotary.slow is None else np.asarray(rotary.slow, dtype=bool)
     for i, j in zip(first[~slow], second[~slow], strict=True):
-        turning, facing = (part[..., [i]] + 1j * part[..., [j]] for part in (queries, keys))
+        turning, facing = (vectors[..., [i]] + 1j * vectors[..., [j]] for vectors in (queries, keys))
         left, right, _ = _factor_groups(turning, facing, c, groups, 1)
         query[..., i], query[..., j] = left[..., 0].real, left[..., 0].imag
         key[..., i], key[..., j] = right[..., 0].real, right[..., 0].imag

@@ -88,9 +88,9 @@ class Rotary:
         return turned
 
 
-def join_heads(part: Array) -> Array:
+def join_heads(heads: Array) -> Array:
     """Heads ``(H, D, d)`` side by side, as one matrix of rows ``(D, H * d)``."""
-    return part.swapaxes(0, 1).reshape(part.shape[1], -1)
+    return heads.swapaxes(0, 1).reshape(heads.shape[1], -1)
 
 
 def split_heads(matrix: Array, num_heads: int) -> Array:
@@ -98,9 +98,9 @@ def split_heads(matrix: Array, num_heads: int) -> Array:
     return matrix.reshape(len(matrix), num_heads, -1).swapaxes(0, 1)
 
 
-def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:
+def as_weights(weights: HeadWeights | Mapping[str, Any]) -> HeadWeights:
     """A layer's weights in float64 after the checks of HEAD-1, from the record or a mapping of its fields."""
-    fields = given if isinstance(given, Mapping) else vars(given)
+    fields = weights if isinstance(weights, Mapping) else vars(weights)
     query, key, value, output = (as_float(fields[name], name, ndim=3) for name in ("query", "key", "value", "output"))
     heads, width, dim = query.shape
     kv_heads, value_dim = len(key), value.shape[2]
@@ -116,9 +116,9 @@ def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:
     biases = {
         name: as_float(fields[name], name) for name in shapes if "bias" in name and fields.get(name) is not None
     }
-    for name, part in {"key": key, "value": value, "output": output, **biases}.items():
-        if part.shape != shapes[name]:
-            message = f"{name} must be {shapes[name]} with a query {query.shape}; got {part.shape}"
+    for name, array in {"key": key, "value": value, "output": output, **biases}.items():
+        if array.shape != shapes[name]:
+            message = f"{name} must be {shapes[name]} with a query {query.shape}; got {array.shape}"
             raise ShdError("argument-shape", message, "HEAD-1")
     if not kv_heads or heads % kv_heads or not dim:
         raise ShdError(
@@ -129,9 +129,9 @@ def as_weights(given: HeadWeights | Mapping[str, Any]) -> HeadWeights:
     return HeadWeights(query, key, value, output, **biases, scale=scale)
 
 
-def as_rotary(given: Rotary | Mapping[str, Any]) -> Rotary:
+def as_rotary(fields: Rotary | Mapping[str, Any]) -> Rotary:
     """Rotary positions, from the record or a mapping of its fields; checked (HEAD-14)."""
-    rotary = given if isinstance(given, Rotary) else Rotary(**given)
+    rotary = fields if isinstance(fields, Rotary) else Rotary(**fields)
     check_option("layout", rotary.layout, LAYOUTS, "HEAD-14")
     frequencies = as_float(rotary.frequencies, "frequencies", ndim=1)
     slow = None if rotary.slow is None else np.asarray(rotary.slow)
@@ -200,17 +200,17 @@ class HeadMerge:
         )
 
 
-def as_merge(given: HeadMerge | Mapping[str, Any]) -> HeadMerge:
+def as_merge(merge: HeadMerge | Mapping[str, Any]) -> HeadMerge:
     """A merge, from the record or a mapping of its fields; checked (HEAD-1)."""
-    if isinstance(given, HeadMerge):
-        return given
+    if isinstance(merge, HeadMerge):
+        return merge
     try:
-        groups = tuple(tuple(as_index(head) for head in group) for group in given["groups"])
+        groups = tuple(tuple(as_index(head) for head in group) for group in merge["groups"])
     except TypeError:
         raise ShdError(
-            "argument-shape", f"groups must be lists of heads; got {given['groups']!r}", "HEAD-1"
+            "argument-shape", f"groups must be lists of heads; got {merge['groups']!r}", "HEAD-1"
         ) from None
-    return HeadMerge(as_float(given["mixing"], "mixing", ndim=2), groups)
+    return HeadMerge(as_float(merge["mixing"], "mixing", ndim=2), groups)
 
 
 def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads: int) -> HeadMerge:

@@ -74,12 +74,12 @@ class NoiseStudy:
     std: tuple[float, float]  # their standard deviations over trials
 
 
-def as_predictor(given: Predictor | Mapping[str, Any]) -> Predictor:
+def as_predictor(predictor: Predictor | Mapping[str, Any]) -> Predictor:
     """A predictor, from the record or a mapping of its fields (PRED-1, PRED-2)."""
-    if isinstance(given, Predictor):
-        return given
-    coefficients = as_float(given["coefficients"], "coefficients", ndim=1)
-    return Predictor(given["degree"], tuple(coefficients.tolist()), given.get("meaning", "retained"))
+    if isinstance(predictor, Predictor):
+        return predictor
+    coefficients = as_float(predictor["coefficients"], "coefficients", ndim=1)
+    return Predictor(predictor["degree"], tuple(coefficients.tolist()), predictor.get("meaning", "retained"))
 
 
 def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> Predictor:
@@ -161,11 +161,11 @@ def change_meaning(predictor: Predictor | Mapping[str, Any]) -> Predictor:
     """The same polynomial over the other ratios: each ratio r becomes ``1 - r`` (PRED-6)."""
     predictor = as_predictor(predictor)
     other = MEANINGS[1 - MEANINGS.index(predictor.meaning)]
-    # As many places as coefficients, in general position: the lattice of the degree.
+    # As many points as coefficients, in general position: the lattice of the degree.
     steps = [(i, j) for i in range(predictor.degree + 1) for j in range(predictor.degree + 1 - i)]
-    places = np.array(steps, dtype=np.float64) / predictor.degree
-    design = _monomials(places[:, 0], places[:, 1], predictor.degree)
-    values = predictor.predict(1.0 - places[:, 0], 1.0 - places[:, 1])
+    ratios = np.array(steps, dtype=np.float64) / predictor.degree
+    design = _monomials(ratios[:, 0], ratios[:, 1], predictor.degree)
+    values = predictor.predict(1.0 - ratios[:, 0], 1.0 - ratios[:, 1])
     return Predictor(predictor.degree, tuple(float(c) for c in np.linalg.solve(design, values)), other)
 
 

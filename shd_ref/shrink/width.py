@@ -31,19 +31,19 @@ def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[i
     try:
         teacher = as_index(num_teacher_layers)
         if isinstance(layers, Iterable):
-            found = tuple(as_index(layer) for layer in layers)
+            numbers = tuple(as_index(layer) for layer in layers)
         else:
-            found = _spread(teacher, as_index(layers))
+            numbers = _spread(teacher, as_index(layers))
     except TypeError:
-        found = ()
-    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= teacher:
+        numbers = ()
+    if not numbers or list(numbers) != sorted(set(numbers)) or numbers[0] < 0 or numbers[-1] >= teacher:
         raise ShdError(
             "layers-invalid",
             f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
             f"0..{teacher - 1}; got {layers!r}",
             "DEPTH-1",
         )
-    return found
+    return numbers
 
 
 def _spread(teacher: int, student: int) -> tuple[int, ...]:
@@ -87,8 +87,8 @@ def fold_norm(
             if len(vectors[name]) != size:
                 got = len(vectors[name])
                 raise ShdError("argument-shape", f"{name} must have {size} entries; got {got}", "WIDTH-1")
-    parts = ([vectors["shift"] @ w] if shift is not None else []) + ([vectors["bias"]] if bias is not None else [])
-    return vectors["scale"][:, None] * w, np.sum(parts, axis=0) if parts else None
+    terms = ([vectors["shift"] @ w] if shift is not None else []) + ([vectors["bias"]] if bias is not None else [])
+    return vectors["scale"][:, None] * w, np.sum(terms, axis=0) if terms else None
 
 
 def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:

@@ -249,8 +249,8 @@ class AttentionCapture:
                 result = original(*args, **kwargs)
         result = fill_own_padding(self._student, args, kwargs, result)
         name, calls = type(self._student).__name__, recording.calls
-        each = self._expected == len(calls)  # call is meant, also of modules that make several
-        layers: list[Layer] = [[call] for call in calls] if each else number_layers(calls, self._student)
+        is_count = self._expected == len(calls)  # call is meant, also of modules that make several
+        layers: list[Layer] = [[call] for call in calls] if is_count else number_layers(calls, self._student)
         if self._taught is not None and layers:
             self._taught.check_calls(len(layers), name)
             layers = self._order_by_kind(self._taught, layers, name)

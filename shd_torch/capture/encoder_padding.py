@@ -41,13 +41,13 @@ def _packs(module: nn.Module) -> TypeGuard[nn.TransformerEncoder]:
 def _fill_padding(
     encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> Tensor | None:
-    given = dict(zip(("src", "mask", "src_key_padding_mask", "is_causal"), args, strict=False)) | kwargs
-    source, padding = given["src"], given.get("src_key_padding_mask")
-    if padding is None or given.get("mask") is not None or source.is_nested or source.ndim != 3:
+    arguments = dict(zip(("src", "mask", "src_key_padding_mask", "is_causal"), args, strict=False)) | kwargs
+    source, padding = arguments["src"], arguments.get("src_key_padding_mask")
+    if padding is None or arguments.get("mask") is not None or source.is_nested or source.ndim != 3:
         return None
     if torch.is_autocast_enabled() or torch.compiler.is_compiling():
         return None
-    if torch.is_grad_enabled() and (source.requires_grad or any(each.requires_grad for each in encoder.parameters())):
+    if torch.is_grad_enabled() and (source.requires_grad or any(p.requires_grad for p in encoder.parameters())):
         return None
     kept = padding.logical_not()  # also of additive masks, which hold 0 and -inf
     if getattr(encoder, "mask_check", True) and not torch._nested_tensor_from_mask_left_aligned(source, kept):

@@ -80,7 +80,7 @@ def _read_rule(raw: RawCall, query: Tensor, key: Tensor, opened: dict[int, Tenso
 
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return any(_holds_tensor(each) for each in value)
+        return any(_holds_tensor(item) for item in value)
     # One number in a tensor may be a count or a switch, and cannot be a vector of sinks.
     return isinstance(value, Tensor) and value.ndim > 0
 

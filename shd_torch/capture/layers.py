@@ -148,7 +148,7 @@ def _find_unseen(student: nn.Module, calls: Sequence[RawCall], *, encoder_ran: b
     }
     callers = {id(call.source) for call in calls}
     unseen: dict[str, list[str]] = {
-        path: [name for name, layer in layers.items() if not any(id(part) in callers for part in layer.modules())]
+        path: [name for name, layer in layers.items() if not any(id(module) in callers for module in layer.modules())]
         for path, layers in stacks.items()
     }
     seen = {path for path, names in unseen.items() if len(names) < len(stacks[path])}
@@ -176,16 +176,16 @@ def _find_attending_layers(path: str, stack: nn.ModuleList) -> dict[str, nn.Modu
 
 def _attends(layer: nn.Module) -> bool:
     # A layer whose attention ``shrink`` dropped may keep the module around it.
-    parts = list(layer.modules())
-    dropped = any(getattr(part, "attention_is_dropped", False) for part in parts)
-    return not dropped and any("attention" in type(part).__name__.lower() for part in parts)
+    modules = list(layer.modules())
+    dropped = any(getattr(module, "attention_is_dropped", False) for module in modules)
+    return not dropped and any("attention" in type(module).__name__.lower() for module in modules)
 
 
 def _is_encoder_of(path: str, seen: set[str]) -> bool:
     """Whether a stack belongs to an unseen ``encoder`` beside a ``decoder`` that was seen."""
-    parts, others = path.split("."), [other.split(".") for other in seen]
-    for index in (index for index, part in enumerate(parts) if part == "encoder"):
-        encoder, decoder = parts[: index + 1], [*parts[:index], "decoder"]
+    names, others = path.split("."), [other.split(".") for other in seen]
+    for index in (index for index, name in enumerate(names) if name == "encoder"):
+        encoder, decoder = names[: index + 1], [*names[:index], "decoder"]
         starts = [other[: index + 1] for other in others]
         if decoder in starts and encoder not in starts:
             return True

@@ -94,7 +94,7 @@ def _is_output(vectors: Tensor, output: Tensor | None) -> bool:
         if vectors.shape[-1] == width:
             orders = (by_row, by_row.transpose(0, 1))  # samples first, or rows first
             # NaN, which a broken teacher gives, is not a difference: it is refused later, by layer and head.
-            given = vectors.reshape(-1, width).nan_to_num()
-            if any(torch.equal(given, order.reshape(-1, width).nan_to_num()) for order in orders):
+            rows = vectors.reshape(-1, width).nan_to_num()
+            if any(torch.equal(rows, order.reshape(-1, width).nan_to_num()) for order in orders):
                 return True
     return False

@@ -394,7 +394,7 @@ _tap_once = _once(tap_interface)
 @_once
 def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        found: Callable[..., Any] = original(self, attn_implementation, default)
-        return tap_interface("eager", default) if found is _refuse_eager else found
+        function: Callable[..., Any] = original(self, attn_implementation, default)
+        return tap_interface("eager", default) if function is _refuse_eager else function
 
     return get_interface

@@ -16,11 +16,11 @@ CODE_1 = tl.constexpr(0.75)
 def load_heads(base, stride, positions, exist, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Queries or keys of one head ``[positions, PADDED]``; zero past the last position and column."""
     columns = tl.arange(0, PADDED)
-    wanted = exist[:, None]
+    entries = exist[:, None]
     if PADDED != WIDTH:
-        wanted = wanted & (columns < WIDTH)[None, :]
+        entries = entries & (columns < WIDTH)[None, :]
     # 64 bits: a packed batch of long sequences outgrows 32.
-    return tl.load(base + positions.to(tl.int64)[:, None] * stride + columns[None, :], mask=wanted, other=0.0)
+    return tl.load(base + positions.to(tl.int64)[:, None] * stride + columns[None, :], mask=entries, other=0.0)
 
 
 @triton.jit

@@ -74,11 +74,11 @@ def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None
         read = read.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     per_row = alpha_per == "row"
     # One l after another: all at once would hold H_t^3 outputs.
-    parts = [
+    terms = [
         torch.einsum("bijrd,bkrd->bijkr" if per_row else "bijrd,bkrd->bijk", read @ inner[:, head], read[:, :, head])
         for head in range(projection.shape[0])
     ]
-    return torch.stack(parts, dim=4)
+    return torch.stack(terms, dim=4)
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> tuple[int, int]:
             "GRAM-6",
         )
     heads = gram.shape[1]
-    p, q = (check_integer(name, place, 0, heads - 1, "GRAM-6") for name, place in (("p", p), ("q", q)))
+    p, q = (check_integer(name, head, 0, heads - 1, "GRAM-6") for name, head in (("p", p), ("q", q)))
     if p == q:
         raise ShdError("argument-value", f"p and q must be two positions of 0..{heads - 1}; got {p} twice", "GRAM-6")
     return p, q

@@ -251,7 +251,7 @@ def _safe_rows(
 def match_layers(**arguments: Layers) -> tuple[list[Tensor], ...]:
     """The layers of several arguments: all of them tensors, or all of them lists of one length (LOSS-3)."""
     layers = tuple(as_layers(value) for value in arguments.values())
-    counts = {len(each) for each in layers}
+    counts = {len(sequence) for sequence in layers}
     forms = {isinstance(value, Tensor) for value in arguments.values()}
     if len(counts) > 1 or len(forms) > 1 or 0 in counts:
         given = ", ".join(

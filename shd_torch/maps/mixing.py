@@ -236,8 +236,8 @@ def compose_mixing(
         if check:
             check_weights(alpha, "alphas", "MIX-13")
     shapes = [tuple(alpha.shape) for alpha in alphas]
-    wanted = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
-    if not shapes or shapes != wanted or len(shapes[0]) not in (2, 3):
+    expected = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
+    if not shapes or shapes != expected or len(shapes[0]) not in (2, 3):
         raise ShdError(
             "argument-shape",
             f"alphas must hold one tensor (B, num_pairs) or (B, num_pairs, L) for each of {len(rounds)} rounds, and "

@@ -112,17 +112,17 @@ def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
         return
     b, h, i, j = (int(index) for index in violations.nonzero()[0])
     value = teacher[b, h, i, j].item()
-    place = f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"
+    where = f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"
     if value == 0:
         raise ShdError(
             "support-mismatch",
             f"supervision must be above 0 with divergence='reverse_kl' wherever the student may attend; got 0 at "
-            f"{place}: the divergence would be infinite, 'js' is finite there",
+            f"{where}: the divergence would be infinite, 'js' is finite there",
             "LOSS-13",
         )
     raise ShdError(
         "support-mismatch",
-        f"supervision must be 0 where the student may not attend; got {value:.6g} at {place}: teacher and student "
+        f"supervision must be 0 where the student may not attend; got {value:.6g} at {where}: teacher and student "
         "must share one mask, or support='intersect' drops that mass",
         "LOSS-6",
     )

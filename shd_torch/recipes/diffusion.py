@@ -154,7 +154,7 @@ def diffusion(
         check_number("snr_clip", snr_clip, "REC-30", above=0)
     _check_same_shape(x0, noise, check)
     dtype, device = compute_dtype(student_output), student_output.device
-    start, drawn = (each.detach().to(device, dtype) for each in (x0, noise))
+    start, drawn = (tensor.detach().to(device, dtype) for tensor in (x0, noise))
     tables = _schedule(betas, t, start, check)
     # min(SNR, k) / SNR of each sample (REC-30).
     importance = (tables.inverse_snr * (math.inf if snr_clip is None else snr_clip)).clamp(max=1.0)
@@ -209,7 +209,7 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
     )
     shape = (-1, *[1] * (like.ndim - 1))
     read = torch.stack(tables).to(like.device)[:, at].to(like.dtype)
-    return _Tables((at == 0).reshape(shape), *(each.reshape(shape) for each in read))
+    return _Tables((at == 0).reshape(shape), *(column.reshape(shape) for column in read))
 
 
 def _check_same_shape(x0: Tensor, noise: Tensor, check: bool) -> None:

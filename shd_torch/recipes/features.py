@@ -118,7 +118,7 @@ class ViTKD(nn.Module):
         teacher_last: Tensor,
         check: bool,
     ) -> None:
-        width, depth = self.project.out_features, len(self.mimic)
+        depth = len(self.mimic)
         if len(student_layers) != depth or len(teacher_layers) != depth:
             raise ShdError(
                 "argument-shape",
@@ -126,24 +126,20 @@ class ViTKD(nn.Module):
                 f"got {len(student_layers)} and {len(teacher_layers)}",
                 "REC-16",
             )
-        students, teachers = [*student_layers, student_last], [*teacher_layers, teacher_last]
-        for number, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
-            layer = None if number == depth else number
-            check_real(
-                student, "student_last" if layer is None else "student_layers", check=check, ndim=3, layer=layer
-            )
-            check_real(
-                teacher, "teacher_last" if layer is None else "teacher_layers", check=check, ndim=3, layer=layer
-            )
-            wanted = (*student_last.shape[:2], self.project.in_features)
-            if tuple(student.shape) != wanted or tuple(teacher.shape) != (*wanted[:2], width):
-                raise ShdError(
-                    "argument-shape",
-                    f"{'the last layers' if layer is None else f'layers {layer}'} must be {wanted} of the student "
-                    f"and {(*wanted[:2], width)} of the teacher, patch tokens alone; "
-                    f"got {tuple(student.shape)} and {tuple(teacher.shape)}",
-                    "REC-16",
-                )
+        rows = tuple(student_last.shape[:2])
+        widths = {"student": self.project.in_features, "teacher": self.project.out_features}
+        layers = zip((*student_layers, student_last), (*teacher_layers, teacher_last), strict=True)
+        for number, pair in enumerate(layers):
+            layer, name = (None, "last") if number == depth else (number, "layers")
+            for (side, width), value in zip(widths.items(), pair, strict=True):
+                check_real(value, f"{side}_{name}", check=check, ndim=3, layer=layer)
+                if tuple(value.shape) != (*rows, width):
+                    raise ShdError(
+                        "argument-shape",
+                        f"{side}_{name} must be {(*rows, width)}, patch tokens alone, in every layer; "
+                        f"got {tuple(value.shape)}",
+                        "REC-16",
+                    )
 
 
 def _squares(student: Tensor, teacher: Tensor) -> Tensor:
@@ -315,7 +311,7 @@ def vkd_detection(
         F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
         for rows, taught in zip(student_tokens, teacher_tokens, strict=True)
     ]
-    return join(shd, features=Term(torch.stack([each.to(values[0]) for each in values]).sum(), weight))
+    return join(shd, features=Term(torch.stack([value.to(values[0]) for value in values]).sum(), weight))
 
 
 def _standardised(rows: Tensor) -> Tensor:

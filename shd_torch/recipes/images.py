@@ -185,5 +185,5 @@ def nkd(
 
 def _without(logits: Tensor, at: Tensor) -> Tensor:
     """The logits of all classes but one a row ``(..., C - 1)``."""
-    places = torch.arange(logits.shape[-1] - 1, device=logits.device)
-    return logits.gather(-1, places + (places >= at))
+    columns = torch.arange(logits.shape[-1] - 1, device=logits.device)
+    return logits.gather(-1, columns + (columns >= at))

@@ -54,13 +54,13 @@ class TeacherMixture:
         student = scores.float().log_softmax(-1)
         if self.mix == 0:
             return student
-        given: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if self.attention_mask is not None:
             mask = self.attention_mask.to(input_ids.device)
             made = mask.new_ones((len(mask), input_ids.shape[1] - mask.shape[1]))
-            mask = given["attention_mask"] = torch.cat((mask, made), 1)
-            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        teacher: Tensor = self.teacher(**given).logits[:, -1].float().log_softmax(-1).to(student.device)
+            mask = arguments["attention_mask"] = torch.cat((mask, made), 1)
+            arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        teacher: Tensor = self.teacher(**arguments).logits[:, -1].float().log_softmax(-1).to(student.device)
         if self.mix == 1:
             return teacher
         return torch.logaddexp(math.log1p(-self.mix) + student, math.log(self.mix) + teacher)
@@ -155,12 +155,12 @@ def minillm_advantages(
     check_option("whitening", whitening, WHITENINGS, "REC-25")
     check_real(rewards, "rewards", check=check, ndim=2)
     check_mask(mask, "mask", rewards.shape)
-    given = rewards.to(compute_dtype(rewards))
-    returns, after = torch.empty_like(given), torch.zeros_like(given[:, 0])
-    for position in reversed(range(given.shape[1])):
-        after = given[:, position] + discount * after
+    values = rewards.to(compute_dtype(rewards))
+    returns, after = torch.empty_like(values), torch.zeros_like(values[:, 0])
+    for position in reversed(range(values.shape[1])):
+        after = values[:, position] + discount * after
         returns[:, position] = after
-    left = mask.to(given.device).flip(1).cumsum(1).flip(1)
+    left = mask.to(values.device).flip(1).cumsum(1).flip(1)
     normalised = returns / left.clamp(min=1)
     return normalised if whitening == "none" else _whiten(normalised, whitening)
 
@@ -213,7 +213,9 @@ def minillm_policy(
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
     log_probs = _at(student_logits, ids, counted)
-    before, weights, advantages = (each.to(log_probs) for each in (rollout.log_probs, rollout.weights, advantages))
+    before, weights, advantages = (
+        tensor.to(log_probs) for tensor in (rollout.log_probs, rollout.weights, advantages)
+    )
     ratio = (log_probs - before).exp() * weights
     surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
     policy = surrogate.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)

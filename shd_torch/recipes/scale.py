@@ -50,7 +50,7 @@ class ScaleReport:
         own = math.sqrt(max(self.products[term, term], 0.0))
         if own == 0:
             raise ShdError("argument-value", f"term must have a gradient to be weighed by it; that of {term} is 0")
-        weights = {name: each.weight for name, each in self.terms.items() if name != term}
+        weights = {name: scaled.weight for name, scaled in self.terms.items() if name != term}
         squared = math.fsum(a * b * self.products[i, j] for i, a in weights.items() for j, b in weights.items())
         return share * math.sqrt(max(squared, 0.0)) / own
 
@@ -122,5 +122,5 @@ def _gradient(value: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 def _product(left: list[Tensor | None], right: list[Tensor | None]) -> float:
     pairs = ((a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None)
     # One number a tensor, and one wait for the device.
-    parts = [torch.dot(a.flatten().double(), b.flatten().double()) for a, b in pairs]
-    return float(torch.stack([part.to(parts[0].device) for part in parts]).sum()) if parts else 0.0
+    products = [torch.dot(a.flatten().double(), b.flatten().double()) for a, b in pairs]
+    return float(torch.stack([product.to(products[0].device) for product in products]).sum()) if products else 0.0

@@ -33,8 +33,8 @@ class Terms(dict[str, Term]):
     @property
     def total(self) -> Tensor:
         """The loss ``()``: ``sum of weight * value``, on the device of the first term."""
-        parts = [term.weight * term.value for term in self.values()]
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        values = [term.weight * term.value for term in self.values()]
+        return torch.stack([value.to(values[0].device) for value in values]).sum()
 
     def __add__(self, other: Terms) -> Terms:
         """Both losses in one; a name that both have is an error: ``scaled`` can prefix it.
@@ -106,8 +106,8 @@ class SHD:
             reduction=self.reduction,
             **(self.kl or {}),
         )
-        parts = list(terms.values())
-        return Term(torch.stack([part.to(parts[0].device) for part in parts]).sum(), self.beta)
+        values = list(terms.values())
+        return Term(torch.stack([value.to(values[0].device) for value in values]).sum(), self.beta)
 
 
 def join(shd: SHD | None, **terms: Term) -> Terms:
@@ -226,5 +226,5 @@ def _soft(labels: Tensor, logits: Tensor, check: bool) -> Labels:
 
 def first_largest(rows: Tensor) -> Tensor:
     """The first of the largest entries of each row; which of several ``argmax`` takes is not promised."""
-    places = torch.arange(rows.shape[-1], device=rows.device).expand_as(rows)
-    return places.masked_fill(rows < rows.amax(-1, keepdim=True), rows.shape[-1]).amin(-1)
+    columns = torch.arange(rows.shape[-1], device=rows.device).expand_as(rows)
+    return columns.masked_fill(rows < rows.amax(-1, keepdim=True), rows.shape[-1]).amin(-1)

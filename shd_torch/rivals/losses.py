@@ -46,7 +46,7 @@ class Divergence(Rival):
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
         """``shd_loss``, a sum over layers and heads."""
         return shd_loss(
-            [each.probs(temperature=self.temperature) for each in lesson.squeezed.supervisions],
+            [supervision.probs(temperature=self.temperature) for supervision in lesson.squeezed.supervisions],
             [seen.captured.layer(student).compute_logits() for student, _ in self.pairs],
             loss_mask=loss_mask,
             temperature=self.temperature,
@@ -138,9 +138,7 @@ class Projector(Rival):
         return mean_rows((self.projectors[pair.number](student) - teacher).square().mean(-1), loss_mask)
 
     def _features(self, pair: LayerPair) -> tuple[Tensor, Tensor]:
-        assert pair.student_hidden is not None
-        assert pair.teacher_hidden is not None
-        return pair.student_hidden, pair.teacher_hidden
+        return pair.hidden
 
 
 class AttentionOutput(Projector):
@@ -165,14 +163,13 @@ class OrthogonalProjector(Rival):
 
     def __init__(self, *args: Any, widths: Sequence[tuple[int, int]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.projectors = nn.ModuleList(OrthogonalProjection(*each) for each in widths)
+        self.projectors = nn.ModuleList(OrthogonalProjection(*pair) for pair in widths)
 
     def layer_loss(self, pair: LayerPair, loss_mask: Tensor | None) -> Tensor:
         """A mean over rows that count and channels."""
-        assert pair.student_hidden is not None
-        assert pair.teacher_hidden is not None
-        target = F.layer_norm(pair.teacher_hidden, pair.teacher_hidden.shape[-1:])
-        projected = self.projectors[pair.number](pair.student_hidden)
+        student, teacher = pair.hidden
+        target = F.layer_norm(teacher, teacher.shape[-1:])
+        projected = self.projectors[pair.number](student)
         return mean_rows(F.smooth_l1_loss(projected, target, reduction="none").mean(-1), loss_mask)
 
 
@@ -187,9 +184,7 @@ class SelfCorrelation(Rival):
 
     def layer_loss(self, pair: LayerPair, loss_mask: Tensor | None) -> Tensor:
         """A mean over pairs of positions that both count."""
-        assert pair.student_hidden is not None
-        assert pair.teacher_hidden is not None
-        own, other = (F.normalize(each, dim=-1) for each in (pair.student_hidden, pair.teacher_hidden))
+        own, other = (F.normalize(states, dim=-1) for states in pair.hidden)
         difference = (own @ own.mT - other @ other.mT).square()
         if loss_mask is None:
             return difference.mean()
@@ -219,7 +214,9 @@ class AttentionCopy(Rival):
     def watch(self, student: nn.Module, lesson: Lesson) -> Any:
         """A block for the student's forward pass on the lesson's batch, with the lesson's maps in it."""
         maps = dict(zip(lesson.squeezed.layers, lesson.squeezed.supervisions, strict=True))
-        return _copy_maps(student, {layer: each.probs(temperature=self.temperature) for layer, each in maps.items()})
+        return _copy_maps(
+            student, {layer: supervision.probs(temperature=self.temperature) for layer, supervision in maps.items()}
+        )
 
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
         """0: what is copied needs no loss."""

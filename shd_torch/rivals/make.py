@@ -118,15 +118,15 @@ def _look(model: nn.Module, batch: Mapping[str, Any], hidden: bool) -> Seen:
 
 def _widths(cls: type[Rival], student: Seen, teacher: Seen, pair: tuple[int, int]) -> tuple[int, int]:
     """D_s and D_t of the features of a pair of layers."""
-    found = []
+    pairs = []
     for seen, layer in zip((student, teacher), pair, strict=True):
         if cls.reads_hidden:
-            found.append(seen.hidden[layer + 1].shape[-1])
+            pairs.append(seen.hidden[layer + 1].shape[-1])
         else:
             call = seen.captured.layer(layer)
             assert call.value is not None
-            found.append(call.num_heads * call.value.shape[-1])
-    return found[0], found[1]
+            pairs.append(call.num_heads * call.value.shape[-1])
+    return pairs[0], pairs[1]
 
 
 @torch.no_grad()

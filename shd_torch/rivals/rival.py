@@ -110,6 +110,13 @@ class LayerPair(NamedTuple):
     student_hidden: Tensor | None
     teacher_hidden: Tensor | None
 
+    @property
+    def hidden(self) -> tuple[Tensor, Tensor]:
+        """Both hidden states, of a rival that reads them."""
+        assert self.student_hidden is not None
+        assert self.teacher_hidden is not None
+        return self.student_hidden, self.teacher_hidden
+
 
 class Rival(nn.Module):
     """One way of teaching beside a base loss; its parameters, if any, are trained beside the student's.
@@ -186,12 +193,12 @@ class Rival(nn.Module):
         """The loss ``()`` of one pair of layers."""
 
     def _pair_layers(self, seen: Seen, lesson: Lesson) -> list[LayerPair]:
-        found = []
+        pairs = []
         for number, (student, teacher) in enumerate(self.pairs):
             calls = seen.captured.layer(student), lesson.calls[teacher]
             own = seen.hidden[student + 1] if self.reads_hidden else None
-            found.append(LayerPair(number, *calls, own, lesson.hidden.get(teacher)))
-        return found
+            pairs.append(LayerPair(number, *calls, own, lesson.hidden.get(teacher)))
+        return pairs
 
 
 @dataclass(frozen=True, eq=False)

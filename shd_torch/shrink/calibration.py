@@ -59,10 +59,10 @@ def read_data(data: Any) -> dict[str, Tensor]:
             "argument-dtype", f"data must be a mapping from the model's inputs to arrays; got a {type(data).__name__}"
         )
     try:
-        inputs = {name: torch.as_tensor(part) for name, part in data.items()}
+        inputs = {name: torch.as_tensor(array) for name, array in data.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise ShdError("argument-dtype", f"data must hold arrays of numbers: {error}") from error
-    sizes = {name: len(part) if part.ndim else 0 for name, part in inputs.items()}
+    sizes = {name: len(array) if array.ndim else 0 for name, array in inputs.items()}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise ShdError("argument-shape", f"data must hold equally many samples in every input; got {sizes}")
     return inputs
@@ -88,7 +88,7 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], f
         raise ShdError(
             "inputs-invalid",
             f"data must hold inputs that {type(model).__name__} takes; got "
-            f"{ {name: tuple(part.shape) for name, part in inputs.items()} }: {error}",
+            f"{ {name: tuple(tensor.shape) for name, tensor in inputs.items()} }: {error}",
         ) from error
     finally:
         for handle in handles:
@@ -185,10 +185,10 @@ def study_layer(
             lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
             squares = squares + (read[3].double() * there).square().sum((0, 1))
             kept = (read[0], read[1], read[2], read[4] if len(read) > 4 else out, out)
-            for parts, part in zip(
+            for streams_of, part in zip(
                 (trace.inputs, trace.middles, trace.ffn_inputs, trace.ends, trace.outputs), kept, strict=True
             ):
-                parts.append(part)
+                streams_of.append(part)
     rows = int(augmented[-1, -1])
     if not rows:
         raise ShdError("argument-value", "data must hold a row that counts; got an attention_mask of zeros")
@@ -210,8 +210,10 @@ def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, c
     batch, heads, rows, _ = probs.shape
     size = max(1, _GRAM_ENTRIES // (heads * heads * rows * values.shape[3]))
     for start in range(0, batch, size):
-        part = slice(start, start + size)
-        gram += gram_tensor(probs[part], values[part], projection, query_mask=counted[part], check=False).sum(0)
+        samples = slice(start, start + size)
+        gram += gram_tensor(
+            probs[samples], values[samples], projection, query_mask=counted[samples], check=False
+        ).sum(0)
 
 
 def rotary_frequencies(model: nn.Module, family: Family) -> Array | None:

@@ -36,7 +36,7 @@ def choose_measure(teacher: Any, data: Mapping[str, Tensor]) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        output = teacher(**{key: part[:1] for key, part in data.items()})
+        output = teacher(**{key: tensor[:1] for key, tensor in data.items()})
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ShdError("inputs-invalid", f"the data to compare on must be the teacher's inputs: {error}") from error
     causal = type(teacher).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and "input_ids" in data
@@ -51,7 +51,7 @@ def measure_loss(teacher: Any, model: Any, data: Mapping[str, Tensor], batch_siz
     """
     total, count = 0.0, 0
     for start in range(0, len(next(iter(data.values()))), batch_size):
-        batch = {key: part[start : start + batch_size] for key, part in data.items()}
+        batch = {key: tensor[start : start + batch_size] for key, tensor in data.items()}
         mask = batch.get("attention_mask")
         if name == MEASURES[0]:
             logits = model(**batch, use_cache=False).logits[:, :-1]
@@ -84,7 +84,7 @@ def count_flops(model: Any, data: Mapping[str, Tensor]) -> int:
     fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention}
     counter = FlopCounterMode(display=False, custom_mapping=fused)
     with torch.no_grad(), counter:
-        model(**{key: part[:1] for key, part in data.items()})
+        model(**{key: tensor[:1] for key, tensor in data.items()})
     return int(counter.get_total_flops())
 
 
@@ -97,7 +97,7 @@ def _count_attention(query: Sequence[int], key: Sequence[int], value: Sequence[i
 @torch.no_grad()
 def time_model(model: Any, data: Mapping[str, Tensor], batch_size: int, repeats: int = REPEATS) -> float:
     """Seconds a sample of a forward pass: the median of several, after one that does not count."""
-    batch = {key: part[:batch_size] for key, part in data.items()}
+    batch = {key: tensor[:batch_size] for key, tensor in data.items()}
     size = len(next(iter(batch.values())))
     seconds = []
     for _ in range(repeats + 1):
@@ -255,8 +255,8 @@ def compare_starts(
     model = model.float() if next(model.parameters()).dtype in (torch.float16, torch.bfloat16) else model
     example = next(model.parameters())
     samples = {
-        name: part.to(device=example.device, dtype=example.dtype if part.is_floating_point() else part.dtype)
-        for name, part in read_data(held_out).items()
+        name: tensor.to(device=example.device, dtype=example.dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in read_data(held_out).items()
     }
     rows, mode = [], model.training
     try:

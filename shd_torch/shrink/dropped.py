@@ -36,8 +36,7 @@ class Dropped:
 
     def among(self, kept: Sequence[int]) -> Dropped:
         """The same layers by their place in ``kept``."""
-        found = ([kept.index(layer) for layer in layers] for layers in (self.attention, self.activations))
-        return Dropped(*(tuple(layers) for layers in found))
+        return Dropped(*(tuple(map(kept.index, layers)) for layers in (self.attention, self.activations)))
 
 
 NOTHING = Dropped()
@@ -99,10 +98,10 @@ def drop_parts(model: nn.Module, family: Family, dropped: Dropped) -> None:
         _drop_activation(layers[number], family)
     if dropped.attention:  # a cache of keys counts the blocks that fill it, and asks the first how far it is
         blocks = [layer for number, layer in enumerate(layers) if number not in dropped.attention]
-        for place, layer in enumerate(blocks):
+        for order, layer in enumerate(blocks):
             attention = find_part(layer, family.attention)
             if hasattr(attention, "layer_idx"):
-                attention.layer_idx = place
+                attention.layer_idx = order
 
 
 class _Absent(nn.Module):
@@ -153,8 +152,8 @@ def _drop_activation(layer: nn.Module, family: Family) -> None:
     else:
         linear = type(old)(old.nf, old.nf)  # GPT-2's Conv1D
     layer.set_submodule(first, _Absent())
-    place, _, name = family.activation.rpartition(".")
-    setattr(layer.get_submodule(place), name, nn.Identity())  # some are functions
+    path, _, name = family.activation.rpartition(".")
+    setattr(layer.get_submodule(path), name, nn.Identity())  # some are functions
     layer.set_submodule(last, linear.to(dtype=old.weight.dtype, device=old.weight.device))
 
 
@@ -174,9 +173,9 @@ def dropped_class(stock: Any) -> Any:
     made = type(_PREFIX + stock.__name__, (stock,), members)
     for auto in vars(modeling_auto).values():
         mapping: Any = getattr(auto, "_model_mapping", None) if isinstance(auto, type) else None
-        found = None if mapping is None else mapping.get(stock.config_class, None)
-        if found is stock or (auto is modeling_auto.AutoModel and isinstance(found, type)):
-            auto.register(config_class, made if found is stock else dropped_class(found), exist_ok=True)
+        kind = None if mapping is None else mapping.get(stock.config_class, None)
+        if kind is stock or (auto is modeling_auto.AutoModel and isinstance(kind, type)):
+            auto.register(config_class, made if kind is stock else dropped_class(kind), exist_ok=True)
     return made
 
 
@@ -192,18 +191,20 @@ def _config_class(stock: Any) -> Any:
 
 def dropped_config(config: Any, dropped: Dropped) -> Any:
     """A stock configuration as one that says what is dropped."""
-    given = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
-    lists = {name: list(part) for name, part in zip(_LISTS, (dropped.attention, dropped.activations), strict=True)}
+    fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    lists = {
+        name: list(numbers) for name, numbers in zip(_LISTS, (dropped.attention, dropped.activations), strict=True)
+    }
     stock: Any = type(config)
-    made = _config_class(stock)(**given, **lists)
+    made = _config_class(stock)(**fields, **lists)
     made._attn_implementation = config._attn_implementation
     return made
 
 
 def read_kind(raw: Mapping[str, Any]) -> str | None:
     """The ``model_type`` of the stock class, from a configuration of such a student; None from another's."""
-    found = re.fullmatch(re.escape(_KIND).replace(r"\{\}", "(.+)"), str(raw.get("model_type")))
-    return None if found is None else found[1]
+    match = re.fullmatch(re.escape(_KIND).replace(r"\{\}", "(.+)"), str(raw.get("model_type")))
+    return None if match is None else match[1]
 
 
 def stock_name(name: object) -> str | None:
@@ -214,6 +215,6 @@ def stock_name(name: object) -> str | None:
 def read_dropped(config: Any) -> Dropped:
     """What a configuration says, not yet checked."""
     lists: list[Any] = [getattr(config, name, None) for name in _LISTS]
-    if not all(isinstance(part, list) for part in lists):
+    if not all(isinstance(numbers, list) for numbers in lists):
         raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}", "DEPTH-5")
-    return Dropped(*(tuple(part) for part in lists))
+    return Dropped(*(tuple(numbers) for numbers in lists))

@@ -61,15 +61,16 @@ class Family:
 
     def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> HeadWeights:
         """A layer's attention, head by head."""
-        parts = [read_linear(find_part(layer, name)) for name in self.projections[:-1]]
-        if len(parts) == 1:
-            matrix, bias = parts[0]
+        linears = [read_linear(find_part(layer, name)) for name in self.projections[:-1]]
+        if len(linears) == 1:
+            matrix, bias = linears[0]
             biases = [None] * 3 if bias is None else np.split(bias, 3)
-            parts = list(zip(np.split(matrix, 3, axis=1), biases, strict=True))
+            linears = list(zip(np.split(matrix, 3, axis=1), biases, strict=True))
         counts = (num_heads, num_kv_heads, num_kv_heads)
-        query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(parts, counts, strict=True))
+        query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(linears, counts, strict=True))
         query_bias, key_bias, value_bias = (
-            None if bias is None else bias.reshape(count, -1) for (_, bias), count in zip(parts, counts, strict=True)
+            None if bias is None else bias.reshape(count, -1)
+            for (_, bias), count in zip(linears, counts, strict=True)
         )
         output, output_bias = self._read_scaled(layer, self.projections[-1], 0)
         output = output.reshape(num_heads, -1, output.shape[1])
@@ -79,12 +80,13 @@ class Family:
     def write_attention(self, layer: nn.Module, weights: HeadWeights) -> None:
         """Put an attention into a layer of the right sizes; a scale after the block becomes 1 (WIDTH-7)."""
         *inputs, last = (find_part(layer, name) for name in self.projections)
-        parts = (weights.query, weights.key, weights.value)
-        matrices = [join_heads(part) for part in parts]
+        stacks = (weights.query, weights.key, weights.value)
+        matrices = [join_heads(heads) for heads in stacks]
         biases = [weights.query_bias, weights.key_bias, weights.value_bias]
         if len(inputs) == 1:
             whole = [
-                np.zeros(part.shape[::2]) if bias is None else bias for part, bias in zip(parts, biases, strict=True)
+                np.zeros(heads.shape[::2]) if bias is None else bias
+                for heads, bias in zip(stacks, biases, strict=True)
             ]
             matrices, biases = [np.concatenate(matrices, axis=1)], [np.concatenate([bias.ravel() for bias in whole])]
         for module, matrix, bias in zip(inputs, matrices, biases, strict=True):
@@ -252,8 +254,8 @@ def has_part(module: nn.Module, path: str) -> bool:
     return _get_part(module, path) is not None
 
 
-def _get_part(module: nn.Module, path: str) -> Any:
-    return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
+def _get_part(module: Any, path: str) -> Any:
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -230,10 +230,10 @@ def check_files(folder: Path) -> None:
             file for file in folder.iterdir() if file.suffix in (".json", ".safetensors") or file.name in READERS
         ]
         named = {
-            folder / str(part)
+            folder / str(shard)
             for file in files
             if file.name.endswith(".index.json")
-            for part in read_json(file)["weight_map"].values()
+            for shard in read_json(file)["weight_map"].values()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShdError("read-failed", f"{str(folder)!r} must hold readable files: {error!r}") from error
@@ -318,7 +318,7 @@ def _find_problem(folder: Path) -> str | None:
         return "it is taken: name another"
     if folder.is_mount():
         return "a mount point cannot be replaced: name a folder in it"
-    parent = next(place for place in folder.parents if place.exists())
+    parent = next(above for above in folder.parents if above.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return f"{parent} is not a folder that may be written: name another"
     return None

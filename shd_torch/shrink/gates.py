@@ -84,7 +84,7 @@ class Gates(nn.Module):
         super().__init__()
         sizes = num_layers, num_layers if has_activations else 0
         made = [torch.ones(size, dtype=torch.promote_types(like.dtype, torch.float32)) for size in sizes]
-        self.attention, self.activations = (nn.Parameter(part.to(like.device)) for part in made)
+        self.attention, self.activations = (nn.Parameter(ones.to(like.device)) for ones in made)
         self._kept: dict[str, int | None] = dict.fromkeys(KINDS)
         self._importance = {kind: torch.zeros_like(getattr(self, kind)) for kind in KINDS}
         self._gradient = {kind: torch.zeros_like(getattr(self, kind)) for kind in KINDS}
@@ -100,8 +100,8 @@ class Gates(nn.Module):
         """A gate as it multiplies: 1 or 0, with the gradient of its number."""
         scores: Tensor = getattr(self, kind)
         count = self._kept[kind]
-        place = scores.detach().argsort(descending=True, stable=True).argsort()[layer]
-        is_open = torch.ones_like(scores[layer]) if count is None else (place < count).to(scores.dtype)
+        rank = scores.detach().argsort(descending=True, stable=True).argsort()[layer]
+        is_open = torch.ones_like(scores[layer]) if count is None else (rank < count).to(scores.dtype)
         return is_open + (scores[layer] - scores[layer].detach())
 
     def observe(self, gradients: Mapping[str, Tensor] | None = None) -> None:
@@ -147,15 +147,11 @@ def gate_layers(model: Any) -> Iterator[Gates]:
     handles: list[Any] = []
     try:
         for number, layer in enumerate(layers):
-            handles.append(
-                find_part(layer, family.projections[-1]).register_forward_hook(
-                    _gate(gates, number, is_activation=False)
-                )
-            )
+            output = find_part(layer, family.projections[-1])
+            handles.append(output.register_forward_hook(_gate(gates, number, is_activation=False)))
             if not family.is_gated:
-                handles.append(
-                    _activation(layer, family).register_forward_hook(_gate(gates, number, is_activation=True))
-                )
+                activation = _activation(layer, family)
+                handles.append(activation.register_forward_hook(_gate(gates, number, is_activation=True)))
         yield gates
     finally:
         for handle in handles:
@@ -164,14 +160,11 @@ def gate_layers(model: Any) -> Iterator[Gates]:
 
 def _activation(layer: nn.Module, family: Family) -> nn.Module:
     assert family.activation is not None  # is_gated
-    found = find_part(layer, family.activation)
-    if not isinstance(found, nn.Module):
-        raise ShdError(
-            "shrink-unsupported",
-            f"the model's activations must be modules; got {found!r}: name one in its configuration",
-            "DEPTH-9",
-        )
-    return found
+    activation = find_part(layer, family.activation)
+    if not isinstance(activation, nn.Module):
+        message = f"the model's activations must be modules; got {activation!r}: name one in its configuration"
+        raise ShdError("shrink-unsupported", message, "DEPTH-9")
+    return activation
 
 
 def _gate(gates: Gates, layer: int, *, is_activation: bool) -> Callable[..., Tensor]:
@@ -204,7 +197,7 @@ def rank_layers(
     model.eval()
     try:
         with gate_layers(model) as gates, torch.enable_grad():
-            parts = {kind: getattr(gates, kind) for kind in KINDS}
+            numbers = {kind: getattr(gates, kind) for kind in KINDS}
             for batch in batches:
                 value = model(**batch).loss if loss is None else loss(model, batch)
                 if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
@@ -215,13 +208,8 @@ def rank_layers(
                         + ": give batches with labels, or a loss",
                         "DEPTH-9",
                     )
-                found = torch.autograd.grad(value, [*parts.values()], allow_unused=True)
-                gates.observe(
-                    {
-                        kind: torch.zeros_like(parts[kind]) if gradient is None else gradient
-                        for kind, gradient in zip(KINDS, found, strict=True)
-                    }
-                )
+                gradients = torch.autograd.grad(value, [*numbers.values()], allow_unused=True, materialize_grads=True)
+                gates.observe(dict(zip(KINDS, gradients, strict=True)))
             return gates.rank()
     finally:
         model.train(mode)
@@ -288,7 +276,7 @@ def measure_splits(
 
     Source: MAP of the second source.
     """
-    place = output_file(out)
+    file = output_file(out)
     num_layers = sizes_of(teacher.config).layers
     if len(ranking.attention) != num_layers:
         raise ShdError(
@@ -297,32 +285,32 @@ def measure_splits(
             "DEPTH-9",
         )
     gated = family_of(teacher).is_gated
-    wanted = [_drop(ranking, split, num_layers, gated) for split in splits]
+    dropped = [_drop(ranking, split, num_layers, gated) for split in splits]
+    keys = [json.dumps([list(lacks.attention), list(lacks.activations)]) for lacks in dropped]
     head = {
         "format": FORMAT,
         "teacher": sizes_of(teacher.config).__dict__ | {"parameters": count_parameters(teacher)},
         "options": json.loads(json.dumps(sizes, default=str)),
         "seed": check_integer("seed", seed, 0, None, "PRED-3"),
     }
-    measured = _read_points(place, head)
-    for number, (split, dropped) in enumerate(zip(splits, wanted, strict=True)):
-        key = json.dumps(_lists(dropped))
+    measured = _read_points(file, head)
+    for number, (split, lacks) in enumerate(zip(splits, dropped, strict=True)):
+        key = keys[number]
         if key not in measured:
             student = shrink(
-                teacher, data, drop_attention=dropped.attention, drop_activations=dropped.activations, **sizes
+                teacher, data, drop_attention=lacks.attention, drop_activations=lacks.activations, **sizes
             ).student
             torch.manual_seed(seed)
             measured[key] = check_number("quality", quality(student), "PRED-3")
             points = [{"dropped": json.loads(name), "quality": value} for name, value in measured.items()]
-            with drafting(place) as draft:  # a run that is killed leaves the last one
+            with drafting(file) as draft:  # a run that is killed leaves the last one
                 draft.write_text(json.dumps(head | {"points": points}, indent=1) + "\n", encoding="utf-8")
         if progress is not None:
             progress(
                 f"split {number + 1} of {len(splits)}: {split[0]} attention blocks, {split[1]} activations: "
                 f"{measured[key]:g}"
             )
-    qualities = [measured[json.dumps(_lists(dropped))] for dropped in wanted]
-    return [(a / num_layers, t / num_layers, found) for (a, t), found in zip(splits, qualities, strict=True)]
+    return [(a / num_layers, t / num_layers, measured[key]) for (a, t), key in zip(splits, keys, strict=True)]
 
 
 def _drop(ranking: Ranking, split: Split, num_layers: int, gated: bool) -> Dropped:
@@ -338,18 +326,14 @@ def _drop(ranking: Ranking, split: Split, num_layers: int, gated: bool) -> Dropp
     return Dropped(ranking.drop(attention=attention).attention)
 
 
-def _lists(dropped: Dropped) -> list[list[int]]:
-    return [list(dropped.attention), list(dropped.activations)]
-
-
 def _read_points(place: Path, head: dict[str, Any]) -> dict[str, float]:
     """Qualities by what was dropped, from an earlier run with the same arguments."""
     if not place.exists():
         return {}
     try:
-        found = read_json(place)
-        stored = {name: found[name] for name in head}
-        points = {json.dumps(point["dropped"]): float(point["quality"]) for point in found["points"]}
+        file = read_json(place)
+        stored = {name: file[name] for name in head}
+        points = {json.dumps(point["dropped"]): float(point["quality"]) for point in file["points"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ShdError(
             "read-failed", f"out must be new, or points of measure_splits; got {str(place)!r}: {error!r}"

@@ -147,9 +147,9 @@ def _advance(
     taught, ends = trace.outputs, trace.ends
     for number in range(source + 1, following):
         watched = [] if work.family.end is None else [find_part(layers[number], work.family.end)]
-        found = list(run_layer(layers[number], taught, work.batches, number, watched))
-        taught = [stream for stream, _ in found]
-        ends = [read[0] if read else stream for stream, read in found]
+        runs = list(run_layer(layers[number], taught, work.batches, number, watched))
+        taught = [stream for stream, _ in runs]
+        ends = [read[0] if read else stream for stream, read in runs]
     return taught, ends, layers[following - 1]
 
 
@@ -186,7 +186,7 @@ def _fill_layer(
     family, turn = work.family, work.turn
     if turn is None:
         changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
-        rest = {name: part for name, part in layer.state_dict().items() if not name.startswith(changed)}
+        rest = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith(changed)}
         target.load_state_dict(rest, strict=False)
         if squeezed is not None:
             family.write_attention(target, squeezed.weights)
@@ -199,7 +199,7 @@ def _fill_layer(
         if family.query_norm is not None:
             for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
                 find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
-    readers = [turn.read(norms[1], *given) for given in ffn.readers]
+    readers = [turn.read(norms[1], *rows) for rows in ffn.readers]
     _write_ffn(family, target, ffn._replace(readers=readers, last=turn.write(*ffn.last)))
     for name, streams in zip(family.norms, (taught, middles), strict=True):
         if squeezed is not None or name != family.norms[0]:
@@ -213,8 +213,8 @@ def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
         merged = merge_linear(first.T, last.T, first_bias, last_bias)
         family.write_last(target, merged.weight.T, merged.bias)
         return
-    for name, given in zip(family.ffn[0], ffn.readers, strict=True):
-        write_linear(find_part(target, name), *given)
+    for name, rows in zip(family.ffn[0], ffn.readers, strict=True):
+        write_linear(find_part(target, name), *rows)
     family.write_last(target, *ffn.last)
 
 
@@ -270,28 +270,28 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
 
 
 def _measure(
-    work: Work, target: nn.Module, source: int, own: list[Tensor], middles: list[Tensor], wanted: list[Tensor]
+    work: Work, target: nn.Module, source: int, own: list[Tensor], middles: list[Tensor], ends: list[Tensor]
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The student's stream after a layer and the relative errors in it (STUDENT-3)."""
     names = [work.family.middle] + ([] if work.family.end is None else [work.family.end])
     sums = [0.0] * 4
     streams = []
     runs = run_layer(target, own, work.batches, source, [find_part(target, name) for name in names])
-    for (out, read), middle, end, batch in zip(runs, middles, wanted, work.batches, strict=True):
+    for (out, read), middle, end, batch in zip(runs, middles, ends, work.batches, strict=True):
         streams.append(out)
         pairs = ((read[0], work.on_axes(middle)), (out if len(read) == 1 else read[1], work.on_axes(end)))
-        for at, (found, goal) in enumerate(pairs):
+        for at, (stream, goal) in enumerate(pairs):
             there = goal.double()[batch.counted]
-            sums[2 * at] += float((found.double()[batch.counted] - there).square().sum())
+            sums[2 * at] += float((stream.double()[batch.counted] - there).square().sum())
             sums[2 * at + 1] += float(there.square().sum())
     errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
     return streams, {"attention_error": errors[0], "layer_error": errors[1]}
 
 
-def _side_by_side(parts: Sequence[Rows]) -> Rows:
+def _side_by_side(linears: Sequence[Rows]) -> Rows:
     """Several matrices that read the same rows, as one."""
-    biases = [bias for _, bias in parts if bias is not None]
-    return np.concatenate([matrix for matrix, _ in parts], axis=1), np.concatenate(biases) if biases else None
+    biases = [bias for _, bias in linears if bias is not None]
+    return np.concatenate([matrix for matrix, _ in linears], axis=1), np.concatenate(biases) if biases else None
 
 
 def _input_matrix(weights: HeadWeights) -> Rows:
@@ -299,7 +299,10 @@ def _input_matrix(weights: HeadWeights) -> Rows:
     heads = (weights.query, weights.key, weights.value)
     biases = (weights.query_bias, weights.key_bias, weights.value_bias)
     return _side_by_side(
-        [(join_heads(part), None if bias is None else bias.ravel()) for part, bias in zip(heads, biases, strict=True)]
+        [
+            (join_heads(stack), None if bias is None else bias.ravel())
+            for stack, bias in zip(heads, biases, strict=True)
+        ]
     )
 
 

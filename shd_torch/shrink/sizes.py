@@ -123,35 +123,23 @@ def _count_neurons(config: Any) -> int:
     return int(config.intermediate_size)
 
 
-def choose_sizes(
-    teacher: Sizes,
-    family: Family,
-    *,
-    heads: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    layers: int,
-    hidden: int | None,
-    neurons: int | None,
-) -> Sizes:
+def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers: int) -> Sizes:
     """The student's sizes, with the defaults of HEAD-17 and STUDENT-2."""
-    heads = teacher.heads if heads is None else check_integer("heads", heads, 1, None, "STUDENT-2")
+
+    def read(name: str, default: Any, low: int, high: int | None, spec_id: str) -> Any:
+        value = getattr(options, name)
+        return default if value is None else check_integer(name, value, low, high, spec_id)
+
+    heads = read("heads", teacher.heads, 1, None, "STUDENT-2")
     if heads > teacher.heads:
         raise ShdError(
             "heads-exceed", f"heads must lie in 1..{teacher.heads}, the teacher's; got {heads}", "STUDENT-2"
         )
-    if hidden is None:
-        hidden = teacher.hidden
-    else:
-        hidden = check_integer("hidden", hidden, 2 if family.norm == "layer" else 1, teacher.hidden, "WIDTH-3")
-    if neurons is not None:
-        neurons = check_integer("neurons", neurons, 1, teacher.neurons, "STUDENT-2")
-    if head_dim is not None:
-        head_dim = check_integer("head_dim", head_dim, 1, None, "STUDENT-2")
-    if kv_heads is None:
-        kv_heads = next(count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
-        kv_heads = kv_heads if family.grouped else heads
-    kv_heads = check_integer("kv_heads", kv_heads, 1, heads, "HEAD-17")
+    hidden = read("hidden", teacher.hidden, 2 if family.norm == "layer" else 1, teacher.hidden, "WIDTH-3")
+    neurons = read("neurons", teacher.neurons, 1, teacher.neurons, "STUDENT-2")
+    head_dim = read("head_dim", None, 1, None, "STUDENT-2")
+    fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
+    kv_heads = read("kv_heads", next(fitting) if family.grouped else heads, 1, heads, "HEAD-17")
     if heads % kv_heads or (kv_heads != heads and not family.grouped):
         raise ShdError(
             "argument-value",
@@ -163,11 +151,11 @@ def choose_sizes(
     fixed = None if family.free_head_dim else hidden // heads
     chosen = head_dim or fixed or teacher.head_dim
     if fixed is not None and (chosen != fixed or hidden % heads):
-        fitting = [count for count in range(1, teacher.heads + 1) if hidden % count == 0]
+        divisors = [count for count in range(1, teacher.heads + 1) if hidden % count == 0]
         raise ShdError(
             "shrink-unsupported",
             f"head_dim is hidden / heads in this family, a whole number; got hidden={hidden}, heads={heads} and "
-            f"head_dim={head_dim}: with this hidden, heads may be {', '.join(map(str, fitting))}",
+            f"head_dim={head_dim}: with this hidden, heads may be {', '.join(map(str, divisors))}",
             "STUDENT-2",
         )
     if family.rotary and chosen != teacher.head_dim:
@@ -177,7 +165,7 @@ def choose_sizes(
             f"got {chosen}",
             "HEAD-14",
         )
-    return Sizes(heads, kv_heads, chosen, layers, hidden, neurons or teacher.neurons)
+    return Sizes(heads, kv_heads, chosen, layers, hidden, neurons)
 
 
 def make_student(

@@ -91,8 +91,7 @@ def shrink(
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
     dropped = choose_dropped(options.drop_attention, options.drop_activations)
     check_dropped(dropped, family, model.config, kept)
-    asked = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "hidden", "neurons")}
-    sizes = choose_sizes(own, family, layers=len(kept), **asked)
+    sizes = choose_sizes(options, own, family, len(kept))
     if sizes.hidden != own.hidden:
         check_width(model, family)
     student = make_student(model, family, sizes, kept, dropped.among(kept))
@@ -201,9 +200,9 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
         work.reports.append(report)
         if saved is not None:  # the layer last: with it, its streams are there
             streams = {
-                f"{name}.{at}": part
-                for name, parts in (("taught", taught), ("own", own))
-                for at, part in enumerate(parts)
+                f"{name}.{at}": tensor
+                for name, tensors in (("taught", taught), ("own", own))
+                for at, tensor in enumerate(tensors)
             }
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
@@ -233,7 +232,7 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
     modules = work.teacher.named_modules()
     layers = next(name for name, module in modules if module is work.family.layers_of(work.teacher)) + "."
     if work.sizes.hidden == work.teacher.config.hidden_size:
-        rest = {name: part for name, part in work.teacher.state_dict().items() if not name.startswith(layers)}
+        rest = {name: tensor for name, tensor in work.teacher.state_dict().items() if not name.startswith(layers)}
         work.student.load_state_dict(rest, strict=False)
         return
     norm, eps = work.family.norm, _norm_constant(work)
@@ -254,7 +253,7 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
     rows = counted_rows(work, [work.turn.normalise(stream) for stream in streams])
     turn_ends(work.teacher, work.student, work.family, work.turn, rows)
     if saved is not None:
-        rest = {name: part for name, part in work.student.state_dict().items() if not name.startswith(layers)}
+        rest = {name: tensor for name, tensor in work.student.state_dict().items() if not name.startswith(layers)}
         saved.put("axes", rest | {"basis": work.turn.basis})
 
 
@@ -268,22 +267,22 @@ def _find_moment(work: Work, eps: float) -> Tensor:
     """The sum over norms of the moment of what they give, for one rotation of all layers (WIDTH-3)."""
     model, family, batches = work.teacher, work.family, work.batches
     width = model.config.hidden_size
-    moment = torch.zeros(width, width, dtype=torch.float64, device=batches[0].stream.device)
+    moment = torch.zeros(width, width, dtype=torch.float64, device=work.device)
     whole = Turn(torch.eye(width, dtype=moment.dtype, device=moment.device), family.norm, eps)
     streams = [batch.stream for batch in batches]
 
-    def add(parts: list[Tensor]) -> None:
-        for part, batch in zip(parts, batches, strict=True):
-            rows = whole.normalise(part)[batch.counted]
+    def add(tensors: list[Tensor]) -> None:
+        for tensor, batch in zip(tensors, batches, strict=True):
+            rows = whole.normalise(tensor)[batch.counted]
             moment.add_(rows.mT @ rows)
 
     layers = family.layers_of(model)
     for number, layer in enumerate(layers):
         work.tell(f"layer {number + 1}/{len(layers)} axes")
         add(streams)
-        found = list(run_layer(layer, streams, batches, number, [find_part(layer, family.middle)]))
-        add([read[0] for _, read in found])
-        streams = [stream for stream, _ in found]
+        runs = list(run_layer(layer, streams, batches, number, [find_part(layer, family.middle)]))
+        add([read[0] for _, read in runs])
+        streams = [stream for stream, _ in runs]
     add(streams)
     if not torch.isfinite(moment).all():
         raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")

@@ -74,9 +74,9 @@ class Unfinished(DraftFolder):
 
         own: dict[str, Tensor] = {}
         seen = set()
-        for key, part in tensors.items():
-            there = part.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
-            own[key] = part.detach().to("cpu", copy=there in seen).contiguous()
+        for key, tensor in tensors.items():
+            there = tensor.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
+            own[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
             seen.add(there)
         try:
             self._put(name + _SUFFIX, lambda draft: save_file(own, draft, {"notes": json.dumps(notes)}))
@@ -89,11 +89,11 @@ class Unfinished(DraftFolder):
         """A piece, its tensors on the CPU; None where it is not finished."""
         from safetensors import SafetensorError, safe_open
 
-        place = self.folder / (name + _SUFFIX)
-        if not place.exists() or place.is_symlink():
+        path = self.folder / (name + _SUFFIX)
+        if not path.exists() or path.is_symlink():
             return None
         try:
-            with safe_open(place, "pt") as file:
+            with safe_open(path, "pt") as file:
                 names = file.keys()
                 return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["notes"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -120,12 +120,12 @@ class Unfinished(DraftFolder):
             (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
 
     def _put(self, name: str, write: Any) -> None:
-        place = self.folder / name
-        draft = place.with_name(name + _DRAFT)
-        with write_errors(place):
+        file = self.folder / name
+        draft = file.with_name(name + _DRAFT)
+        with write_errors(file):
             draft.unlink(missing_ok=True)
             write(draft)
-            put(draft, place)
+            put(draft, file)
 
     def _unreadable(self, error: Exception) -> ShdError:
         return ShdError(
@@ -142,7 +142,7 @@ def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, A
     return {
         "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_files(Path(teacher)),
         **{
-            name: _hash_tensors({key: torch.as_tensor(part) for key, part in one.items()})
+            name: _hash_tensors({key: torch.as_tensor(array) for key, array in one.items()})
             for name, one in data.items()
         },
         "options": dict(options),

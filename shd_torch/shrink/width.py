@@ -119,8 +119,8 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn
     factor = (turn.basis.shape[0] / turn.basis.shape[1]) ** 0.5 if family.embedding_scale else 1.0
     for path, axis in family.embeddings:
         if has_part(base, path):
-            given = find_part(base, path).detach().double().movedim(axis, -1)
-            find_part(own, path).copy_((given @ turn.basis * factor).movedim(-1, axis))
+            rows = find_part(base, path).detach().double().movedim(axis, -1)
+            find_part(own, path).copy_((rows @ turn.basis * factor).movedim(-1, axis))
     assert family.final_norm is not None  # check_width
     norm = find_part(base, family.final_norm)
     shift = None
@@ -130,7 +130,7 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn
         # A reader of several rows side by side has a chunk for each.
         chunks = matrix.reshape(-1, turn.basis.shape[0], matrix.shape[1])
         turned, moved = zip(*(turn.read(norm, chunk, None) for chunk in chunks), strict=True)
-        added = [part for part in (bias, *moved) if part is not None]
+        added = [vector for vector in (bias, *moved) if vector is not None]
         total = np.sum(added, axis=0) if added else None
         if target.bias is None and total is not None:
             # No place for a bias: the last norm keeps the shift that comes nearest to it through this reader.
