@@ -51,8 +51,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["two-passes", "one-pass"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+PASSES = [
+    *(pytest.param(case, True, id=f"{case.name}-two-passes") for case in CASES),
+    *(pytest.param(case, False, id=f"{case.name}-one-pass") for case in CASES[:6]),
+]
+
+
+@pytest.mark.parametrize(("case", "deterministic"), PASSES)
 def test_value_and_gradients_agree(kernel: Kernel, case: Case, deterministic: bool) -> None:
     value, dq, dk, weights = case.expect(case.supervision)
     actual = kernel("kl_factored", **case.factored_arguments, row_weights=weights, deterministic=deterministic)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.binding.architectures import ARCHITECTURES, ENCODERS_INSIDE, GROUPED, HEADS, make_inputs, make_model
+from support.exported_models import trace
 
 from shd_torch import export_teacher
 from shd_torch.export import load_hf_model
@@ -34,7 +35,9 @@ def test_exported_found_and_squeezed(name: str, tmp_path: Path) -> None:
     if name not in (*ENCODERS_INSIDE, "dit"):
         model.save_pretrained(tmp_path / "folder")
         model = load_hf_model(tmp_path / "folder").eval()
-    export_teacher(model, make_inputs(name), tmp_path / "teacher.onnx")
+    # The older exporter, five times as fast, where the attention's code is that of BERT, of LLaMA or of ViT.
+    export = trace if name in ("roberta", "electra", "distilbert", "mistral", "deit") else export_teacher
+    export(model, make_inputs(name), tmp_path / "teacher.onnx")
     teacher = load_teacher(tmp_path / "teacher.onnx")
     names = [value.name for value in teacher.graph.input]
     inputs = {key: value for key, value in make_inputs(name, batch=3, length=7, seed=1).items() if key in names}

@@ -5,9 +5,7 @@ Each either gives what the undisturbed cache gives or is an error that names the
 
 from __future__ import annotations
 
-import random
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.exported_models import trace
-from support.makers import contents, read_everything
-from support.started_processes import start_command
+from support.makers import read_everything
 from torch_path.models.test_encoder_decoders import MAKERS, make_arrays
 from typer.testing import CliRunner
 
@@ -32,10 +29,8 @@ from shd_torch.export import example_inputs
 pytestmark = pytest.mark.slow  # every test stands on an export
 
 LAYERS = {"first": 2, "second": 1}
-KILLS = 2
-COPIES = 3
-"""Of the samples, each with other tokens: a run that is long enough to be killed on its way."""
-PATIENCE = 60.0
+COPIES = 2
+"""Of the samples, each with other tokens."""
 
 
 class Kept(NamedTuple):
@@ -77,7 +72,11 @@ def run_command(words: list[str]) -> None:
     assert done.exit_code == 0, done.output
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
+ONE = pytest.mark.parametrize("kept", ["bart"], indirect=True)
+"""Faults of files and commands are the same for every architecture."""
+
+
+@pytest.fixture(scope="module")
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     folder = tmp_path_factory.mktemp(request.param)
     models = {name: MAKERS[request.param](4, layers, seed=layers).eval() for name, layers in LAYERS.items()}
@@ -92,6 +91,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
+@pytest.mark.parametrize("kept", list(MAKERS), indirect=True)
 def test_hidden_states_are_those_of_the_models_decoder(kept: Kept) -> None:
     """As Hugging Face counts them: T5's last one before the scale in front of its head."""
     tensors = {name: torch.from_numpy(array) for name, array in kept.arrays.items()}
@@ -120,6 +120,7 @@ def damages(path: Path) -> Iterator[tuple[str, bytes]]:
         yield f"cut to {size} bytes", data[:size]
 
 
+@ONE
 def test_damaged_files_are_found_or_harmless(kept: Kept, tmp_path: Path) -> None:
     folder, wanted = shutil.copytree(kept.cache, tmp_path / "cache"), read_everything(CacheReader(kept.cache))
     refused = harmless = tried = 0
@@ -142,31 +143,10 @@ def test_damaged_files_are_found_or_harmless(kept: Kept, tmp_path: Path) -> None
     assert verify_cache(folder).ok
 
 
-def test_killed_runs_resume_to_the_undisturbed_cache(kept: Kept, tmp_path: Path) -> None:
-    moments, killed, folder = random.Random(5), 0, tmp_path / "cache"
-    for _ in range(3 * KILLS):
-        before = len(list((folder / "receipts").glob("*.json")))
-        process = start_command(kept.command(folder))
-        deadline = time.monotonic() + PATIENCE
-        while process.is_alive() and time.monotonic() < deadline:
-            if len(list((folder / "receipts").glob("*.json"))) > before:
-                break
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.01))
-        process.kill()
-        process.join(PATIENCE)
-        killed += process.exitcode != 0
-        if killed == KILLS or (folder / "SEALED.json").exists():
-            break
-        read_everything(CacheReader(folder, allow_partial=True))  # what is committed is whole
-    assert killed > 0
-    run_command(kept.command(folder))
-    assert contents(folder) == contents(kept.cache)
-
-
+@ONE
 def test_another_teacher_and_other_data_are_found_out(kept: Kept, tmp_path: Path) -> None:
     assert kept.verify(kept.cache).exit_code == 0
-    model = MAKERS["t5" if "t5" in kept.folder.name else "bart"](4, 1, seed=9).eval()
+    model = MAKERS["bart"](4, 1, seed=9).eval()
     other = trace(model, example_inputs(model), tmp_path / "second.onnx")
     arrays = {name: array.copy() for name, array in kept.arrays.items()}
     arrays["decoder_input_ids"][:, 0] = 7

@@ -36,6 +36,10 @@ SAMPLES, LENGTH, PADDED_IN_FRONT = 12, 9, 2
 MASK_AXES = {"gpt2": "past_sequence_length + 1", "llama": "past_sequence_length + sequence_length"}
 
 
+FEW = pytest.mark.parametrize("taught", ["llama", "opt"], indirect=True)
+"""With and without positions: other tools and training meet no more of a decoder than its records and inputs."""
+
+
 @dataclass(frozen=True)
 class Taught:
     """A teacher in PyTorch, its graph, and what was cached of it."""
@@ -111,6 +115,7 @@ def test_cached_maps_are_the_models_own_merged_maps(taught: Taught) -> None:
     assert spread > 0.2, "maps that are all alike would show nothing"
 
 
+@FEW
 def test_other_tools_take_the_same_data(taught: Taught) -> None:
     data = make_data()
     assert recheck_records(taught.cache, taught.graph, data).records == 8
@@ -125,6 +130,7 @@ def test_other_tools_take_the_same_data(taught: Taught) -> None:
     assert 0 < report.results[0].attention_error < 1
 
 
+@FEW
 def test_the_command_tells_what_it_fed_besides(taught: Taught, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_data())  # type: ignore[arg-type]
     job = ["precompute", str(taught.graph), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
@@ -134,6 +140,7 @@ def test_the_command_tells_what_it_fed_besides(taught: Taught, tmp_path: Path) -
     assert ("position_ids (counted from the mask)" in result.output) == (taught.name != "opt")
 
 
+@FEW
 def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tmp_path: Path) -> None:
     options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec="float16")
     precompute(taught.graph, make_data(), tmp_path / "cache", options)
@@ -143,6 +150,7 @@ def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tm
     assert manifest.attention.padding == "around"
 
 
+@FEW
 def test_a_student_learns_from_the_cache(taught: Taught) -> None:
     data = {name: torch.from_numpy(array) for name, array in make_data().items()}
     samples = [{name: array[i] for name, array in data.items()} for i in range(SAMPLES)]
