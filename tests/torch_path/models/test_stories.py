@@ -19,7 +19,7 @@ from support.students import precompute
 from shd_ref.cache import CacheReader
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import SupervisedDataset, capture_attention
 from shd_torch.data import check_cache
 from shd_torch.demo.arrays import ArrayDataset
@@ -53,7 +53,8 @@ def test_student_of_a_real_language_model(folder: Path) -> None:
     with np.load(folder / "data.npz") as arrays:
         tokens = arrays["input_ids"]
     options = PrecomputeOptions(num_student_heads=4, num_student_layers=3)
-    summary = precompute(folder / "teacher.onnx", {"input_ids": tokens}, folder / "cache", options)
+    run = RunOptions(num_threads=1)
+    summary = precompute(folder / "teacher.onnx", {"input_ids": tokens}, folder / "cache", options, run)
     assert summary.comparison.residual < summary.comparison.constant_residual
     assert summary.errors.attention.kl_mean < 1e-3
     cache = CacheReader(folder / "cache")
