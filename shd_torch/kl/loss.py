@@ -38,8 +38,8 @@ def attention_kl(
         supervision: ``Factored``, ``Dense`` or maps ``(B, H_s, L, S)``; a list if the queries are a list.
         **keywords:
             scale: of the products; None for ``1 / sqrt(d)``.
-            attn_mask: as PyTorch's, for all layers: boolean, True = may attend, or added to the logits (a learned bias
-                gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
+            attn_mask: as PyTorch's, for all layers: boolean, True = may attend, or added to the logits (a learned
+                bias gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
             is_causal: row i may attend to keys 0..i.
             window: row i may attend to keys above ``i - window`` and, where not causal, below ``i + window``.
             alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: pass a
@@ -53,13 +53,13 @@ def attention_kl(
             value: ``"exact"``, or ``"surrogate"``: the gradient is exact but the number is ``sum q dq``, which is no
                 divergence (without gradients the value is always exact). With ``dense`` the exact value is almost
                 free; ``sdpa`` needs an extra pass over tiles, about as long as the step itself.
-            backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels for
-                CUDA devices) or ``"auto"``; see ``explain_backend``.
+            backend: ``"dense"`` (tiles, everything), ``"sdpa"`` (PyTorch's fused attention), ``"triton"`` (kernels
+                for CUDA devices) or ``"auto"``; see ``explain_backend``.
             product_dtype: of the fused calls; default float32, and float16 for half-precision students on
                 accelerators.
-            check: validate the values and both supports, which costs a device sync. Without it, teacher mass where the
-                student may not attend makes the gradient wrong, possibly with a finite loss: check at least once, at
-                set-up.
+            check: validate the values and both supports, which costs a device sync. Without it, teacher mass where
+                the student may not attend makes the gradient wrong, possibly with a finite loss: check at least once,
+                at set-up.
 
     Returns:
         The loss ``()``, in nats times beta; float64 if an argument is, else float32.
