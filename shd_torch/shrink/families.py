@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -255,7 +254,9 @@ def has_part(module: nn.Module, path: str) -> bool:
 
 
 def _get_part(module: Any, path: str) -> Any:
-    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def as_array(tensor: Tensor) -> Array:
