@@ -96,7 +96,7 @@ def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str,
         ShdError: as ``read_inputs``; ``argument-shape`` for labels that are no integers; ``inputs-invalid`` for texts
             without a tokenizer.
     """
-    from shd_ref.teacher.sources.npz import open_npz
+    from shd_ref.teacher.sources.arrays import open_npz
     from shd_torch.shrink_command import read_inputs
 
     folder = next((Path(model) for model in models if Path(model, "tokenizer.json").is_file()), None)

@@ -20,7 +20,7 @@ from shd_ref.commands.terminal import console, narrow_table, print_remarks, show
 from shd_ref.errors import ShdError
 from shd_ref.teacher.run.options import Shown
 from shd_ref.teacher.sources import KINDS, open_source
-from shd_ref.teacher.sources.npz import open_npz
+from shd_ref.teacher.sources.arrays import open_npz
 
 if TYPE_CHECKING:
     from shd_torch.shrink.compare import Start

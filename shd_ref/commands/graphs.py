@@ -62,10 +62,9 @@ def inspect(
 
     The search follows the data flow, so names in the graph do not matter. Exit code 1 if no site can be squeezed.
     """
-    from shd_ref.teacher.graph.find import find_sites
+    from shd_ref.teacher.graph.find import find_sites, select_sites
     from shd_ref.teacher.graph.inputs import input_specs
     from shd_ref.teacher.graph.kinds import find_kinds
-    from shd_ref.teacher.graph.selection import select_sites
     from shd_ref.teacher.opening.load import load_teacher
 
     model = load_teacher(teacher)
@@ -102,7 +101,7 @@ def report_sites(
         specs: the graph's inputs, from ``input_specs``.
         decoder: which of them belong to the decoder's sequence.
     """
-    from shd_ref.teacher.run.supply import SUPPLIED
+    from shd_ref.teacher.graph.inputs import SUPPLIED
 
     entries = []
     for number, site in enumerate(sites):

@@ -22,7 +22,7 @@ from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.bare import GRAPH_DTYPES, build_bare_model
-from shd_ref.teacher.rewrite.rule import SqueezeOptions
+from shd_ref.teacher.rewrite.function import SqueezeOptions
 from shd_ref.teacher.session import open_session
 
 BACKENDS: Final[tuple[str, ...]] = ("onnxruntime", "onnx.reference")
@@ -124,10 +124,6 @@ class OnnxAdapter:
             operation: its name.
             inputs: the arguments by name.
             dtype: of maps and value outputs in the graph; the function computes in float32.
-
-        Raises:
-            NotImplementedError: an operation, option or dtype that the functions lack, or arrays to be refused.
-            ShdError: an option or a plan that is wrong.
         """
         if dtype not in GRAPH_DTYPES:
             raise NotImplementedError(f"the functions compute in float32, which is too narrow for {dtype}")
@@ -202,11 +198,7 @@ def open_backend(model: onnx.ModelProto, backend: str) -> _Run:
 def _check_arrays(
     teacher_probs: ArrayLike, value_outputs: ArrayLike, query_mask: ArrayLike | None, row_sums: str
 ) -> dict[str, NDArray[Any]]:
-    """The graph's inputs, in its dtypes.
-
-    Raises:
-        NotImplementedError: for arrays that must be refused: no graph would.
-    """
+    """The graph's inputs, in its dtypes."""
     try:
         probs, outputs, mask = check_teacher(teacher_probs, value_outputs, query_mask, row_sums=row_sums)
     except ShdError as error:

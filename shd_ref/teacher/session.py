@@ -12,14 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.opening.external import data_folder
-from shd_ref.teacher.opening.weights import Weights, find_taken, put_back
+from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, put_back
 from shd_ref.teacher.packages import onnx
 
-PROVIDERS: Final[dict[str, str]] = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-}
+PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 """Short names of the execution providers; the long ones are accepted too."""
 
 MAX_THREADS: Final = 1024
@@ -40,14 +36,8 @@ _DTYPES: Final[dict[str, str]] = {
 def check_session(provider: str, num_threads: int | None = None) -> str:
     """Refuse what no session can be opened with, before there is a model.
 
-    Args:
-        provider, num_threads: as for ``open_session``.
-
     Returns:
         onnxruntime's name of the provider.
-
-    Raises:
-        ShdError: ``provider-unavailable``, ``argument-value``, ``dependency-missing``.
     """
     try:
         import onnxruntime
@@ -151,12 +141,7 @@ def open_session(
 def run_bounded(
     session: Any, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], seconds: float
 ) -> list[NDArray[Any]]:
-    """Some outputs of a session, from ``open_session``, that gives its memory back after the run.
-
-    Raises:
-        TimeoutError: where it runs longer, as a loop of its own may; it has then ended.
-        Exception: what onnxruntime raises.
-    """
+    """Some outputs of a session, from ``open_session``, that gives its memory back after the run."""
     import onnxruntime
 
     options = onnxruntime.RunOptions()
@@ -179,15 +164,8 @@ def run_bounded(
 def run_session(session: Any, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a session on inputs that are checked first.
 
-    Args:
-        session: from ``open_session``.
-        inputs: exactly the graph's inputs, by name, with its dtypes, ranks and fixed dimensions.
-
     Returns:
         All outputs by name.
-
-    Raises:
-        ShdError: ``inputs-invalid``.
     """
     _check_inputs(session, inputs)
     names = [node.name for node in session.get_outputs()]

@@ -19,8 +19,7 @@ from typer.testing import CliRunner  # (after the skip)
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.selection import select_sites
+from shd_ref.teacher.graph.find import find_sites, select_sites
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})

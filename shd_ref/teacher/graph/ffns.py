@@ -11,58 +11,20 @@ from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.flow.walk import walk_graph
 from shd_ref.teacher.graph.nodes import constant_of, float_attribute, int_attribute, is_constant
-from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
+from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS, kinds
 from shd_ref.teacher.packages import ir
 
 _KEEPING: Final = frozenset({"Cast", "Dropout", "Identity", "Reshape"})
 """What changes no number, and where it has a shape of rows, not their order."""
-_CURVES: Final = frozenset(
-    {
-        "BiasGelu",
-        "Celu",
-        "Elu",
-        "Erf",
-        "FastGelu",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "LeakyRelu",
-        "Mish",
-        "PRelu",
-        "QuickGelu",
-        "Relu",
-        "Selu",
-        "Sigmoid",
-        "Softplus",
-        "Softsign",
-        "Swish",
-        "Tanh",
-        "ThresholdedRelu",
-    }
+_CURVES: Final = kinds(
+    "BiasGelu Celu Elu Erf FastGelu Gelu HardSigmoid HardSwish LeakyRelu Mish PRelu QuickGelu Relu Selu "
+    "Sigmoid Softplus Softsign Swish Tanh ThresholdedRelu"
 )
 """What an activation is made of."""
-_BY_ENTRY: Final = _CURVES | {
-    "Abs",
-    "Add",
-    "Clip",
-    "Div",
-    "Exp",
-    "Greater",
-    "GreaterOrEqual",
-    "Less",
-    "LessOrEqual",
-    "Log",
-    "Max",
-    "Min",
-    "Mul",
-    "Neg",
-    "Pow",
-    "Reciprocal",
-    "Sqrt",
-    "Sub",
-    "Sum",
-    "Where",
-}
+_BY_ENTRY: Final = _CURVES | kinds(
+    "Abs Add Clip Div Exp Greater GreaterOrEqual Less LessOrEqual Log Max Min Mul Neg Pow Reciprocal Sqrt Sub "
+    "Sum Where"
+)
 _AFFINE: Final = frozenset({"Add", "Div", "Mul", "Neg", "Sub", "Sum"})
 """What bends nothing where it joins a tensor with constants."""
 _PARTING: Final = frozenset({"Gather", "Slice", "Split"})
@@ -109,9 +71,6 @@ class _Region:
 
 def find_ffns(graph: ir.Graph) -> list[Ffn]:
     """Every feed-forward layer that follows an attention site; nothing is changed.
-
-    Args:
-        graph: sorted, with the data in its files at hand, as ``read_graph`` gives it.
 
     Returns:
         In the graph's order. A layer may have none, or several, and one whose activation cannot go has its reason.

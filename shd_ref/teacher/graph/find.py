@@ -6,8 +6,10 @@ the way, ``measure`` reads heads and layout off them, and ``independence`` runs 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import numpy as np
@@ -20,9 +22,8 @@ from shd_ref.teacher.graph.measure import Layout, Measure, describe_contradictio
 from shd_ref.teacher.graph.nodes import dtype_name, int_attribute, name_of
 from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, static_shapes
 from shd_ref.teacher.opening.bounds import check_inferred
-from shd_ref.teacher.opening.external import read_graph
-from shd_ref.teacher.opening.inference import infer_shapes
 from shd_ref.teacher.opening.load import old_opset_reason
+from shd_ref.teacher.opening.model import infer_shapes, read_graph
 from shd_ref.teacher.packages import ir, onnx
 
 _LARGEST_WEIGHT: Final = 1e15
@@ -219,11 +220,40 @@ def _unique(node: ir.Node, layer: int, seen: set[str]) -> str:
 
 
 def projection_of(site: AttentionSite) -> NDArray[Any]:
-    """W_o of a supported site.
-
-    Raises:
-        ShdError: ``graph-unsupported`` for a site without one.
-    """
+    """W_o of a supported site."""
     if site.output_projection is None:
         raise ShdError("graph-unsupported", f"site {site.name} cannot be squeezed: it has no output projection")
     return site.output_projection
+
+
+def select_sites(sites: Sequence[AttentionSite], wanted: str | None) -> tuple[AttentionSite, ...]:
+    """The sites that a text such as ``0,2,4-7`` or ``encoder*`` names, in the order of the graph, each once.
+
+    Args:
+        sites: of a graph, from ``find_sites``.
+        wanted: parts with commas between: numbers and ranges as ``shd inspect`` counts, names, patterns of names
+            with ``*``, and the kinds ``self`` and ``cross``; all sites by default.
+    """
+    if wanted is None:
+        return tuple(sites)
+    chosen: set[int] = set()
+    for part in (part.strip() for part in wanted.split(",")):
+        found = {site.layer for site in sites if _is_named(site, part)}
+        if not found:
+            raise ShdError(
+                "argument-value",
+                f"sites must name attention sites, by number from 0 to {len(sites) - 1}, range, name or kind (self, "
+                f"cross), such as 0,2,4-7; got {part!r}, which names none: see shd inspect",
+            )
+        chosen |= found
+    return tuple(site for site in sites if site.layer in chosen)
+
+
+def _is_named(site: AttentionSite, part: str) -> bool:
+    numbers = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+    if numbers is not None:
+        first = int(numbers[1])
+        return first <= site.layer <= int(numbers[2] or first)
+    if part in ("self", "cross"):
+        return site.cross is (part == "cross")
+    return site.name == part or fnmatchcase(site.name, part)

@@ -18,7 +18,7 @@ from shd_ref.attention import check_probs
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.measure import Layout
 from shd_ref.teacher.graph.shapes import EndlessError, Probe, probe_feeds
-from shd_ref.teacher.opening.parts import all_nodes, all_tensors
+from shd_ref.teacher.opening.model import all_nodes, all_tensors
 from shd_ref.teacher.packages import onnx
 from shd_ref.tolerances import load_tolerances
 

@@ -1,15 +1,17 @@
-"""The inputs of a graph: what each must hold, and which part it plays in a transformer."""
+"""The inputs of a graph: what each must hold, which part it plays, and what is fed where the data lack it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import onnx
 
 Axis: TypeAlias = int | str | None
@@ -50,11 +52,7 @@ class InputSpec:
 
 
 def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
-    """The inputs that a caller must feed: those of the graph that no initialiser fills.
-
-    Raises:
-        ShdError: ``graph-invalid`` for one that is no tensor.
-    """
+    """The inputs that a caller must feed: those of the graph that no initialiser fills."""
     filled = {tensor.name for tensor in model.graph.initializer}
     specs = []
     for value in model.graph.input:
@@ -186,3 +184,105 @@ def batch_axes(specs: Sequence[InputSpec], sizes: InputSizes) -> dict[str, int |
         fixed = len(spec.shape) > 1 and spec.shape[0] == sizes.batch
         axes[spec.name] = grown[0] if grown else 0 if fixed else None
     return axes
+
+
+_SAME_NUMBERS: Final = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_SAME_ROWS: Final = frozenset({"Cast", "DequantizeLinear", "Identity"})
+_GATHERS: Final = frozenset({"Gather", "GatherBlockQuantized"})
+
+
+def count_rows(model: onnx.ModelProto) -> dict[str, int]:
+    """How many rows the smallest table has that each input chooses rows of, by the input's name.
+
+    An input that is clipped or computed with on its way is not listed.
+    """
+    stated = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    stated += [
+        (node.output[0], a.t) for node in model.graph.node if node.op_type == "Constant" for a in node.attribute
+    ]
+    rows = {name: tensor.dims[0] for name, tensor in stated if tensor.dims}
+    inputs = {value.name: value.name for value in model.graph.input if value.name not in rows}
+    counts: dict[str, int] = {}
+    for node in model.graph.node:
+        if node.domain not in (*STANDARD_DOMAINS, CONTRIB_DOMAIN) or not node.input:
+            continue
+        first, *others = node.input
+        if node.op_type in _SAME_NUMBERS and first in inputs:
+            inputs[node.output[0]] = inputs[first]
+        if node.op_type in _SAME_ROWS and first in rows:
+            rows[node.output[0]] = rows[first]
+        by_rows = node.op_type in _GATHERS and not any(a.name == "axis" and a.i for a in node.attribute)
+        if by_rows and first in rows and others[0] in inputs:
+            name = inputs[others[0]]
+            counts[name] = min(rows[first], counts.get(name, rows[first]))
+    return counts
+
+
+SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "branch"})
+"""Parts that are supplied where the data lack them."""
+
+
+class Supply:
+    """What is fed beside the data.
+
+    Past keys and values are empty, ``position_ids`` ``(B, L)`` are the number of real tokens before each, and 0 on
+    padding, and the flag of a graph with two bodies is False.
+    """
+
+    def __init__(self, specs: Sequence[InputSpec]) -> None:
+        self._specs = tuple(specs)
+        for spec in self._specs:
+            if spec.part == "past":
+                _check_past(spec)
+            elif spec.part == "positions" and len(spec.shape) != 2:
+                raise ShdError(
+                    "inputs-invalid",
+                    f"inputs must hold {spec.name}, since the graph takes it with {len(spec.shape)} axes and only "
+                    "(B, L) follows from the attention mask: give it as a column",
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs that are supplied, sorted."""
+        return tuple(sorted(spec.name for spec in self._specs))
+
+    @property
+    def description(self) -> str:
+        """What is supplied, in a line; empty for nothing."""
+        past = [spec.name for spec in self._specs if spec.part == "past"]
+        parts = [f"{past[0]}{f' and {len(past) - 1} more' * (len(past) > 1)} (an empty past)"] if past else []
+        parts += [f"{spec.name} (counted from the mask)" for spec in self._specs if spec.part == "positions"]
+        parts += [f"{spec.name} (false)" for spec in self._specs if spec.part == "branch"]
+        return ", ".join(parts)
+
+    def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+        """The arrays of a batch.
+
+        Args:
+            rows: its samples.
+            length: its positions.
+            mask: ``(B, L)`` of 0 and 1; None where every position is a token.
+        """
+        shapes = InputSizes(rows, length).shapes(self._specs)
+        supplied: dict[str, NDArray[Any]] = {}
+        for spec in self._specs:
+            if spec.part == "positions":
+                tokens = np.ones((rows, length), np.int64) if mask is None else mask.astype(np.int64)
+                supplied[spec.name] = ((tokens.cumsum(axis=1) - 1) * tokens).astype(spec.dtype)
+            else:
+                supplied[spec.name] = np.zeros(shapes[spec.name], spec.dtype)
+        return supplied
+
+
+def _check_past(spec: InputSpec) -> None:
+    problem = past_problem([spec])
+    if problem is not None:
+        raise ShdError("inputs-invalid", f"inputs must hold {spec.name}: {problem}")
+    # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
+    opened = [place - len(spec.shape) for place, axis in enumerate(spec.shape) if not isinstance(axis, int)]
+    if len(opened) > 2 or sum(place >= max(-3, 1 - len(spec.shape)) for place in opened) > 1:
+        raise ShdError(
+            "inputs-invalid",
+            f"{spec.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "
+            f"the shape {list(spec.shape)}: re-export with heads and width fixed, or with use_cache off",
+        )

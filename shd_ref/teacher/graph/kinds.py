@@ -57,17 +57,7 @@ def find_kinds(
     specs: Sequence[InputSpec] = (),
     decoder_mask: str | None = None,
 ) -> SiteKinds:
-    """Tell the kinds of all sites of a graph apart.
-
-    Args:
-        model: the teacher, from ``load_teacher``.
-        sites: all of this model's, from ``find_sites``.
-        specs: the inputs that a caller must feed.
-        decoder_mask: name of the decoder's mask, if it is not the usual.
-
-    Raises:
-        ShdError: ``inputs-invalid`` for a ``decoder_mask`` that cannot be one.
-    """
+    """Tell the kinds of all sites of a graph apart."""
     readable = [site for site in sites if site.probs and site.values]
     crosses = [site for site in readable if site.cross]
     if not crosses:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
-from shd_ref.teacher.opening.inference import infer_shapes
-from shd_ref.teacher.opening.weights import Weights, take_weights
+from shd_ref.teacher.opening.model import Weights, infer_shapes, take_weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.session import open_session, run_bounded
 

@@ -18,7 +18,7 @@ import numpy as np
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.nodes import constant_of, is_constant, name_of
-from shd_ref.teacher.opening.external import read_graph
+from shd_ref.teacher.opening.model import read_graph
 from shd_ref.teacher.opening.operators import PRODUCTS
 from shd_ref.teacher.packages import ir, onnx
 
@@ -75,10 +75,6 @@ def find_targets(
         output: the graph output that holds them; by default ``logits``, or the only output that can.
         hidden: layers, 0 to the number of sites.
         of_decoder: whether the sites are a decoder's, beside an encoder.
-
-    Raises:
-        ShdError: ``argument-value`` for an output or a layer that the graph does not have; ``graph-unsupported``
-            where a hidden state cannot be told.
     """
     layers = sorted(set(hidden))
     found = _find_hidden(model, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
@@ -89,11 +85,6 @@ def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: Ta
     """The type that a teacher computes in, for its manifest: of its attention, else of its logits or hidden states.
 
     Inference may know neither; float32 is then also the type in which a graph is compared with the reference.
-
-    Args:
-        model: from ``load_teacher``.
-        sites: those that are used; exporters give all one type.
-        targets: what is used beside them.
     """
     if sites:
         return sites[0].dtype or "float32"

@@ -1,4 +1,4 @@
-"""Sizes in an untrusted graph: what would fill the memory before anything is computed is refused."""
+"""Checks of an untrusted graph: sizes that would fill the memory, and nodes that are wired or typed wrongly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.opening.parts import all_graphs, all_nodes, all_tensors, function_nodes
+from shd_ref.teacher.opening.model import all_graphs, all_nodes, all_tensors, function_nodes
+from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS, kinds
 from shd_ref.teacher.packages import ir, onnx
 
 _MOST_ENTRIES: Final = 2**28  # a mask of 16384 x 16384
@@ -22,31 +23,9 @@ _MOST_JOINED: Final = 2**20  # inference writes down shapes that are joined, ent
 _MOST_NODES: Final = 100_000
 _MOST_NESTED: Final = 128  # the inliner calls itself
 _SMALL: Final = 2**10  # entries of a constant that may be a shape
-_SHAPE_ARITHMETIC: Final = frozenset(
-    [
-        "Abs",
-        "Add",
-        "Cast",
-        "Concat",
-        "Div",
-        "Gather",
-        "Identity",
-        "Max",
-        "Min",
-        "Mul",
-        "Neg",
-        "Pow",
-        "ReduceProd",
-        "ReduceSum",
-        "Reshape",
-        "Shape",
-        "Size",
-        "Slice",
-        "Squeeze",
-        "Sub",
-        "Transpose",
-        "Unsqueeze",
-    ]
+_SHAPE_ARITHMETIC: Final = kinds(
+    "Abs Add Cast Concat Div Gather Identity Max Min Mul Neg Pow ReduceProd ReduceSum Reshape Shape Size "
+    "Slice Squeeze Sub Transpose Unsqueeze"
 )
 _PACKED_BITS: Final = (2, 4)  # an entry of a field is a byte, which holds several
 _COMPLEX: Final = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # two entries a number
@@ -54,15 +33,7 @@ _SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
 
 def check_sizes(model: onnx.ModelProto, file: Path) -> None:
-    """Tensors must hold what their shapes say, and no shape that the graph states may be absurd.
-
-    Args:
-        model: parsed, with its external data checked (``check_external_data``) but not read.
-        file: where it is from, for messages.
-
-    Raises:
-        ShdError: ``graph-invalid``.
-    """
+    """Tensors must hold what their shapes say, and no shape that the graph states may be absurd."""
     for tensor in all_tensors(model):
         if min(tensor.dims, default=0) < 0 or not _holds(tensor, file.parent):
             raise ShdError(
@@ -75,11 +46,7 @@ def check_sizes(model: onnx.ModelProto, file: Path) -> None:
 
 
 def check_functions(model: onnx.ModelProto, file: Path) -> None:
-    """Local functions may not call one another so often, or so deep, that a few of them make an endless graph.
-
-    Raises:
-        ShdError: ``graph-invalid``.
-    """
+    """Local functions may not call one another so often, or so deep, that a few of them make an endless graph."""
     functions = {(each.domain, each.name): each for each in model.functions}
     calls = {
         key: Counter((node.domain, node.op_type) for node in function_nodes(each)) for key, each in functions.items()
@@ -110,15 +77,7 @@ def check_functions(model: onnx.ModelProto, file: Path) -> None:
 
 
 def check_growth(model: onnx.ModelProto, file: Path) -> None:
-    """Tensors that are joined with themselves again and again may not grow without bound.
-
-    Args:
-        model: without local functions.
-        file: where it is from, for messages.
-
-    Raises:
-        ShdError: ``graph-invalid``.
-    """
+    """Tensors that are joined with themselves again and again may not grow without bound."""
     sizes = {tensor.name: math.prod(tensor.dims) for graph in all_graphs(model.graph) for tensor in graph.initializer}
     most = max(_MOST_JOINED, 8 * sum(sizes.values()))
     for node in all_nodes(model.graph):
@@ -140,13 +99,6 @@ def check_folded(model: onnx.ModelProto, file: Path) -> None:
     """What operators make of constant shapes, also of computed ones, may not be absurdly large.
 
     onnxruntime computes such tensors before it runs anything.
-
-    Args:
-        model: without local functions, its nodes checked (``check_nodes``).
-        file: where it is from, for messages.
-
-    Raises:
-        ShdError: ``graph-invalid``.
     """
     known: dict[str, NDArray[Any]] = {}
     for graph in all_graphs(model.graph):
@@ -198,14 +150,7 @@ def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int
 
 
 def check_inferred(model: onnx.ModelProto) -> None:
-    """No tensor may be absurdly large that follows from constants, as onnxruntime makes it before it runs anything.
-
-    Args:
-        model: with its shapes inferred.
-
-    Raises:
-        ShdError: ``graph-invalid``.
-    """
+    """No tensor that follows from constants may be absurdly large: onnxruntime makes it before it runs anything."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     folded = set(sizes) | {tensor.values.name for tensor in model.graph.sparse_initializer}
     for node in model.graph.node:
@@ -275,3 +220,93 @@ def _stated_shapes(model: onnx.ModelProto) -> Iterator[tuple[str, list[int]]]:
         if tensor is not None and tensor.data_type == onnx.TensorProto.INT64 and not tensor.external_data:
             stated = onnx.numpy_helper.to_array(tensor).ravel().tolist()
             yield node.name, [abs(size) for size in stated]  # Expand takes -1 for 1
+
+
+_CONTRIB_INPUTS: Final = {
+    "DynamicQuantizeMatMul": 3,
+    "FusedGemm": 2,
+    "FusedMatMul": 2,
+    "MatMulIntegerToFloat": 4,
+    "QLinearSoftmax": 5,
+    "SkipLayerNormalization": 3,
+    "TransposeMatMul": 2,
+}
+"""Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
+
+
+def check_nodes(graph: onnx.GraphProto, opset: int, file: Path) -> None:
+    """Every node must have the inputs, outputs and kinds of attributes that its operator is defined with.
+
+    onnxruntime asks for no less, so no graph that runs is refused.
+    """
+    for node in all_nodes(graph):
+        problem = _signature_problem(node, opset)
+        if problem is not None:
+            raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
+
+
+def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
+    if not node.output:
+        return "has no output"
+    if node.domain == CONTRIB_DOMAIN:
+        least = _CONTRIB_INPUTS.get(node.op_type, 0)
+        return None if sum(map(bool, node.input[:least])) == least else f"lacks one of its {least} inputs"
+    schema = _find_schema(node.op_type, opset) if node.domain in STANDARD_DOMAINS else None
+    if schema is None:
+        return None
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        return f"has {len(node.input)} inputs, and may have {schema.min_input} to {schema.max_input}"
+    if not schema.min_output <= len(node.output) <= schema.max_output:
+        return f"has {len(node.output)} outputs, and may have {schema.min_output} to {schema.max_output}"
+    for given, formal in zip(node.input, schema.inputs, strict=False):
+        if not given and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+            return f"lacks its input {formal.name!r}"
+    for attribute in node.attribute:
+        formal = schema.attributes.get(attribute.name)
+        if formal is not None and attribute.type != int(formal.type):
+            return f"has an attribute {attribute.name!r} of another type than the operator's"
+    lacking = {name for name, each in schema.attributes.items() if each.required} - {a.name for a in node.attribute}
+    return f"lacks its attribute {min(lacking)!r}" if lacking else None
+
+
+def _find_schema(op_type: str, opset: int) -> Any:
+    """The operator's definition in this version, or its latest: onnxruntime knows some earlier than ONNX."""
+    version = min(max(opset, 1), 2**31 - 1)
+    if onnx.defs.has(op_type, max_inclusive_version=version):
+        return onnx.defs.get_schema(op_type, version)
+    return onnx.defs.get_schema(op_type) if onnx.defs.has(op_type) else None
+
+
+def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:
+    """Every tensor that a graph reads must be one of its inputs, a constant, or what exactly one node gives."""
+    given = [value.name for value in graph.input]
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {tensor.values.name for tensor in graph.sparse_initializer}
+    made = [name for node in graph.node for name in node.output if name]
+    names = [*given, *constants, *made]
+    kinds = [text for node in graph.node for text in (node.op_type, node.domain, node.name)]
+    if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are not text
+        raise _broken(file, "a tensor or node has a name that is not text")
+    if len(set(given)) < len(given) or len({*given, *constants, *made}) < len({*given, *constants}) + len(made):
+        raise _broken(file, "a tensor has two sources")
+    known = outer.union(names)
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in known:
+                raise _broken(file, f"a node ({node.op_type!r}) reads the tensor {name!r}, which has no source")
+        for body in _bodies(node):
+            check_wiring(body, file, known)
+    for value in graph.output:
+        if value.name not in known:
+            raise _broken(file, f"the output {value.name!r} has no source")
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _broken(file: Path, what: str) -> ShdError:
+    return ShdError("graph-invalid", f"teacher graph {file} is broken, as {what}: copy or export it again")

@@ -12,7 +12,7 @@ from math import prod
 from typing import Final
 
 from shd_ref.teacher.body import Body
-from shd_ref.teacher.opening.inference import infer_shapes
+from shd_ref.teacher.opening.model import infer_shapes
 from shd_ref.teacher.opening.operators import MAP_CARRIERS, STANDARD_DOMAINS
 from shd_ref.teacher.packages import onnx
 
@@ -32,11 +32,7 @@ class _Operand:
 
 
 def rewrite_einsum(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its products by equation as MatMul; the model itself where it has none.
-
-    Args:
-        model: of operator set 13 or later; not changed.
-    """
+    """The model with its products by equation as MatMul; the model itself where it has none."""
     equations = [node for node in model.graph.node if node.op_type == "Einsum" and node.domain in STANDARD_DOMAINS]
     if not equations:
         return model
@@ -73,10 +69,7 @@ def _known_sizes(model: onnx.ModelProto) -> dict[str, list[int | None]]:
 
 
 def _rewrite(
-    body: Body,
-    node: onnx.NodeProto,
-    sizes: Mapping[str, list[int | None]],
-    producers: Mapping[str, onnx.NodeProto],
+    body: Body, node: onnx.NodeProto, sizes: Mapping[str, list[int | None]], producers: Mapping[str, onnx.NodeProto]
 ) -> bool:
     """Append the nodes that give the output of an Einsum; False where it stays as it is."""
     parsed = _parse(node, sizes)
@@ -149,10 +142,7 @@ def _multiply(
 
     The map is the left factor; else the order is the one that moves fewer axes.
     """
-    first, second = (
-        _sum_out(body, first, second.letters + output),
-        _sum_out(body, second, first.letters + output),
-    )
+    first, second = (_sum_out(body, first, second.letters + output), _sum_out(body, second, first.letters + output))
     shared = [letter for letter in first.letters if letter in second.letters and letter not in output]
     if not shared:
         return None

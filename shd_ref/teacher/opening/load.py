@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.opening.bounds import check_folded, check_functions, check_growth, check_sizes
+from shd_ref.teacher.opening.bounds import (
+    check_folded,
+    check_functions,
+    check_growth,
+    check_nodes,
+    check_sizes,
+    check_wiring,
+)
 from shd_ref.teacher.opening.einsum import rewrite_einsum
-from shd_ref.teacher.opening.external import INLINE_BYTES, check_external_data, data_folder, load_external_data
+from shd_ref.teacher.opening.model import (
+    INLINE_BYTES,
+    all_nodes,
+    check_external_data,
+    data_folder,
+    load_external_data,
+)
 from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
-from shd_ref.teacher.opening.parts import all_nodes
-from shd_ref.teacher.opening.wiring import check_nodes, check_wiring
 from shd_ref.teacher.packages import DecodeError, onnx
 
 MIN_OPSET: Final = 13

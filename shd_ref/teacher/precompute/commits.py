@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from shd_ref.cache import CacheWriter, Errors, NewRecord, Receipt, Skipped
+from shd_ref.teacher.run.threads import run_beside
 
 
 class Commits:
@@ -18,13 +19,14 @@ class Commits:
     Args:
         writer: of the cache.
         on_written: called with the size in bytes of a committed shard, in the thread that uses this object.
+        callers: of the run, see ``share_threads``; 0 to write each shard before ``put`` returns.
     """
 
-    def __init__(self, writer: CacheWriter, on_written: Callable[[int], None]) -> None:
+    def __init__(self, writer: CacheWriter, on_written: Callable[[int], None], callers: int = 1) -> None:
         self._writer = writer
         self._on_written = on_written
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shd-commit")
-        self._under_way: Future[Receipt] | None = None
+        self._callers = callers
+        self._under_way: Callable[[], Receipt] | None = None
 
     def __enter__(self) -> Commits:
         return self
@@ -32,10 +34,12 @@ class Commits:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._thread:
-            if error is None:
-                self._wait()
-            elif self._under_way is not None and (failure := self._under_way.exception()) is not None:
+        if error is None:
+            self._wait()
+        elif self._under_way is not None:
+            try:
+                self._under_way()
+            except Exception as failure:
                 error.add_note(f"the shard that was being written failed too: {failure}")
 
     def put(self, shard: int, records: Sequence[NewRecord], errors: Errors, skipped: Sequence[Skipped]) -> None:
@@ -45,9 +49,12 @@ class Commits:
             ShdError: what the shard before this one met with.
         """
         self._wait()
-        self._under_way = self._thread.submit(self._writer.write_shard, shard, records, errors, skipped)
+        write = functools.partial(self._writer.write_shard, shard, records, errors, skipped)
+        self._under_way = run_beside(write, self._callers)
+        if not self._callers:
+            self._wait()
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            self._on_written(under_way.result().size)
+            self._on_written(under_way().size)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -18,10 +16,10 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
-from shd_ref.teacher.rewrite.rule import SqueezeOptions
+from shd_ref.teacher.rewrite.function import SqueezeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
 from shd_ref.teacher.run.outputs import LayerOutputs
-from shd_ref.teacher.run.threads import SMALL_PRODUCT, threads_for
+from shd_ref.teacher.run.threads import SMALL_PRODUCT, run_ahead, threads_for
 from shd_ref.tolerances import load_tolerances
 
 _TILE_BYTES: Final = 2**24
@@ -83,7 +81,7 @@ def compare_with_reference(
     return Comparison.merged(compare_layers(squeezed.options, layers))
 
 
-def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> list[Comparison]:
+def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Comparison]:
     """``compare_with_reference`` on the typed outputs of a run, layer by layer.
 
     Raises:
@@ -94,11 +92,10 @@ def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs]) -> 
         for each in outputs
     ]
     compare = functools.partial(_compare_layer, options=options)
-    if max(products) > SMALL_PRODUCT:
-        # One by one, each product on all threads.
-        return list(map(compare, outputs))
-    with threads_for(max(products)), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(compare, outputs))
+    # Large ones one by one, each product on all threads.
+    callers = 0 if max(products) > SMALL_PRODUCT else callers
+    with threads_for(max(products)):
+        return [comparison for _, comparison in run_ahead(compare, outputs, callers)]
 
 
 def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:

@@ -22,11 +22,9 @@ from shd_ref.teacher.precompute.forms.targets import make_targets
 from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
 from shd_ref.teacher.precompute.records import MAKERS, extent_of, make_records, maker_of, measure_errors
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
-from shd_ref.teacher.run.buckets import group_shards, share_shards
-from shd_ref.teacher.run.faults import find_faults
-from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.run.threads import run_ahead
 from shd_ref.teacher.sources import Arrays, Source
@@ -140,7 +138,7 @@ class PrecomputeJob:
         chosen = set(shards)
         with ExitStack() as stack:
             for cache in self._caches:
-                cache.commits = stack.enter_context(Commits(cache.writer, progress.note_bytes))
+                cache.commits = stack.enter_context(Commits(cache.writer, progress.note_bytes, self._work.callers))
             for window in self.windows():
                 if not chosen.isdisjoint(window):
                     self._write_window(window, missing, progress)
@@ -253,7 +251,7 @@ class PrecomputeJob:
             if sound and each.layers:
                 # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
                 few = each.select(sorted({sound[0], sound[-1]}))
-                compared = compare_layers(each.graph.options, few.layers)
+                compared = compare_layers(each.graph.options, few.layers, work.callers)
                 maker = MAKERS[each.student.options.form]
                 for number in sound:
                     maker.compare(work, work.sample(each, number))

@@ -13,14 +13,18 @@ import numpy as np
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import (
+    MergeRule,
+    SqueezeOptions,
     constant_alphas,
     every_row,
     factors_of_round,
     final_mixing,
+    gram_matrices,
+    list_rounds,
+    make_rule,
     membership_of,
     squeeze_function,
 )
-from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, gram_matrices, list_rounds, make_rule
 
 GRAPH_DTYPES: Final[dict[str, int]] = {
     "float32": FLOAT,
@@ -55,9 +59,6 @@ def build_bare_model(
         dtype: to which the graph casts maps and value outputs before anything else.
         masked: whether there is a query mask.
         opset: version of the standard operators.
-
-    Raises:
-        ShdError: as ``make_rule``.
     """
     rule = make_rule(options, num_heads, width)
     body = Body("", opset)
@@ -164,9 +165,5 @@ def _assemble(body: Body, function: onnx.FunctionProto, masked: bool) -> onnx.Mo
     graph = onnx.helper.make_graph(body.nodes, function.name, inputs, body.outputs, body.initializers)
     opsets = [onnx.helper.make_opsetid("", body.opset), onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1)]
     return onnx.helper.make_model(
-        graph,
-        functions=[function],
-        opset_imports=opsets,
-        ir_version=_IR_VERSION,
-        producer_name="squeezing-heads",
+        graph, functions=[function], opset_imports=opsets, ir_version=_IR_VERSION, producer_name="squeezing-heads"
     )

@@ -19,10 +19,8 @@ from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_ref.shrink.ffn import merge_linear
 from shd_ref.teacher.graph.ffns import Ffn, find_ffns
-from shd_ref.teacher.graph.flow.weights import product_weight
-from shd_ref.teacher.graph.nodes import constant_of
-from shd_ref.teacher.opening.external import INLINE_BYTES, read_graph
-from shd_ref.teacher.opening.parts import all_tensors
+from shd_ref.teacher.graph.nodes import constant_of, product_weight
+from shd_ref.teacher.opening.model import INLINE_BYTES, all_tensors, read_graph
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.squeeze import check_opset, remove_unused
 
@@ -168,9 +166,6 @@ def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> P
         model: with its weights in memory, or in the files of ``teacher``.
         out: a file in a folder that is there; an earlier graph of this name is replaced, with its weights.
         teacher: the file that the graph came from, which stays.
-
-    Raises:
-        ShdError: ``argument-value`` for the teacher's own place, ``write-failed``.
     """
     target = output_file(out)
     kept = {Path(teacher).resolve(), *_data_files(model)}

@@ -16,7 +16,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rewrite.rule import MergeRule
+from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.squeeze import (
     assemble_graph,
     call_squeeze,
@@ -68,10 +68,6 @@ def replace_attention(
         rules: a merge for each; None leaves the teacher's own maps and only adds outputs.
         output: the output to keep beside those of the sites.
         row_mask_input: as in ``squeeze_graph``; or one for each site.
-
-    Raises:
-        ShdError: ``graph-unsupported`` (an operator set that is too old), ``inputs-invalid`` (the row mask),
-            ``argument-value`` (the output).
     """
     named = {value.name: value for value in model.graph.output}
     if output not in named:

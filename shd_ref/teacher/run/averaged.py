@@ -13,17 +13,15 @@ from numpy.typing import NDArray
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
-from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.weights import take_weights
+from shd_ref.teacher.opening.model import hash_teacher, take_weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.supply import SUPPLIED, Supply
 from shd_ref.teacher.session import open_session
 
 _WHO: Final = "--with-teacher {}"
@@ -32,18 +30,10 @@ _WHO: Final = "--with-teacher {}"
 class LogitsTeacher:
     """A teacher of which nothing but its logits is asked.
 
-    Args:
-        path: the ``.onnx`` file.
-        options: of the pass: ``vocab_size``, and ``logits_output`` where this graph has it too.
-        run: how to run it.
-
     Attributes:
         path: of the file.
         model: as it was loaded.
         columns: classes that it gives, padding included; None until a run told, where the graph does not say.
-
-    Raises:
-        ShdError: as ``load_teacher`` and ``find_targets``, naming the file.
     """
 
     def __init__(self, path: Path, options: PrecomputeOptions, run: RunOptions) -> None:
@@ -61,11 +51,7 @@ class LogitsTeacher:
         self.columns = count_classes(self.model, str(self._targets.logits))
 
     def fit(self, inputs: ModelInputs) -> None:
-        """Refuse inputs that this teacher cannot run on; afterwards it runs on their batches.
-
-        Raises:
-            ShdError: ``inputs-invalid``, ``graph-unsupported``.
-        """
+        """Refuse inputs that this teacher cannot run on; afterwards it runs on their batches."""
         supplied = [spec for name, spec in self._specs.items() if spec.part in SUPPLIED and name not in inputs.names]
         self._supply, self._mask = Supply(supplied), inputs.mask
         missing = sorted(self._specs.keys() - set(inputs.names) - {spec.name for spec in supplied})
@@ -100,15 +86,7 @@ class LogitsTeacher:
                 )
 
     def check_classes(self, size: int, *, exact: bool) -> None:
-        """Refuse another number of classes, as soon as this teacher's are known.
-
-        Args:
-            size: V.
-            exact: whether it is the first teacher's own number, so that there is nothing to cut.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
+        """Refuse another number of classes, as soon as this teacher's are known."""
         if self.columns is None or self.columns == size or (self.columns > size and not exact):
             return
         raise ShdError(
@@ -119,11 +97,7 @@ class LogitsTeacher:
         )
 
     def check_samples(self, inputs: ModelInputs) -> None:
-        """Refuse logits of a sample that depend on the samples that run with it.
-
-        Raises:
-            ShdError: ``graph-unsupported``.
-        """
+        """Refuse logits of a sample that depend on the samples that run with it."""
         name = str(self._graph[1])
 
         def run(names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
@@ -132,11 +106,7 @@ class LogitsTeacher:
         check_samples(self.model, {}, inputs, run, {name: f"{self.who}: logits"})
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Its logits of a batch, float32 ``(B, L, columns)`` or ``(B, columns)``; a fixed batch axis keeps its fill.
-
-        Raises:
-            ShdError: ``inputs-invalid``.
-        """
+        """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""
         session, name = self._graph
         arrays = {
             given: as_dtype(batch.arrays[given], np.dtype(spec.dtype))
@@ -163,11 +133,7 @@ class LogitsTeacher:
         return logits
 
     def describe(self, vocab_size: int) -> AveragedTeacher:
-        """As a manifest names it.
-
-        Args:
-            vocab_size: V.
-        """
+        """As a manifest names it."""
         assert self.columns is not None  # it has run
         tensor = str(self._targets.logits)
         padded = self.columns if self.columns > vocab_size else None
@@ -203,10 +169,6 @@ def average_logits(
 
     Returns:
         ``(B, L, V)`` or ``(B, V)``.
-
-    Raises:
-        ShdError: ``argument-value`` for another number of classes, or padding that has mass; ``graph-unsupported``
-            for other positions.
     """
     columns, count = first.shape[-1], len(batch.indices)
     size = columns if options.vocab_size is None else options.vocab_size
@@ -241,11 +203,7 @@ def count_classes(model: onnx.ModelProto, output: str) -> int | None:
 
 
 def check_teachers(first: Path, options: PrecomputeOptions) -> None:
-    """Refuse further teachers that options rule out, before any is loaded.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """Refuse further teachers that options rule out, before any is loaded."""
     others = options.with_teachers
     if others and options.logits == "none":
         raise ShdError(
@@ -265,11 +223,7 @@ def check_teachers(first: Path, options: PrecomputeOptions) -> None:
 
 
 def _check_padding(
-    who: str,
-    logits: NDArray[np.float32],
-    size: int,
-    counted: NDArray[np.bool_] | None,
-    options: PrecomputeOptions,
+    who: str, logits: NDArray[np.float32], size: int, counted: NDArray[np.bool_] | None, options: PrecomputeOptions
 ) -> None:
     """A teacher's padding must have no mass where its row is finite; other rows are faults of their sample."""
     if logits.shape[-1] == size:

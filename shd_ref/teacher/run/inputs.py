@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.inputs import InputSpec
-from shd_ref.teacher.run.buckets import group_samples
-from shd_ref.teacher.run.spool import Spool
-from shd_ref.teacher.run.supply import SUPPLIED, Supply
+from shd_ref.teacher.graph.inputs import SUPPLIED, InputSpec, Supply
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
+from shd_ref.teacher.sources.source import Spool
+
+WINDOW_BATCHES: Final = 4
+"""Batches over which samples are sorted by length: enough that little is padded, few enough to hold their maps."""
+
+
+def group_samples(
+    indices: Iterable[int],
+    lengths: NDArray[np.int64],
+    batch_size: int,
+    *,
+    batch_tokens: int | None = None,
+    equal: NDArray[np.int64] | None = None,
+) -> Iterator[tuple[int, ...]]:
+    """Batches of samples by descending length, equal lengths by index.
+
+    Longest first, because an inference arena grows to its largest batch and never shrinks.
+
+    Args:
+        indices: the samples.
+        lengths: of all samples, by index.
+        batch_size: samples in a batch, at most.
+        batch_tokens: in place of ``batch_size``: samples times the longest of them, at most; a longer one runs alone.
+        equal: ``(N, k)``: only samples for which these are the same run together, because nothing may be padded.
+    """
+    chosen = np.fromiter(indices, dtype=np.int64)
+    columns = [] if equal is None else [-equal[chosen, column] for column in reversed(range(equal.shape[1]))]
+    ordered = chosen[np.lexsort((chosen, *columns, -lengths[chosen]))]
+    start = 0
+    while start < len(ordered):
+        longest = max(int(lengths[ordered[start]]), 1)
+        size = batch_size if batch_tokens is None else max(1, batch_tokens // longest)
+        batch = ordered[start : start + size]
+        if equal is not None:
+            same = (equal[batch] == equal[batch[0]]).all(axis=1)
+            batch = batch[: len(batch) if same.all() else int(same.argmin())]
+        yield tuple(batch.tolist())
+        start += len(batch)
+
+
+def share_shards(num_shards: int, part: int, parts: int) -> range:
+    """One of equal parts of a job's shards: neighbours, as they share batches and folders."""
+    if not 0 <= part < parts:
+        raise ShdError("argument-value", f"shards must be i/n with 0 <= i < n; got {part}/{parts}: count from 0")
+    return range(part * num_shards // parts, (part + 1) * num_shards // parts)
+
+
+def group_shards(
+    shards: Sequence[int], samples_per_shard: int, samples_per_batch: int, max_shards: int
+) -> Iterator[Sequence[int]]:
+    """Runs of shards whose samples are batched together, so that small shards do not mean padded batches.
+
+    They depend on the list of shards alone, not on what is written already, so a resumed job repeats its batches.
+    """
+    size = max(1, min(math.ceil(WINDOW_BATCHES * samples_per_batch / samples_per_shard), max_shards))
+    for start in range(0, len(shards), size):
+        yield shards[start : start + size]
+
 
 Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
@@ -349,8 +405,7 @@ class ModelInputs:
         wrong = mask[(mask != 0) & (mask != 1)]
         if wrong.size:
             raise self._source.refuse(
-                f"{name} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another",
-                index,
+                f"{name} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another", index
             )
 
     def _seed_of(self, row: Row, index: int) -> int:
@@ -405,16 +460,7 @@ def as_dtype(array: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
 
 
 def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-    """Some outputs of a session on a batch of samples, by name; a fixed batch axis keeps its fill.
-
-    Args:
-        session: from ``open_session``.
-        names: of the outputs.
-        batch: arrays that the graph may not all take.
-
-    Raises:
-        ShdError: ``inputs-invalid``, naming the samples.
-    """
+    """Some outputs of a session on a batch of samples, by name; a fixed batch axis keeps its fill."""
     fed = {value.name for value in session.get_inputs()}
     try:
         values = session.run(list(names), {name: array for name, array in batch.arrays.items() if name in fed})

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
-from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.find import AttentionSite, select_sites
 from shd_ref.teacher.graph.kinds import SiteKinds
-from shd_ref.teacher.graph.selection import select_sites
 
 if TYPE_CHECKING:
     from shd_ref.teacher.run.options import PrecomputeOptions
@@ -21,16 +20,7 @@ Chosen = tuple[tuple[int, AttentionSite], ...]
 def choose_layers(
     sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
 ) -> tuple[Chosen, int | None, tuple[KindLayers, ...]]:
-    """The sites by student layer, how many layers the student was meant to have, and how many of each kind.
-
-    Args:
-        sites: all of the graph.
-        kinds: what they are to each other.
-        options: the job's.
-
-    Raises:
-        ShdError: ``graph-unsupported``, ``layers-invalid``, ``argument-value``.
-    """
+    """The sites by student layer, how many layers the student was meant to have, and how many of each kind."""
     if not options.has_attention:
         return (), None, ()
     if not sites:

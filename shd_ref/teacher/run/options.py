@@ -200,8 +200,7 @@ class PrecomputeOptions:
         ),
     ] = "sqrt8-row"
     compression: Annotated[
-        str,
-        Shown("zstd: smaller, for slow storage; needs the extra 'zstd'.", STORING, COMPRESSIONS),
+        str, Shown("zstd: smaller, for slow storage; needs the extra 'zstd'.", STORING, COMPRESSIONS)
     ] = "none"
     on_error: Annotated[
         str,
@@ -364,11 +363,7 @@ class RunOptions:
 
 
 def check_options(options: PrecomputeOptions) -> None:
-    """Refuse what no teacher can be asked for.
-
-    Raises:
-        ShdError: ``argument-value``; ``dependency-missing`` where the compression needs a package.
-    """
+    """Refuse what no teacher can be asked for."""
     check_option("strategy", options.strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", options.alpha_per, ALPHA_PER, "ALPHA-9")
@@ -382,11 +377,7 @@ def check_options(options: PrecomputeOptions) -> None:
 
 
 def check_run(run: RunOptions) -> None:
-    """Refuse what no run can be done with, before a teacher is loaded or a sample read.
-
-    Raises:
-        ShdError: ``argument-value``, ``provider-unavailable``, ``dependency-missing``.
-    """
+    """Refuse what no run can be done with, before a teacher is loaded or a sample read."""
     for name in ("batch_size", "batch_tokens", "samples_per_shard"):
         number = getattr(run, name)
         if number is not None and not 1 <= number <= MAX_INTEGER:

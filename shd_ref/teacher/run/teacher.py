@@ -6,7 +6,6 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,28 +18,24 @@ from numpy.typing import NDArray
 from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
-from shd_ref.teacher.graph.embeddings import count_rows
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
-from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.graph.inputs import count_rows, input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
-from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.weights import take_weights
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph
-from shd_ref.teacher.rewrite.union import unite_graphs
+from shd_ref.teacher.opening.model import hash_teacher, take_weights
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph, unite_graphs
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
-from shd_ref.teacher.run.calibration import calibrate_plans
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import Chosen, choose_layers
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
-from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.threads import Sharing, run_beside, share_threads
+from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
+from shd_ref.teacher.run.threads import run_beside, share_threads
 from shd_ref.teacher.session import PROVIDERS, open_session
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -104,13 +99,14 @@ class TeacherRun:
         check_teachers(teacher, options)
         self._provider = PROVIDERS.get(run.provider, run.provider)
         on_cpu = self._provider == PROVIDERS["cpu"]
-        sharing = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else Sharing(0, run.num_threads)
-        self.callers, self._session_threads = sharing
+        self.callers, self._session_threads = (
+            share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
+        )
         # Two batches may not fit a device on which one just does.
         self._turn: AbstractContextManager[object] = nullcontext() if on_cpu else threading.Lock()
         self.model = load_teacher(teacher)
-        # Beside the walk over the graph. Errors need not wait for it: it takes seconds for each gigabyte.
-        self._sha256 = run_beside(functools.partial(hash_teacher, teacher), daemon=True) if ahead else None
+        # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
+        self._sha256 = run_beside(functools.partial(hash_teacher, teacher), self.callers, daemon=True)
         sites, specs = find_sites(self.model), input_specs(self.model)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
@@ -145,20 +141,13 @@ class TeacherRun:
             for number, (each, plans) in enumerate(zip(students, given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
-        self._opening: Future[_Session] | None = None
+        self._opening: Callable[[], _Session] | None = None
         self._part: tuple[Chosen, _Session] | None = None  # the last session of some layers
         self.logit_columns: int | None = None
         self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
 
     def storing(self, **changes: str) -> TeacherRun:
-        """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way.
-
-        Args:
-            **changes: the fields of ``PrecomputeOptions`` that say how: ``form``, and the codecs.
-
-        Raises:
-            ShdError: ``argument-value``, ``graph-unsupported`` for a form or a codec that cannot hold what it gives.
-        """
+        """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way."""
         other = copy.copy(self)
         other.students = tuple(
             replace(each, options=replace(each.options, **changes))  # type: ignore[arg-type]
@@ -175,12 +164,7 @@ class TeacherRun:
         self._open(checked and bool(self.layers))
 
     def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
-        """Run a batch once, for all students; several threads may, after ``open``.
-
-        Args:
-            batch: of the inputs.
-            checked: also give the teacher's maps and values and the merged maps before coding.
-        """
+        """Run a batch once, for all students; several threads may, after ``open``."""
         return self._squeeze(self._open(checked and bool(self.layers)), batch)
 
     def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
@@ -253,11 +237,7 @@ class TeacherRun:
         return positions or max(batch.lengths[number], 1)  # an image has no positions
 
     def check_samples(self) -> None:
-        """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it.
-
-        Raises:
-            ShdError: ``graph-unsupported``.
-        """
+        """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
         if all(site.note is None for _, site in self.layers):
             opened = self._open(bool(self.layers))
             sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
@@ -301,10 +281,6 @@ class TeacherRun:
     def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
         """The same in batches that are small enough for check outputs: those of large teachers are many times larger
         than what is stored.
-
-        Args:
-            indices: the samples.
-            most: how many a batch may hold; a graph with a fixed batch takes no heed of it.
         """
         for chosen in self.groups(indices):
             size = self.count_checked(chosen)
@@ -406,14 +382,7 @@ class TeacherRun:
         return None if name is None else batch.arrays[name].astype(np.bool_)
 
     def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
-        """Rows and keys of a sample's maps that a record keeps.
-
-        Args:
-            batch: the samples.
-            number: of the sample in the batch.
-            site: whose maps they are.
-            held: rows and keys in the batch, padding included.
-        """
+        """Rows and keys of a sample's maps that a record keeps."""
         first = None if self.inputs.mask is None else batch.lengths[number]
         second = None if self.inputs.decoder_mask is None else batch.decoder_lengths[number]
         rows = second if self.site_kinds.has_decoder_rows(site) else first
@@ -432,15 +401,14 @@ class TeacherRun:
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
         dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
-        sha256 = hash_teacher(self.path) if self._sha256 is None else self._sha256.result()
-        return Teacher(sha256=sha256, name=self.path.name, provider=self._provider, dtype=dtype)
+        return Teacher(sha256=self._sha256(), name=self.path.name, provider=self._provider, dtype=dtype)
 
     def begin(self) -> None:
         """Start what a whole run will need, beside what comes next: the plain session."""
         # No daemon: the interpreter must not end while a session is being opened.
         if self._provider == PROVIDERS["cpu"]:
             # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
-            self._opening = run_beside(functools.partial(self._make_session, False))
+            self._opening = run_beside(functools.partial(self._make_session, False), self.callers)
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data, and without layers."""
@@ -517,7 +485,7 @@ class TeacherRun:
         """The session of all students with or without check outputs, made when it is first needed."""
         if checked not in self._sessions:
             begun = None if checked else self._opening
-            self._sessions[checked] = self._make_session(checked) if begun is None else begun.result()
+            self._sessions[checked] = self._make_session(checked) if begun is None else begun()
         return self._sessions[checked]
 
     def _make_session(self, checked: bool, layers: Chosen | None = None, has_targets: bool = True) -> _Session:

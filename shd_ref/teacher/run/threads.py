@@ -1,14 +1,18 @@
-"""Threads: how many a session and NumPy's matrix products take, and those on which work runs beside other work."""
+"""The threads of a run: how many there are, and the two ways onto them, ``run_ahead`` and ``run_beside``.
+
+A run of one thread has no others: both then do their work on the thread that calls them, where a debugger follows.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,49 +35,21 @@ def threads_for(multiplications: int) -> AbstractContextManager[object]:
     return limits
 
 
-def run_beside(work: Callable[[], T], *, daemon: bool = False) -> Future[T]:
-    """Run a function on a new thread; ``result()`` waits for it, and returns its value or raises its error.
+def share_threads(num_threads: int | None, *, on_cpu: bool) -> tuple[int, int | None]:
+    """How many batches a run has under way at once, and how many threads its session takes.
+
+    Two batches, so that no core waits for a barrier, nor a device for records that are made; none beside the caller's
+    own (0) where there is one thread. The session's threads are None where onnxruntime chooses.
 
     Args:
-        work: the function.
-        daemon: do not wait for it when the process ends.
-    """
-    found = Future[T]()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:  # raised by result()
-            found.set_exception(error)
-
-    threading.Thread(target=run, daemon=daemon).start()
-    return found
-
-
-class Sharing(NamedTuple):
-    """How a run that makes records of one batch while another one runs shares its threads.
-
-    Attributes:
-        callers: batches that run at once; 0: each is waited for.
-        session_threads: of a session, its caller's among them; None for onnxruntime's own choice.
-    """
-
-    callers: int
-    session_threads: int | None
-
-
-def share_threads(num_threads: int | None, *, on_cpu: bool) -> Sharing:
-    """Two batches at once, so that no core waits for a barrier, nor a device for records that are made.
-
-    Args:
-        num_threads: of the whole run; None for one a core.
+        num_threads: of the whole run; None for one per core.
         on_cpu: whether the session runs on the CPU.
     """
-    if not on_cpu:
-        return Sharing(2, num_threads)
-    threads = count_cores() if num_threads is None else num_threads
+    threads = count_cores() if num_threads is None and on_cpu else num_threads
+    if threads == 1:
+        return 0, 1
     # The second caller runs beside the session's threads, which include the first.
-    return Sharing(2, threads - 1) if threads > 1 else Sharing(0, 1)
+    return 2, threads - 1 if on_cpu and threads is not None else threads
 
 
 def count_cores() -> int:
@@ -82,6 +58,28 @@ def count_cores() -> int:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or usable, usable)
+
+
+def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> Callable[[], T]:
+    """Begin a piece of work; calling what is returned waits for it, and gives its value or raises its error.
+
+    Args:
+        work: the function.
+        callers: of ``share_threads``; 0 for work that is done when its result is asked for.
+        daemon: do not wait for it when the process ends.
+    """
+    if not callers:
+        return functools.cache(work)
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=daemon).start()
+    return future.result
 
 
 def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Generator[tuple[T, R], None, None]:
@@ -102,8 +100,8 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
     under_way: deque[tuple[T, Future[R]]] = deque()
 
     def take() -> tuple[T, R]:  # nothing here keeps what it returns
-        item, found = under_way.popleft()
-        return item, found.result()
+        item, future = under_way.popleft()
+        return item, future.result()
 
     left, failure = iter(items), None
     with ThreadPoolExecutor(callers, thread_name_prefix="shd-batch") as pool:
@@ -124,5 +122,5 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
             if failure is not None:
                 raise failure
         finally:  # an error, or the consumer stopped early
-            for _, found in under_way:
-                found.cancel()
+            for _, future in under_way:
+                future.cancel()

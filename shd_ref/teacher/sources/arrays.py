@@ -1,28 +1,28 @@
-"""Rows of arrays: in memory, or mapped from a file."""
+"""Rows of arrays: in memory, of safetensors files, and of archives of numpy.savez.
+
+Files are mapped where their arrays are stored as they are, and streamed where they are compressed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+import math
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.sources.source import IndexedSource, Row
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.source import IndexedSource, Row, Source, import_package
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class ArraySource(IndexedSource):
-    """Arrays by column, one row a sample.
-
-    Args:
-        arrays: all with the same first axis of at least one sample.
-        name: for messages.
-
-    Raises:
-        ShdError: ``inputs-invalid``.
-    """
+    """Arrays by column, one row a sample."""
 
     ragged = False
 
@@ -46,3 +46,151 @@ def common_length(source: IndexedSource, shapes: Mapping[str, Sequence[int]]) ->
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise source.refuse(f"arrays must share one first axis of at least 1 sample; got {counts}")
     return next(iter(counts.values()))
+
+
+_TYPES: Final = frozenset(["F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"])
+
+
+class SafetensorsSource(IndexedSource):
+    """The tensors of a safetensors file, all with the same first axis."""
+
+    ragged = False
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        library = import_package("safetensors")
+        self._errors = OSError, library.SafetensorError
+        try:
+            self._file = library.safe_open(path, framework="numpy")
+            self.columns = tuple(self._file.keys())
+            self._slices = {column: self._file.get_slice(column) for column in self.columns}
+            shapes = {column: piece.get_shape() for column, piece in self._slices.items()}
+        except self._errors as error:
+            raise ShdError(
+                "inputs-invalid", f"inputs {path} must be a readable .safetensors file: {error}"
+            ) from error
+        self._count = common_length(self, shapes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def row(self, index: int, columns: Sequence[str]) -> Row:
+        """One row of every tensor."""
+        for column in columns:
+            kind = self._slices[column].get_dtype()
+            if kind not in _TYPES:
+                raise self.refuse(
+                    f"tensors must have a type that NumPy has; got {column} in {kind}: save it as float32", index
+                )
+        try:
+            return {column: np.asarray(self._slices[column][index]) for column in columns}
+        except self._errors as error:  # a file that was cut in the meantime
+            raise self.refuse(f"tensors must be readable: {error}", index) from error
+
+
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, ..., length of the name, of the extra field
+_SUFFIX: Final = ".npy"
+
+
+class _Member(NamedTuple):
+    info: zipfile.ZipInfo
+    shape: tuple[int, ...]
+    fortran_order: bool
+    dtype: np.dtype[Any]
+    offset: int  # of the values, after the member's own header
+
+
+def open_npz(path: Path) -> Source:
+    """The rows of an npz file; pickled objects are refused."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {
+                info.filename.removesuffix(_SUFFIX): _read_member(archive, info) for info in archive.infolist()
+            }
+            if len(members) < len(archive.infolist()):
+                raise ValueError("two of its arrays have one name")
+    except Exception as error:  # zipfile, zlib and numpy's parser of headers raise what they meet
+        raise ShdError(
+            "inputs-invalid", f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}"
+        ) from error
+    if any(member.info.compress_type != zipfile.ZIP_STORED for member in members.values()):
+        return _CompressedNpz(path, members)
+    return ArraySource({name: _map_member(path, member) for name, member in members.items()}, str(path))
+
+
+class _CompressedNpz(Source):
+    """An archive of numpy.savez_compressed, decompressed row by row."""
+
+    ragged = False
+
+    def __init__(self, path: Path, members: dict[str, _Member]) -> None:
+        self.name = str(path)
+        self.columns = tuple(members)
+        self._path = path
+        self._members = members
+        counts = {name: member.shape[0] if member.shape else 0 for name, member in members.items()}
+        if len(set(counts.values())) != 1 or 0 in counts.values():
+            raise self.refuse(f"arrays must share one first axis of at least 1 sample; got {counts}")
+        for name, member in members.items():
+            if member.fortran_order and len(member.shape) > 1:
+                raise self.refuse(f"{name} must be in C order where it is compressed: save it with numpy.savez")
+
+    def __len__(self) -> int:
+        return next(iter(self._members.values())).shape[0]
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """All rows in order, with these columns."""
+        with zipfile.ZipFile(self._path) as archive:
+            streams = {name: archive.open(self._members[name].info) for name in columns}
+            for name, stream in streams.items():
+                stream.read(self._members[name].offset)
+            for index in range(len(self)):
+                yield {name: self._next_row(stream, self._members[name], index) for name, stream in streams.items()}
+
+    def _next_row(self, stream: IO[bytes], member: _Member, index: int) -> NDArray[Any]:
+        shape = member.shape[1:]
+        try:
+            data = stream.read(math.prod(shape) * member.dtype.itemsize)
+            return np.frombuffer(data, dtype=member.dtype).reshape(shape)
+        except Exception as error:  # a damaged stream; zlib.error is no OSError
+            raise self.refuse(f"{member.info.filename} must be what its header says: {error}", index) from error
+
+
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+    with archive.open(info) as stream:
+        shape, fortran_order, dtype = _read_header(stream, info.filename)
+        header_size = stream.tell()
+    count = math.prod(shape) * dtype.itemsize
+    # Checked before anything is allocated by it; a member's size is the archive's own word.
+    if not all(type(size) is int and size >= 0 for size in shape) or header_size + count != info.file_size:
+        raise ValueError(
+            f"{info.filename} must hold the numbers of its shape {str(shape)[:80]}, {count} bytes; "
+            f"got {info.file_size - header_size}"
+        )
+    return _Member(info, shape, fortran_order, dtype, header_size)
+
+
+def _read_header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"{name} has npy format {version}")
+    shape, fortran_order, dtype = readers[version](stream)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects")
+    return shape, fortran_order, dtype
+
+
+def _map_member(path: Path, member: _Member) -> NDArray[Any]:
+    with path.open("rb") as file:
+        file.seek(member.info.header_offset)
+        _, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    start = member.info.header_offset + _LOCAL_HEADER.size + name_length + extra_length + member.offset
+    if 0 in member.shape or not member.shape:
+        return np.empty(member.shape, member.dtype)
+    order: Literal["F", "C"] = "F" if member.fortran_order else "C"
+    try:
+        mapped: NDArray[Any] = np.memmap(path, member.dtype, "r", start, member.shape, order)
+    except (OSError, ValueError) as error:
+        raise ShdError("inputs-invalid", f"inputs {path}: {member.info.filename} ends too early: {error}") from error
+    return mapped

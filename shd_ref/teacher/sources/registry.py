@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.arrow import open_arrow, open_folder, open_parquet
-from shd_ref.teacher.sources.jsonl import JsonLinesSource
-from shd_ref.teacher.sources.npz import open_npz
-from shd_ref.teacher.sources.safetensors import SafetensorsSource
+from shd_ref.teacher.sources.arrays import SafetensorsSource, open_npz
 from shd_ref.teacher.sources.source import Source
+from shd_ref.teacher.sources.tables import JsonLinesSource, open_arrow, open_folder, open_parquet
 from shd_ref.teacher.sources.text import TokenizedSource
 
 KINDS: Final[dict[str, Callable[[Path], Source]]] = {

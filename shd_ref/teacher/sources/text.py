@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.packages import import_package
-from shd_ref.teacher.sources.source import Row, Source
+from shd_ref.teacher.sources.source import Row, Source, import_package
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
 """What a tokenizer adds to a row."""
@@ -49,9 +48,6 @@ class TokenizedSource(Source):
     Attributes:
         max_length: tokens that are kept of a text; None for all.
         truncated: texts that were cut in the last pass over the rows.
-
-    Raises:
-        ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
     """
 
     def __init__(
@@ -142,11 +138,7 @@ class _Tokenizer:
         weakref.finalize(self, _end, self._process)
 
     def ask(self, seconds: float, **request: Any) -> tuple[dict[str, Any], list[NDArray[np.int64]]]:
-        """The answer to a request, and for each of its texts the ids, mask and types, an array (3, tokens).
-
-        Raises:
-            ValueError: what is wrong with the tokenizer, or with a text.
-        """
+        """The answer to a request, and for each of its texts the ids, mask and types, an array (3, tokens)."""
         process = self._process
         assert process.stdin is not None  # both are pipes
         assert process.stdout is not None

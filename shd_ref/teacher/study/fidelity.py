@@ -20,21 +20,19 @@ from shd_ref.merging.alpha import ALPHA_PER, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.graph.embeddings import count_rows
-from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
+from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of, select_sites
+from shd_ref.teacher.graph.inputs import count_rows
 from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.graph.selection import select_sites
 from shd_ref.teacher.graph.shapes import frozen_specs
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.weights import take_weights
+from shd_ref.teacher.opening.model import take_weights
 from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.rewrite.function import MergeRule, SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
-from shd_ref.teacher.rewrite.rule import MergeRule, SqueezeOptions, make_rule
-from shd_ref.teacher.run.calibration import calibrate_plans
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.options import MATCHED, PLANS, RunOptions, check_run
-from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Source
 from shd_ref.teacher.study.intervals import Scores

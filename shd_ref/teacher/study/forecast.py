@@ -22,10 +22,9 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.forms.targets import Forms, describe_hidden, describe_logits
 from shd_ref.teacher.precompute.manifest import describe_attention
 from shd_ref.teacher.precompute.records import extent_of, make_records, measure_errors
-from shd_ref.teacher.run.faults import find_faults
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs, TargetOutputs
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs, TargetOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source

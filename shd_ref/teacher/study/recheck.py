@@ -10,8 +10,8 @@ import numpy as np
 
 from shd_ref.cache import NO_ATTENTION, AveragedTeacher, CacheReader, Factors, Manifest, Maps, Teacher
 from shd_ref.errors import ShdError
-from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.model import hash_teacher
 from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.precompute.forms.targets import check_targets
 from shd_ref.teacher.precompute.records import maker_of

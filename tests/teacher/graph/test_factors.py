@@ -22,7 +22,7 @@ from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.rewrite.factors import add_factors
+from shd_ref.teacher.rewrite.sites import add_factors
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, site_tensors
 from shd_ref.teacher.session import open_session
 from shd_ref.tolerances import load_tolerances
@@ -156,10 +156,7 @@ SCALED = {
         ),
         1.0,
     ),
-    "by a number per head": (
-        lambda b, z: b.op("Mul", z, b.const(np.float32([2.0, 0.5]).reshape(1, 2, 1, 1))),
-        1.0,
-    ),
+    "by a number per head": (lambda b, z: b.op("Mul", z, b.const(np.float32([2.0, 0.5]).reshape(1, 2, 1, 1))), 1.0),
     "made safe by hand": (
         lambda b, z: b.op("Sub", z, b.op("ReduceMax", z, b.const(np.array([-1])), keepdims=1)),
         1.0,

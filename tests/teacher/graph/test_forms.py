@@ -25,8 +25,8 @@ from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import Comparison, compare_with_reference
+from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.replace import replace_attention
-from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
 
@@ -77,9 +77,7 @@ def written_out(build: GraphBuilder, logits: str) -> str:
 LOGITS: dict[str, Change] = {
     "Where": lambda b, z: b.op("Where", b.op("Cast", causal(b), to=TensorProto.BOOL), z, number(b, -np.inf)),
     "Mul and Sub": lambda b, z: b.op(
-        "Sub",
-        b.op("Mul", z, causal(b)),
-        b.op("Mul", number(b, 1e4), b.op("Sub", number(b, 1), causal(b))),
+        "Sub", b.op("Mul", z, causal(b)), b.op("Mul", number(b, 1e4), b.op("Sub", number(b, 1), causal(b)))
     ),
     "Add": lambda b, z: b.op("Add", z, b.const(np.triu(np.full((4, 4), -1e9, np.float32), 1))),
     "Max": lambda b, z: b.op("Max", b.op("Add", z, number(b, -1.0)), number(b, -3e38)),

@@ -15,7 +15,7 @@ from shd_ref.teacher.graph.flow.walk import walk_graph
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes
 from shd_ref.teacher.graph.measure import describe_contradiction, measure_site
 from shd_ref.teacher.graph.shapes import Probe, probe_feeds, probe_shapes
-from shd_ref.teacher.opening.external import read_graph
+from shd_ref.teacher.opening.model import read_graph
 
 SIZES = InputSizes(batch=4, length=5)
 PAST = InputSpec("past_key_values.0.key", "float32", ("batch_size", 2, "past_sequence_length", 8))
@@ -37,11 +37,7 @@ IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
 def test_an_empty_past_leaves_the_mask_as_long_as_the_tokens(axis: str | None) -> None:
     mask = InputSpec("attention_mask", "int64", ("batch_size", axis))
     shapes = SIZES.shapes((PAST, mask, IDS))
-    assert shapes == {
-        "input_ids": (4, 5),
-        "attention_mask": (4, 5),
-        "past_key_values.0.key": (4, 2, 0, 8),
-    }
+    assert shapes == {"input_ids": (4, 5), "attention_mask": (4, 5), "past_key_values.0.key": (4, 2, 0, 8)}
 
 
 @pytest.mark.parametrize("shape", [("batch", 2, None, 8), (None, 2, None, 8), ("b", 2, "past_len", 8), (4, 2, 0, 8)])

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
+from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.replace import replace_attention
-from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session, run_session
 

@@ -11,8 +11,8 @@ from support.attention_graphs import GraphBuilder, attention_operator, encoder_l
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.external import data_folder, hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.model import data_folder, hash_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session, run_session

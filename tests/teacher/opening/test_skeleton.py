@@ -7,7 +7,7 @@ import onnx
 from onnx import numpy_helper
 from support.attention_graphs import bare_attention
 
-from shd_ref.teacher.opening.skeleton import copy_skeleton, restore_weights
+from shd_ref.teacher.opening.model import copy_skeleton, restore_weights
 
 
 def make_model() -> onnx.ModelProto:

@@ -17,7 +17,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.shapes import Probe
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.weights import Weights, put_back, take_weights
+from shd_ref.teacher.opening.model import Weights, put_back, take_weights
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_ref.teacher.session import open_session

@@ -25,10 +25,9 @@ from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.run import teacher as run_module
-from shd_ref.teacher.run.calibration import calibrate_plans, match_factored
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans, match_factored
 from shd_ref.teacher.study.recheck import recheck_records
 
 HEADS, SAMPLES, LENGTH = 6, 8, 5

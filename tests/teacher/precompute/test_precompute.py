@@ -21,8 +21,8 @@ from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.opening.external import hash_teacher
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.model import hash_teacher
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session

@@ -28,8 +28,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute import engine
 from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.precompute.records import make_records
-from shd_ref.teacher.run.buckets import group_samples, group_shards
-from shd_ref.teacher.run.inputs import Batch, run_batch
+from shd_ref.teacher.run.inputs import Batch, group_samples, group_shards, run_batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from shd_ref.cache import CacheReader, list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.buckets import share_shards
+from shd_ref.teacher.run.inputs import share_shards
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 NUM_SAMPLES = 41

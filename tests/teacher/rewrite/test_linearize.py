@@ -22,7 +22,7 @@ from shd_ref.commands.app import app  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher.body import Body  # noqa: E402
 from shd_ref.teacher.graph.find import find_sites  # noqa: E402
-from shd_ref.teacher.opening import external  # noqa: E402
+from shd_ref.teacher.opening import model as opening  # noqa: E402
 from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
 from shd_ref.teacher.rewrite import linearize  # noqa: E402
 from shd_ref.teacher.rewrite.linearize import linearize_graph, save_graph  # noqa: E402
@@ -168,7 +168,7 @@ def test_what_a_product_adds_must_be_a_bias(added: str, tmp_path: Path) -> None:
 
 def test_a_graph_that_became_small_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that was just too large to be read as a whole: the new graph must not lean on its files."""
-    monkeypatch.setattr(external, "_SMALL", 0)
+    monkeypatch.setattr(opening, "_SMALL_BYTES", 0)
     onnx.save(make_graph(gelu), tmp_path / "teacher.onnx", save_as_external_data=True, size_threshold=0)
     made = linearize_graph(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0), [0])
     (tmp_path / "other").mkdir()
@@ -181,7 +181,7 @@ def test_a_graph_that_became_small_holds_its_weights(tmp_path: Path, monkeypatch
 
 def test_weights_stay_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a graph above 2 GB: nothing large is in either graph, and other weights are copied as they are."""
-    monkeypatch.setattr(external, "_SMALL", 0)
+    monkeypatch.setattr(opening, "_SMALL_BYTES", 0)
     monkeypatch.setattr(linearize, "INLINE_BYTES", 0)
     teacher = make_graph(gelu)
     onnx.save(teacher, tmp_path / "teacher.onnx", save_as_external_data=True, location="weights", size_threshold=0)
@@ -238,7 +238,7 @@ def test_a_killed_writer_leaves_a_whole_graph(tmp_path: Path, monkeypatch: pytes
 
 def test_data_that_only_looks_like_a_graphs_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of an earlier graph at this place that are the teacher's, or of another name."""
-    monkeypatch.setattr(external, "_SMALL", 0)
+    monkeypatch.setattr(opening, "_SMALL_BYTES", 0)
     kept = {"location": "out.onnx.data", "save_as_external_data": True, "size_threshold": 0}
     onnx.save(make_graph(gelu), tmp_path / "teacher.onnx", **kept)
     (tmp_path / "out.onnx").write_bytes((tmp_path / "teacher.onnx").read_bytes())

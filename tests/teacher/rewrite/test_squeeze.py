@@ -224,10 +224,7 @@ def test_other_codecs_output_the_maps(codec: str) -> None:
     ids=str,
 )
 def test_every_form_of_teacher(form: dict[str, Any]) -> None:
-    feeds = {
-        "x": np.random.default_rng(0).normal(size=(BATCH, ROWS, 12)).astype(np.float32),
-        "mask": MASK,
-    }
+    feeds = {"x": np.random.default_rng(0).normal(size=(BATCH, ROWS, 12)).astype(np.float32), "mask": MASK}
     graph = squeeze(encoder_layer(**form), 2, row_mask_input="mask")
     outputs = run(graph, feeds)
     (layer,) = graph.layers

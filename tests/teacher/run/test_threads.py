@@ -27,14 +27,14 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.precompute import compare
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run import calibration, teacher, threads
+from shd_ref.teacher.run import reading, teacher, threads
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.run.spool import Spool
-from shd_ref.teacher.run.threads import SMALL_PRODUCT, Sharing, count_cores, run_ahead, share_threads, threads_for
+from shd_ref.teacher.run.threads import SMALL_PRODUCT, count_cores, run_ahead, share_threads, threads_for
 from shd_ref.teacher.session import open_session, run_session
 from shd_ref.teacher.sources import Source
+from shd_ref.teacher.sources.source import Spool
 
 
 def make_arrays(layers: int = 1) -> dict[str, Any]:
@@ -67,18 +67,18 @@ def test_small_products_take_one_thread() -> None:
 
 def test_plans_are_matched_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    plain = calibration.match_factored
+    plain = reading.match_factored
 
     def watched(*arguments: Any, **options: Any) -> Any:
         seen.extend(blas_threads())
         return plain(*arguments, **options)
 
-    monkeypatch.setattr(calibration, "match_factored", watched)
+    monkeypatch.setattr(reading, "match_factored", watched)
     model = bare_attention(4)
     arrays = make_arrays()
     inputs = ModelInputs(arrays, input_specs(model), None)
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        plans = calibration.calibrate_plans(AttentionReader(model, find_sites(model)), inputs, 2, num_samples=2)
+        plans = reading.calibrate_plans(AttentionReader(model, find_sites(model)), inputs, 2, num_samples=2)
     assert len(plans) == 1
     assert set(seen) == {1}
 
@@ -133,17 +133,22 @@ def test_only_sessions_on_the_processor_are_opened_beside(
 @pytest.mark.parametrize(
     ("num_threads", "on_cpu", "cores", "sharing"),
     [
-        (1, True, 4, Sharing(0, 1)),
-        (2, True, 4, Sharing(2, 1)),
-        (8, True, 4, Sharing(2, 7)),
-        (None, True, 4, Sharing(2, 3)),
-        (None, True, 1, Sharing(0, 1)),
-        (None, False, 4, Sharing(2, None)),
-        (1, False, 4, Sharing(2, 1)),
+        (1, True, 4, (0, 1)),
+        (2, True, 4, (2, 1)),
+        (8, True, 4, (2, 7)),
+        (None, True, 4, (2, 3)),
+        (None, True, 1, (0, 1)),
+        (None, False, 4, (2, None)),
+        (2, False, 4, (2, 2)),
+        (1, False, 4, (0, 1)),
     ],
 )
 def test_a_run_takes_the_threads_it_is_given(
-    num_threads: int | None, on_cpu: bool, cores: int, sharing: Sharing, monkeypatch: pytest.MonkeyPatch
+    num_threads: int | None,
+    on_cpu: bool,
+    cores: int,
+    sharing: tuple[int, int | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threads, "count_cores", lambda: cores)
     assert share_threads(num_threads, on_cpu=on_cpu) == sharing

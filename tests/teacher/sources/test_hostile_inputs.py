@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 from shd_ref.cache.storage import strict_json
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.embeddings import count_rows
-from shd_ref.teacher.graph.inputs import InputSpec, input_specs
+from shd_ref.teacher.graph.inputs import InputSpec, count_rows, input_specs
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.sources import open_source, text

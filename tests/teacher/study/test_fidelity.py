@@ -18,8 +18,8 @@ from shd_ref import ShdError, plan_groups, squeeze_heads
 from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.replace import replace_attention
-from shd_ref.teacher.rewrite.rule import SqueezeOptions, make_rule
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
 from shd_ref.teacher.run.options import PLANS, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader

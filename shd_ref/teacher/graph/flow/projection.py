@@ -14,8 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.graph.flow.weights import Weight, product_weight
-from shd_ref.teacher.graph.nodes import constant_of, float_attribute, is_constant
+from shd_ref.teacher.graph.nodes import Weight, constant_of, float_attribute, is_constant, product_weight
 from shd_ref.teacher.opening.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS
 from shd_ref.teacher.packages import ir
 
@@ -82,11 +81,7 @@ _Reading: TypeAlias = _Linear | _Other
 
 
 def follow_to_projection(context: ir.Value) -> Projection:
-    """Read forward from the heads' outputs to the first tensor in which all that is made of them has met.
-
-    Args:
-        context: the heads' outputs, ``map @ V``.
-    """
+    """Read forward from the heads' outputs to the first tensor in which all that is made of them has met."""
     return _Sweep(context).run()
 
 

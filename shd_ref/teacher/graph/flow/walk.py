@@ -13,8 +13,6 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.flow.projection import NO_PROJECTION, Projection, follow_to_projection
-from shd_ref.teacher.graph.flow.quotients import Quotient, read_log_softmax, read_quotient
-from shd_ref.teacher.graph.flow.remade import find_remade
 from shd_ref.teacher.graph.flow.tracing import (
     before_rounding,
     is_cross,
@@ -24,13 +22,14 @@ from shd_ref.teacher.graph.flow.tracing import (
     operands,
     trace_back,
 )
-from shd_ref.teacher.graph.flow.weights import product_weight
+from shd_ref.teacher.graph.flow.variants import Quotient, find_remade, read_log_softmax, read_quotient
 from shd_ref.teacher.graph.nodes import (
     data_inputs,
     float_attribute,
     int_attribute,
     is_constant,
     name_of,
+    product_weight,
 )
 from shd_ref.teacher.opening.operators import (
     CONTRIB_DOMAIN,

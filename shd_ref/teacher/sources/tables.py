@@ -1,8 +1,9 @@
-"""Arrow columns: data sets saved by Hugging Face ``datasets``, Arrow files, and Parquet."""
+"""Rows of tables: JSON lines, data sets saved by Hugging Face ``datasets``, Arrow files, and Parquet."""
 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,10 +12,70 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.strict_json import read_json
+from shd_ref.cache.storage.strict_json import MAX_JSON_BYTES, parse_json, read_json
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.packages import import_package
-from shd_ref.teacher.sources.source import IndexedSource, Row, Source
+from shd_ref.teacher.sources.source import IndexedSource, Row, Source, import_package
+
+
+class JsonLinesSource(Source):
+    """A file of JSON lines; blank lines are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        try:
+            first = next(self._objects(), None)
+        except OSError as error:
+            raise ShdError("inputs-invalid", f"inputs {path} must be a readable file: {error}") from error
+        if first is None:
+            raise self.refuse("must hold at least 1 sample")
+        self.columns = tuple(first)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @functools.cached_property
+    def _count(self) -> int:
+        with self._path.open("rb") as file:
+            lines = iter(functools.partial(file.readline, MAX_JSON_BYTES + 1), b"")
+            return sum(1 for line in lines if line.strip())
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """All rows in order, with these columns."""
+        for index, members in enumerate(self._objects()):
+            absent = [name for name in columns if name not in members]
+            if absent:
+                raise self.refuse(f"must hold {', '.join(absent)}; got {', '.join(members) or 'nothing'}", index)
+            yield {name: self._value_of(members[name], name, index) for name in columns}
+
+    def _objects(self) -> Iterator[dict[str, Any]]:
+        with self._path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_JSON_BYTES + 1)
+                if not line:
+                    return
+                if not line.strip():
+                    continue
+                try:
+                    members = parse_json(line)
+                except ValueError as error:
+                    rule = "JSON in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+                    raise self.refuse(f"line {number} must be {rule}: {error}") from error
+                if not isinstance(members, dict):
+                    raise self.refuse(f"line {number} must be a JSON object; got {str(members)[:80]}")
+                yield members
+
+    def _value_of(self, value: Any, name: str, index: int) -> Any:
+        if isinstance(value, str):
+            return value
+        try:
+            array = np.asarray(value)
+        except ValueError as error:  # lists of different lengths
+            raise self.refuse(f"{name} must be numbers, even lists of numbers, or text: {error}", index) from error
+        if array.dtype.kind not in "iufb":
+            raise self.refuse(f"{name} must be numbers, even lists of numbers, or text; got {str(value)[:80]}", index)
+        return array
+
 
 STATE_NAME: Final = "state.json"
 """Beside the Arrow files of a data set that ``save_to_disk`` wrote: which they are, in order."""
@@ -23,11 +84,7 @@ _BLOCK_ROWS: Final = 256  # of Parquet, decoded at a time
 
 
 class ArrowSource(IndexedSource):
-    """Arrow files, memory-mapped, in the order given.
-
-    Raises:
-        ShdError: ``inputs-invalid``, ``dependency-missing``.
-    """
+    """Arrow files, memory-mapped, in the order given."""
 
     def __init__(self, paths: Sequence[Path], name: str) -> None:
         self.name = name
@@ -63,11 +120,7 @@ class ArrowSource(IndexedSource):
 
 
 class ParquetSource(Source):
-    """Parquet files in the order given, decoded a block of rows at a time.
-
-    Raises:
-        ShdError: ``inputs-invalid``, ``dependency-missing``.
-    """
+    """Parquet files in the order given, decoded a block of rows at a time."""
 
     def __init__(self, paths: Sequence[Path], name: str) -> None:
         self.name = name
@@ -110,11 +163,7 @@ def open_arrow(path: Path) -> Source:
 
 
 def open_folder(path: Path) -> Source:
-    """A data set of ``save_to_disk``, or a folder of Parquet or Arrow files in order of their names.
-
-    Raises:
-        ShdError: ``inputs-invalid``, also for a folder with several splits; ``dependency-missing``.
-    """
+    """A data set of ``save_to_disk``, or a folder of Parquet or Arrow files in order of their names."""
     if (path / STATE_NAME).exists():
         return ArrowSource([path / name for name in _listed_files(path / STATE_NAME)], str(path))
     splits = sorted(state.parent.name for state in path.glob(f"*/{STATE_NAME}"))

@@ -1,4 +1,4 @@
-"""Queries and keys of a site as graph outputs, in place of its map."""
+"""A site's tensors as nodes of the graph: maps, values, queries, keys and what the mask leaves."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from typing import Final
 from shd_ref.errors import ShdError
 from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.graph.factors import SiteFactors
+from shd_ref.teacher.graph.measure import Layout
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rewrite.layout import batch_heads
+
+
+def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
+    """A map, V, queries or keys with the leading axes ``(B, H)``, from any layout."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
+        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
+        tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
+    if layout in ("heads-batch", "heads-folded"):
+        return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
+    return tensor
+
 
 # Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
 _FAR_BELOW: Final = 500.0
 
 
 def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
-    """Append nodes that give queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` in float32.
-
-    Args:
-        body: where nodes are appended; its graph then holds ``factors.site``'s model.
-        factors: supported ones.
-
-    Raises:
-        ShdError: ``graph-unsupported``.
-    """
+    """Append nodes that give queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` in float32."""
     site = factors.site
     if not factors.supported:
         raise ShdError(
@@ -49,10 +53,6 @@ def add_spans(body: Body, factors: SiteFactors) -> str:
 
     They are the first and the last of these keys and their number, so that a run of keys is told from any other mask.
     A key counts as masked where its logit lies far below the row's largest.
-
-    Args:
-        body: where nodes are appended; its graph then holds ``factors.site``'s model.
-        factors: supported ones.
     """
     site = factors.site
     logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)

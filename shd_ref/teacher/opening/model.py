@@ -1,0 +1,298 @@
+"""A parsed model: its graphs and tensors, copies without weights, and weights in memory or in files beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.packages import Message, ir, onnx
+
+
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph and the bodies of its control flow."""
+    yield graph
+    for node in graph.node:
+        for body in _bodies(node):
+            yield from all_graphs(body)
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of all these."""
+    yield from (node for part in all_graphs(graph) for node in part.node)
+
+
+def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a local function, the bodies of its control flow included."""
+    for node in function.node:
+        yield node
+        for body in _bodies(node):
+            yield from all_nodes(body)
+
+
+def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Initialisers and tensors in attributes, also of bodies and local functions; sparse ones as their parts."""
+    graphs = [*all_graphs(model.graph)]
+    nodes = [node for graph in graphs for node in graph.node]
+    for node in (node for function in model.functions for node in function.node):
+        bodies = [graph for body in _bodies(node) for graph in all_graphs(body)]
+        graphs += bodies
+        nodes += [node, *(inner for body in bodies for inner in body.node)]
+    for graph in graphs:
+        yield from graph.initializer
+        yield from (part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices))
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        yield from attribute.tensors
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from (part for sparse in attribute.sparse_tensors for part in (sparse.values, sparse.indices))
+        if attribute.HasField("sparse_tensor"):
+            yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+_SMALL: Final = 2**10  # entries of a constant that may be a shape, whose numbers count
+_DATA: Final = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+
+
+def copy_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which large initialisers have a name, a type and a shape, and no data."""
+    skeleton = onnx.ModelProto()
+    _copy_fields(model, skeleton, "graph")
+    _copy_fields(model.graph, skeleton.graph, "initializer")
+    for tensor in model.graph.initializer:
+        copied = skeleton.graph.initializer.add()
+        if is_small(tensor):
+            copied.CopyFrom(tensor)
+        else:
+            _copy_fields(tensor, copied, *_DATA)
+    return skeleton
+
+
+def restore_weights(skeleton: onnx.ModelProto, model: onnx.ModelProto, *, but: Collection[str] = frozenset()) -> None:
+    """Copy the model's large weights back into a skeleton, in place."""
+    whole = {tensor.name: tensor for tensor in model.graph.initializer if not is_small(tensor)}
+    for tensor in skeleton.graph.initializer:
+        if tensor.name in whole and tensor.name not in but:
+            tensor.CopyFrom(whole[tensor.name])
+
+
+def is_small(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor is small enough to stay: it may be a shape, whose values matter."""
+    return bool(math.prod(tensor.dims) <= _SMALL)
+
+
+def _copy_fields(source: Message, target: Message, *left_out: str) -> None:
+    """Set the fields of a new message to another's, but for those named."""
+    for field, value in source.ListFields():
+        if field.name in left_out:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif isinstance(value, Message):
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
+
+
+def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto:
+    """``onnx.shape_inference.infer_shapes``, for models of any size.
+
+    Returns:
+        A copy with what could be inferred.
+    """
+    inferred = onnx.shape_inference.infer_shapes(copy_skeleton(model), data_prop=data_prop)
+    restore_weights(inferred, model)
+    return inferred
+
+
+INLINE_BYTES: Final = 2**28
+"""Models whose data files are together smaller than this are read into memory as a whole."""
+
+_SMALL_BYTES: Final = (
+    2**16
+)  # bytes of a tensor that may be a shape or an axis, which must be in the graph to be inferred
+_FOLDER: Final = "squeezing_heads.data_folder"
+
+
+def check_external_data(model: onnx.ModelProto, file: Path) -> int:
+    """External data must exist, be complete, and lie in the model's folder or below; their size in bytes."""
+    folder = file.parent.resolve()
+    sizes = {file: file.stat().st_size}
+    for tensor in all_tensors(model):
+        if not onnx.external_data_helper.uses_external_data(tensor):
+            continue
+        try:
+            info = onnx.external_data_helper.ExternalDataInfo(tensor)
+            target = (folder / info.location).resolve()
+            first, length = info.offset or 0, info.length or 0
+            outside, missing = not target.is_relative_to(folder), not target.is_file()
+        except (ValueError, OSError) as error:  # numbers that cannot be read, names that no file can have
+            raise ShdError(
+                "graph-invalid",
+                f"teacher graph {file} describes the data of {tensor.name!r} wrongly ({error}): export it again",
+            ) from error
+        if outside:
+            raise ShdError(
+                "graph-invalid",
+                f"teacher graph {file} refers to {info.location!r}, outside its own folder: "
+                "put the model and its data files, not links to them, into one folder",
+            )
+        if missing or min(first, length) < 0 or target.stat().st_size < first + length:
+            raise ShdError(
+                "graph-invalid",
+                f"teacher graph {file} needs {first + length} bytes of {info.location!r}, which is missing or "
+                "shorter: copy the model again together with its data files",
+            )
+        sizes[target] = target.stat().st_size
+    return sum(sizes.values())
+
+
+def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) -> None:
+    """Read external data that has passed ``check_external_data``: all of it, or small tensors only.
+
+    What is left keeps its place in its file, and the model remembers the folder for later readers and sessions.
+    """
+    for place in reversed(range(len(model.metadata_props))):
+        if model.metadata_props[place].key == _FOLDER:  # the file has no say in this
+            del model.metadata_props[place]
+    folder = str(file.parent.resolve())
+    if not everything:
+        model.metadata_props.add(key=_FOLDER, value=folder)
+    for tensor in all_tensors(model):
+        if onnx.external_data_helper.uses_external_data(tensor):
+            length = onnx.external_data_helper.ExternalDataInfo(tensor).length
+            if everything or (length is not None and length < _SMALL_BYTES):
+                onnx.external_data_helper.load_external_data_for_tensor(tensor, folder)
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
+
+
+def hash_teacher(path: str | Path) -> str:
+    """SHA-256 of a model file, continued over the SHA-256 of each of its external data files in order of their names.
+
+    The file must have passed ``load_teacher``, which refuses external data outside its folder. Every tensor counts,
+    wherever it is: a weight in a ``Constant`` node, a body or a local function is a weight.
+    """
+    file = Path(path)
+    digest = hashlib.sha256(file.read_bytes())
+    model = onnx.load(file, load_external_data=False)
+    tensors = filter(onnx.external_data_helper.uses_external_data, all_tensors(model))
+    for location in sorted({onnx.external_data_helper.ExternalDataInfo(tensor).location for tensor in tensors}):
+        with (file.parent / location).open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
+def data_folder(model: onnx.ModelProto) -> str | None:
+    """Where the data lies that a loaded model left in its files; None where it left none."""
+    return next((entry.value for entry in model.metadata_props if entry.key == _FOLDER), None)
+
+
+def read_graph(model: onnx.ModelProto) -> ir.Graph:
+    """The model's graph, with access to the data in its files."""
+    try:
+        graph = ir.from_proto(model).graph
+    except (ir.serde.SerdeError, TypeError, ValueError) as error:
+        raise ShdError("graph-invalid", f"the teacher graph is broken: {error}: copy or export it again") from error
+    folder = data_folder(model)
+    if folder is not None:
+        ir.external_data.set_base_dir(graph, folder)
+    return graph
+
+
+Weights: TypeAlias = Mapping[str, NDArray[Any]]
+"""Initialisers by name, not writable."""
+
+_DTYPES: Final[dict[int, np.dtype[Any]]] = {
+    onnx.TensorProto.FLOAT: np.dtype("<f4"),
+    onnx.TensorProto.FLOAT16: np.dtype("<f2"),
+    onnx.TensorProto.DOUBLE: np.dtype("<f8"),
+    onnx.TensorProto.INT8: np.dtype("i1"),
+    onnx.TensorProto.UINT8: np.dtype("u1"),
+}
+_LOCATION: Final = "weights in memory"  # not a file: onnxruntime is given the array before it looks for one
+
+
+def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
+    """Split a teacher into its graph and its large weights.
+
+    External data stay in their files, and tensors of types that NumPy lacks stay in the graph.
+
+    Args:
+        model: from ``load_teacher``; not changed.
+
+    Returns:
+        A copy without these weights, to derive graphs from, and the weights, which ``open_session`` takes with any of
+        them.
+    """
+    # An initialiser that is also an input may be overridden, and a body may define the same name for itself.
+    others = {value.name for value in model.graph.input} | _names_in_bodies(model.graph)
+    weights = {
+        tensor.name: np.frombuffer(tensor.raw_data, _DTYPES[tensor.data_type]).reshape(tuple(tensor.dims))
+        for tensor in model.graph.initializer
+        if tensor.name not in others and _is_whole(tensor)
+    }
+    bare = copy_skeleton(model)
+    restore_weights(bare, model, but=weights)
+    for tensor in bare.graph.initializer:
+        if tensor.name in weights:
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value=_LOCATION)
+    return bare, weights
+
+
+def find_taken(model: onnx.ModelProto, weights: Weights) -> Weights:
+    """The weights that a graph derived from ``take_weights`` needs in order to run.
+
+    Unread ones are left out: onnxruntime drops unused initialisers first, and then fails to find the one it is given.
+    """
+    read = {name for node in all_nodes(model.graph) for name in node.input}
+    read |= {value.name for value in model.graph.output}
+    return {
+        tensor.name: weights[tensor.name]
+        for tensor in model.graph.initializer
+        if tensor.name in weights and tensor.name in read
+    }
+
+
+def put_back(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+    """A copy of such a graph with its weights inside."""
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    for tensor in whole.graph.initializer:
+        if tensor.name in weights:
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            tensor.raw_data = weights[tensor.name].tobytes()
+    return whole
+
+
+def _is_whole(tensor: onnx.TensorProto) -> bool:
+    """Whether this is a large tensor whose data are in the graph, complete, in a type that NumPy has."""
+    if is_small(tensor) or tensor.data_type not in _DTYPES or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return False
+    size = math.prod(tensor.dims) * _DTYPES[tensor.data_type].itemsize
+    return bool(min(tensor.dims) > 0 and len(tensor.raw_data) == size)
+
+
+def _names_in_bodies(graph: onnx.GraphProto) -> set[str]:
+    """What the bodies of control flow define."""
+    names: set[str] = set()
+    for body in all_graphs(graph):
+        if body is not graph:
+            names |= {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+            names |= {name for node in body.node for name in node.output}
+    return names
