@@ -8,7 +8,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
@@ -20,17 +19,6 @@ PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDA
 
 MAX_THREADS: Final = 1024
 """Of one session: onnxruntime starts as many as it is told to, even far more than there are cores."""
-
-_DTYPES: Final[dict[str, str]] = {
-    "tensor(bool)": "bool",
-    "tensor(double)": "float64",
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(int32)": "int32",
-    "tensor(int64)": "int64",
-    "tensor(int8)": "int8",
-    "tensor(uint8)": "uint8",
-}
 
 
 def check_session(provider: str, num_threads: int | None = None) -> str:
@@ -159,41 +147,6 @@ def run_bounded(
     finally:
         timer.cancel()
     return outputs
-
-
-def run_session(session: Any, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a session on inputs that are checked first.
-
-    Returns:
-        All outputs by name.
-    """
-    _check_inputs(session, inputs)
-    names = [node.name for node in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-
-
-def _check_inputs(session: Any, inputs: Mapping[str, NDArray[Any]]) -> None:
-    wanted = {node.name: node for node in session.get_inputs()}
-    if set(inputs) != set(wanted):
-        raise ShdError(
-            "inputs-invalid",
-            f"inputs must be {', '.join(sorted(wanted))}; missing: {_listed(set(wanted) - set(inputs))}; "
-            f"unknown: {_listed(set(inputs) - set(wanted))}",
-        )
-    for name, node in wanted.items():
-        array = np.asarray(inputs[name])
-        dtype = _DTYPES.get(node.type, node.type)
-        if array.dtype.name != dtype:
-            raise ShdError("inputs-invalid", f"input {name} must be {dtype}; got {array.dtype.name}")
-        fits = len(array.shape) == len(node.shape) and all(
-            not isinstance(want, int) or want == got for want, got in zip(node.shape, array.shape, strict=True)
-        )
-        if not fits:
-            raise ShdError("inputs-invalid", f"input {name} must have shape {node.shape}; got {list(array.shape)}")
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
 
 
 def _remedy(name: str, got: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -318,3 +318,9 @@ def _project(build: GraphBuilder, flat: str, weight: NDArray[Any], projection: s
         zero = build.const(np.zeros(weight.shape[1], np.int8))
         return build.op("MatMul", flat, build.op("DequantizeLinear", build.const(codes), build.const(scale), zero))
     raise ValueError(projection)
+
+
+def run_session(session: Any, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """All outputs of a session by name."""
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(feeds)), strict=True))

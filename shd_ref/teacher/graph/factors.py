@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.flow.tracing import before_rounding, is_value_product, operands, repeat_chain
-from shd_ref.teacher.graph.measure import Layout, replay
+from shd_ref.teacher.graph.measure import Layout, by_sample, replay
 from shd_ref.teacher.graph.nodes import constant_of, float_attribute, int_attribute, name_of
 from shd_ref.teacher.graph.shapes import probe_tensors
 from shd_ref.teacher.opening.model import read_graph
@@ -293,12 +293,8 @@ def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) 
     indices = replay(chain, shapes[name_of(source)], shapes)
     if indices is None:
         return ()
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = (-1, heads) if layout == "batch-folded" else (heads, -1)
-        indices = indices.reshape(*sizes, *indices.shape[1:])
-    if layout in ("heads-batch", "heads-folded"):
-        indices = indices.swapaxes(0, 1)
-    if indices.shape[1] != heads:
+    indices = by_sample(indices, layout, heads)
+    if not len(indices) or indices.shape[1] != heads:
         return ()
     first = [head for head in range(heads) if not head or (indices[:, head] != indices[:, head - 1]).any()]
     return tuple(first) if heads % len(first) == 0 and first == list(range(0, heads, heads // len(first))) else ()

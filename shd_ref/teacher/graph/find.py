@@ -87,6 +87,11 @@ class AttentionSite:
     key_inputs: tuple[str, ...] | None = None
 
     @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"attention site {self.layer} ({self.name})"
+
+    @property
     def folded(self) -> bool:
         """Whether the heads are folded into the batch axis: maps ``(B * H, L, S)``."""
         return self.layout in ("batch-folded", "heads-folded")
@@ -108,10 +113,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     Raises:
         ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
-    try:
-        inferred = infer_shapes(model)
-    except Exception:  # inference raises what its C++ throws
-        inferred = model  # a graph that inference rejects can still be probed
+    inferred = infer_shapes(model)  # a graph that inference rejects can still be probed
     check_inferred(inferred)
     graph = read_graph(inferred)
     try:
@@ -171,8 +173,6 @@ def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tu
 def _site(
     layer: int, walk: Walk, measure: Measure | None, name: str, probe_error: str | None, shapes: Shapes
 ) -> AttentionSite:
-    weight = None if measure is None else measure.weight
-    terms = walk.projection.terms
     reason = walk.reason
     if reason is None and measure is None:
         reason = (
@@ -180,7 +180,11 @@ def _site(
             if probe_error is None
             else f"the number of heads cannot be determined: {probe_error}"
         )
-    if reason is None and measure is not None and measure.layout is None:
+    if measure is None:
+        counts = (int_attribute(walk.node, *names) for names in (("num_heads", "q_num_heads"), ("kv_num_heads",)))
+        measure = Measure(None, *counts)
+    weight, terms = measure.output_projection, walk.projection.terms
+    if reason is None and measure.layout is None:
         reason = (
             "the output projection reads only a part of the heads' outputs: re-export with eager attention, so that "
             "it reads every head at every position"
@@ -194,20 +198,13 @@ def _site(
         logits="" if walk.logits is None else name_of(walk.logits),
         probs="" if walk.probs is None else name_of(walk.probs),
         values="" if walk.values is None else name_of(walk.values),
-        layout=None if measure is None else measure.layout,
-        num_heads=int_attribute(walk.node, "num_heads", "q_num_heads") if measure is None else measure.num_heads,
-        num_kv_heads=int_attribute(walk.node, "kv_num_heads") if measure is None else measure.num_kv_heads,
-        shared_values=measure is not None and measure.shared_values,
-        joined_values=measure is not None and measure.joined_values,
-        d_k=None if measure is None else measure.d_k,
-        d_v=None if measure is None else measure.d_v,
         d_model=int(terms[0].weight.shape[-1]) if terms else None,
         dtype=dtype_name(walk.probs),
         cross=walk.cross,
         row_sums="at_most_one" if walk.sinks else "one",
-        output_projection=weight,
         supported=reason is None,
         reason=reason,
+        **vars(measure),
     )
 
 

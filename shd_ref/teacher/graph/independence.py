@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.attention import check_probs
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.measure import Layout
-from shd_ref.teacher.graph.shapes import EndlessError, Probe, probe_feeds
+from shd_ref.teacher.graph.measure import Layout, by_sample
+from shd_ref.teacher.graph.shapes import BoundError, Probe, probe_feeds
 from shd_ref.teacher.opening.model import all_nodes, all_tensors
 from shd_ref.teacher.packages import onnx
 from shd_ref.tolerances import load_tolerances
-
-if TYPE_CHECKING:
-    pass
 
 Arrays = Mapping[str, NDArray[Any]]
 Maps = NDArray[Any]
@@ -157,16 +154,10 @@ class Trial:
         self._second = run(self._take(self._places, 0))
 
     def judge(self, name: str, layout: Layout | None, num_heads: int) -> Finding:
-        """What was found about the maps of this name.
-
-        Args:
-            name: of the tensor.
-            layout: of its first axes.
-            num_heads: H.
-        """
+        """What was found about the maps of this name."""
 
         def maps_of(run: Arrays) -> Maps:
-            return _by_sample(run[name], layout, num_heads)
+            return by_sample(run[name], layout, num_heads)
 
         first, second = maps_of(self._first), maps_of(self._second)
         if (len(first), len(second)) != (self._samples, len(self._places)):
@@ -266,10 +257,6 @@ class Trial:
 def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
     """Whether maps are those of single samples, and distributions, by one session on tiny inputs.
 
-    Args:
-        model: the teacher.
-        maps: layout, number of heads and ``row_sums`` of every map, by its name.
-
     Returns:
         What was found, by name.
     """
@@ -309,7 +296,7 @@ def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | Non
                 rows, keys = trial.inputs_as_long(name)
                 found[name] = replace(finding, row_inputs=rows, key_inputs=keys)
         return found
-    except EndlessError as error:
+    except BoundError as error:
         return dict.fromkeys(maps, Finding(str(error)))
     except ShdError as error:
         problem = str(error)
@@ -331,7 +318,7 @@ def _open_trial(probe: Probe, feeds: Arrays, allowed: Allowed) -> Trial:
     if probe.frozen_batch is None and not any(isinstance(specs[name].shape[0], int) for name in sampled):
         try:
             return Trial(probe.run, feeds, sampled, allowed, grows=True)
-        except EndlessError:
+        except BoundError:
             raise
         except Exception:  # as above; inputs that hold samples on other axes do not grow with these
             pass
@@ -365,7 +352,7 @@ def _different_samples(probe: Probe) -> tuple[dict[str, NDArray[Any]], str | Non
 def _gives_numbers(probe: Probe, feeds: Arrays) -> bool:
     try:
         return all(np.isfinite(array).all() for array in probe.run(feeds).values())
-    except EndlessError:
+    except BoundError:
         raise
     except Exception:  # as above
         return False
@@ -379,16 +366,6 @@ def _precision(model: onnx.ModelProto) -> str:
     types = {int(tensor.data_type) for tensor in all_tensors(model)}
     types |= {int(attribute.i) for node in nodes if node.op_type == "Cast" for attribute in node.attribute}
     return next((name for kind, name in _HALVES if kind in types), "float32")
-
-
-def _by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> Maps:
-    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
-        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
-    if layout in ("heads-batch", "heads-folded"):
-        array = array.swapaxes(0, 1)
-    return array
 
 
 def _distance(maps: Maps, other: Maps) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.flow.projection import Term
 from shd_ref.teacher.graph.flow.walk import Walk
-from shd_ref.teacher.graph.nodes import constant_of, data_inputs, int_attribute, name_of
+from shd_ref.teacher.graph.nodes import compute, constant_of, data_inputs, int_attribute, name_of
 from shd_ref.teacher.graph.shapes import Shapes
 from shd_ref.teacher.opening.operators import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS
 from shd_ref.teacher.packages import ir
@@ -26,6 +26,7 @@ Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads
 
 _MOST_INDICES: Final = 2**25  # 256 MB, several times
 
+_EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})
 _HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 0}
 
 
@@ -33,14 +34,24 @@ _HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 
 class Measure:
     """What a site's shapes tell; fields as in ``AttentionSite``."""
 
-    layout: Layout | None  # None: W_o does not read every head at every position
-    num_heads: int
-    num_kv_heads: int
-    shared_values: bool
-    d_k: int | None
-    d_v: int
-    weight: NDArray[Any] | None  # W_o (H * d_v, D), rows in head order
-    joined_values: bool
+    layout: Layout | None = None  # None: W_o does not read every head at every position
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    shared_values: bool = False
+    joined_values: bool = False
+    d_k: int | None = None
+    d_v: int | None = None
+    output_projection: NDArray[Any] | None = None  # W_o (H * d_v, D), rows in head order
+
+
+def by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> NDArray[Any]:
+    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
+        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        array = array.swapaxes(0, 1)
+    return array
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
         shared_values=shared,
         d_k=None if query is None else query[-1],
         d_v=d_v,
-        weight=weight,
+        output_projection=weight,
         joined_values=walk.mixing is not None,
     )
 
@@ -160,62 +171,40 @@ def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) ->
 
 def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
     """The outputs of an operator that moves, picks or repeats numbers; None where it cannot be told."""
-    try:
-        return _apply(node, arrays, shapes)
-    except (IndexError, ValueError):  # its attributes do not fit the shapes
-        return None
-
-
-def _apply(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
     array, *_ = arrays
     shape = shapes.get(name_of(node.outputs[0]))
-    axis = int_attribute(node, "axis") or 0
-    if node.op_type == "Transpose":
-        return [array.transpose(node.attributes["perm"].as_ints() if "perm" in node.attributes else None)]
-    if node.op_type == "Concat":
-        return [np.concatenate(arrays, axis)]
-    if node.op_type == "Gather":
-        places = constant_of(node.inputs[1])
-        return None if places is None else [array.take(places, axis=axis)]
-    if node.op_type == "GatherND":
-        return _gather(node, array)
-    if node.op_type == "Slice":
-        return _slice(node, array)
-    if node.op_type == "Split":
-        parts = [shapes.get(name_of(value)) for value in node.outputs]
-        sizes = [part[axis] for part in parts if part is not None]
-        if len(sizes) < len(parts) or sum(sizes) != array.shape[axis]:
-            return None
-        return np.split(array, np.cumsum(sizes)[:-1], axis)
-    if shape is None:
-        return [array] if node.op_type not in (*MOVING_OPS, *REPEAT_OPS, *ADDING_OPS, *SCALING_OPS) else None
-    if node.op_type in MOVING_OPS:
-        return [array.reshape(shape)] if np.prod(shape) == array.size else None
-    if node.op_type == "Expand":
-        return [np.broadcast_to(array, shape)]
-    if node.op_type == "Tile":
-        return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
+    try:
+        if node.op_type in _EVALUATED:
+            return _evaluate(node, arrays)
+        if node.op_type == "Split":
+            axis, parts = int_attribute(node, "axis") or 0, [shapes.get(name_of(value)) for value in node.outputs]
+            sizes = [part[axis] for part in parts if part is not None]
+            complete = len(sizes) == len(parts) and sum(sizes) == array.shape[axis]
+            return np.split(array, np.cumsum(sizes)[:-1], axis) if complete else None
+        if shape is None:
+            return [array] if node.op_type not in (*MOVING_OPS, *REPEAT_OPS, *ADDING_OPS, *SCALING_OPS) else None
+        if node.op_type in MOVING_OPS:
+            return [array.reshape(shape)] if np.prod(shape) == array.size else None
+        if node.op_type == "Expand":
+            return [np.broadcast_to(array, shape)]
+        if node.op_type == "Tile":
+            return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
+    except (IndexError, ValueError):  # its attributes do not fit the shapes
+        return None
     return [array] if node.op_type not in ADDING_OPS | SCALING_OPS or shape == array.shape else None
 
 
-def _gather(node: ir.Node, array: NDArray[Any]) -> list[NDArray[Any]] | None:
-    """Rows at places along the first axes; the exporter's form of ``x[:, [2, 0, 1]]``."""
-    places = constant_of(node.inputs[1])
-    if places is None or int_attribute(node, "batch_dims"):
+def _evaluate(node: ir.Node, arrays: list[NDArray[Any]]) -> list[NDArray[Any]] | None:
+    """An operator on arrays in place of what is computed; None where its other inputs are no constants."""
+    inputs = [value for value in node.inputs if value is not None]
+    known = {value: constant for value in inputs if (constant := constant_of(value)) is not None}
+    known |= dict(zip((value for value in inputs if value not in known), arrays, strict=False))
+    if len(known) < len(set(inputs)):
         return None
-    return [array[tuple(np.moveaxis(places, -1, 0))]]
-
-
-def _slice(node: ir.Node, array: NDArray[Any]) -> list[NDArray[Any]] | None:
-    starts, ends, *more = (constant_of(value) for value in node.inputs[1:])
-    if starts is None or ends is None or any(value is None for value in more):
+    try:
+        return compute(node, known)
+    except Exception:  # the evaluator raises what NumPy and its own operators raise
         return None
-    axes = more[0].tolist() if more and more[0] is not None else range(len(starts))
-    steps = more[1].tolist() if len(more) > 1 and more[1] is not None else [1] * len(starts)
-    parts = [slice(None)] * array.ndim
-    for axis, start, end, step in zip(axes, starts.tolist(), ends.tolist(), steps, strict=True):
-        parts[axis] = slice(start, end, step)
-    return [array[tuple(parts)]]
 
 
 def _rows_of_terms(walk: Walk, context: tuple[int, ...], shapes: Shapes) -> list[_Rows] | None:

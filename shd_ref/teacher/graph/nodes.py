@@ -51,7 +51,7 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
                 most += 8 * found[current].size
             elif node is not None:
                 held = _count_held(node, [found[each] for each in inputs], held, most)
-                found.update(zip(node.outputs, _compute(node, found), strict=False))
+                found.update(zip(node.outputs, compute(node, found), strict=False))
         except ShdError:
             raise
         except Exception as error:  # the evaluator raises what NumPy and its own operators raise
@@ -64,7 +64,7 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
     return found[value]
 
 
-def _compute(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray[Any]]:
+def compute(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray[Any]]:
     """The outputs of an operator on constants."""
     feeds = {name_of(each): known[each] for each in node.inputs if each is not None}
     version = None if node.graph is None else node.graph.opset_imports.get("")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
-from shd_ref.teacher.opening.model import Weights, infer_shapes, take_weights
+from shd_ref.teacher.opening.model import infer_shapes, take_weights
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.session import open_session, run_bounded
 
@@ -28,6 +28,9 @@ _PAIRS_PER_SECOND: Final = 2**18  # of positions
 _LEAST_BYTES: Final = 2**30
 _BYTES_PER_ENTRY: Final = 16  # of weights, as they are and packed for products
 _BYTES_PER_PAIR: Final = 2**11  # of positions: 512 maps
+_NO_MEMORY: Final = "is smaller than requested bytes"  # as onnxruntime says it of an arena with a bound
+TOO_MUCH: Final = "the graph must run on a few short samples within"
+"""How a ``BoundError`` begins."""
 _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
 
@@ -57,11 +60,7 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec
         maps: names of its attention maps ``(..., L, S)``.
     """
     specs = input_specs(model)
-    try:
-        inferred = infer_shapes(model)
-    except Exception:  # inference raises what its C++ throws
-        return specs
-    values = [value for value in inferred.graph.value_info if value.name in maps]
+    values = [value for value in infer_shapes(model).graph.value_info if value.name in maps]
     lengths = {tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim[-2:]) for value in values}
     if not lengths or min(min(sizes, default=0) for sizes in lengths) < 2:
         return specs
@@ -74,7 +73,9 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec
 
 def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors in one tiny run, see ``Probe``."""
-    return {name: array.shape for name, array in probe_tensors(model, names).items()}
+    probe = Probe(model, names, only_shapes=True)
+    shapes = probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+    return {name: tuple(shape.tolist()) for name, shape in shapes.items()}
 
 
 def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDArray[Any]]:
@@ -128,8 +129,8 @@ def _drawn(
     return np.stack([draw(sample, rest) for sample in samples[: shape[batch_axis]]], axis=batch_axis)
 
 
-class EndlessError(ShdError):
-    """A probe took too long, and would again."""
+class BoundError(ShdError):
+    """A graph took too long or too much memory on tiny inputs, and would again."""
 
 
 class Probe:
@@ -139,11 +140,13 @@ class Probe:
     open axes may still have the example's length, and its batch, in its constants: those are tried next.
 
     The graph is not trusted, and may loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB,
-    with more of both for large weights and for a length that the graph fixes.
+    with more of both for large weights, and then for a length that the graph fixes.
 
     Args:
         model: from ``load_teacher``; not changed.
         names: of its tensors.
+        sizes: of open axes.
+        only_shapes: give the shape of each tensor instead of the tensor, which is then not held.
 
     Attributes:
         specs: the graph's inputs.
@@ -153,26 +156,33 @@ class Probe:
         frozen_batch: the batch size that they fix; None where it is open.
 
     Raises:
-        ShdError: ``graph-unsupported`` where the graph does not run, or takes too long.
+        BoundError: where it takes too long or, at an open length, too much memory.
+        ShdError: ``graph-unsupported`` where the graph does not run.
     """
 
-    def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
-        probe, weights = take_weights(model)
-        del probe.graph.output[:]
-        probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-        self._names = tuple(names)
-        self._entries = sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        names: Sequence[str],
+        sizes: InputSizes = _PROBE_SIZES,
+        *,
+        only_shapes: bool = False,
+    ) -> None:
+        self._model, self._names, self._only_shapes = model, tuple(dict.fromkeys(names)), only_shapes
         self.specs = input_specs(model)
-        self.sizes = _PROBE_SIZES.fitted(self.specs)
-        other = InputSizes(_PROBE_SIZES.batch + 1, _PROBE_SIZES.length + 1).fitted(self.specs)
+        self.sizes = sizes.fitted(self.specs)
+        other = InputSizes(sizes.batch + 1, sizes.length + 1).fitted(self.specs)
         self.frozen_length = self.sizes.length if self.sizes.length == other.length else None
         self.frozen_batch = self.sizes.batch if self.sizes.batch == other.batch else None
-        self._session = self._open(probe, weights, self.sizes)
-        deadline = time.monotonic() + self._seconds
+        self._session = _Bounded(model, self._names, self.sizes, only_shapes)
+        deadline = time.monotonic() + self._session.seconds
         self.largest, failure = self._try(self.sizes)
-        others = [] if failure is None else self._other_sizes(model)
+        if failure is not None and self.frozen_length is None and _NO_MEMORY in str(failure):
+            raise self._session.too_large() from failure
+        others = [] if failure is None else self._other_sizes()
         if others:
-            self._session = self._open(probe, weights, max(others, key=lambda sizes: (sizes.length, sizes.batch)))
+            longest = max(others, key=lambda sizes: (sizes.length, sizes.batch))
+            self._session = _Bounded(model, self._names, longest, only_shapes)
         for sizes in others:
             if time.monotonic() > deadline:
                 break
@@ -197,27 +207,13 @@ class Probe:
         return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The tensors by name, on inputs such as ``probe_feeds`` makes.
+        """The tensors by name, or their shapes, on inputs such as ``probe_feeds`` makes.
 
         Raises:
-            EndlessError: where this takes too long.
+            BoundError: where this takes too long.
             Exception: what onnxruntime raises.
         """
-        try:
-            outputs = run_bounded(self._session, self._names, feeds, self._seconds)
-        except TimeoutError as error:
-            raise EndlessError(
-                "graph-unsupported",
-                f"the graph must run on a few short samples within {self._seconds:.0f} s, and does not: a loop "
-                "inside it may have no end; export the model without control flow, or run this on a faster machine",
-            ) from error
-        return {name: np.asarray(output) for name, output in zip(self._names, outputs, strict=True)}
-
-    def _open(self, probe: onnx.ModelProto, weights: Weights, sizes: InputSizes) -> Any:
-        pairs = sizes.batch * sizes.length**2  # entries of one head's maps
-        self._seconds = _LEAST_SECONDS + self._entries / _ENTRIES_PER_SECOND + pairs / _PAIRS_PER_SECOND
-        most = _LEAST_BYTES + _BYTES_PER_ENTRY * self._entries + _BYTES_PER_PAIR * pairs
-        return open_session(probe, num_threads=1, weights=weights, most_bytes=most)
+        return dict(zip(self._names, self._session.run(feeds), strict=True))
 
     def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
         """The integer on which it runs at these sizes, or what went wrong."""
@@ -225,21 +221,106 @@ class Probe:
         for largest in (1, 0):
             try:
                 self.run(probe_feeds(self.specs, sizes, largest=largest))
-            except EndlessError:
+            except BoundError:
                 raise
             except Exception as error:  # onnxruntime raises its own types, which share no base class
                 failure = error
+                if _NO_MEMORY in str(error):
+                    break
             else:
                 return largest, None
         return 1, failure
 
-    def _other_sizes(self, model: onnx.ModelProto) -> list[InputSizes]:
+    def _other_sizes(self) -> list[InputSizes]:
         """Lengths that may be frozen into the constants, each with the probe's batch and with a batch of one."""
         return [
             InputSizes(batch, length).fitted(self.specs)
-            for length in (_frozen_lengths(model) if self.frozen_length is None else ())
+            for length in (_frozen_lengths(self._model) if self.frozen_length is None else ())
             for batch in dict.fromkeys((self.sizes.batch, 1))
         ]
+
+
+class _Bounded:
+    """A session whose runs end after some seconds and beyond some bytes, by its weights and the inputs' sizes.
+
+    A length has a share of both only as far as weights go with it: weights are in the file, a length is only stated.
+    """
+
+    def __init__(
+        self, model: onnx.ModelProto, names: Sequence[str], sizes: InputSizes, only_shapes: bool = False
+    ) -> None:
+        probe, weights = take_weights(model)
+        outputs = [f"{name}/probed_shape" for name in names] if only_shapes else names
+        if only_shapes:
+            probe.graph.node.extend(
+                onnx.helper.make_node("Shape", [name], [output]) for name, output in zip(names, outputs, strict=True)
+            )
+        del probe.graph.output[:]
+        probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        entries = sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
+        pairs = sizes.batch * sizes.length**2  # entries of one head's maps
+        self.seconds = _LEAST_SECONDS + entries / _ENTRIES_PER_SECOND
+        self.seconds += min(pairs / _PAIRS_PER_SECOND, 8 * entries / _ENTRIES_PER_SECOND)
+        self.bytes = _LEAST_BYTES + _BYTES_PER_ENTRY * entries
+        self.bytes += min(_BYTES_PER_PAIR * pairs, 8 * _BYTES_PER_ENTRY * entries)
+        self._names = outputs
+        self._session = open_session(probe, num_threads=1, weights=weights, most_bytes=self.bytes)
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        try:
+            arrays = [np.asarray(array) for array in run_bounded(self._session, self._names, feeds, self.seconds)]
+        except TimeoutError as error:
+            raise BoundError(
+                "graph-unsupported",
+                f"{TOO_MUCH} {self.seconds:.0f} s, and does not: a loop inside it may have no end; export the model "
+                "without control flow, or run this on a faster machine",
+            ) from error
+        if sum(array.nbytes for array in arrays) > self.bytes // 4:  # which are copies
+            raise MemoryError(_NO_MEMORY)
+        return arrays
+
+    def too_large(self) -> BoundError:
+        return BoundError(
+            "graph-unsupported",
+            f"{TOO_MUCH} {self.bytes >> 20} MiB of memory, and does not: the sizes of its tensors grow beyond "
+            "its inputs and weights; copy or export the model again",
+        )
+
+
+def runs_bounded(model: onnx.ModelProto, names: Sequence[str]) -> bool:
+    """Whether a graph runs on one tiny sample within the bounds of ``Probe``, before it runs without any.
+
+    False where it does not run on tiny samples: ``check_bounds`` then tries one of the user's.
+
+    Raises:
+        BoundError: where it takes too long or too much memory.
+    """
+    try:
+        Probe(model, names, InputSizes(1, _PROBE_SIZES.length), only_shapes=True)
+    except BoundError:
+        raise
+    except ShdError:
+        return False
+    return True
+
+
+def check_bounds(model: onnx.ModelProto, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> None:
+    """Run a graph once on these inputs, within bounds for their sizes; other errors are left to the run itself.
+
+    Raises:
+        BoundError: where it takes too long or too much memory.
+    """
+    taken = {spec.name for spec in input_specs(model)}
+    feeds = {name: array for name, array in feeds.items() if name in taken}
+    longest = max((array.shape[1] for array in feeds.values() if array.ndim > 1), default=1)
+    session = _Bounded(model, tuple(dict.fromkeys(names)), InputSizes(1, longest), only_shapes=True)
+    try:
+        session.run(feeds)
+    except BoundError:
+        raise
+    except Exception as error:  # onnxruntime raises its own types, which share no base class
+        if _NO_MEMORY in str(error):
+            raise session.too_large() from error
 
 
 def _remedy(specs: Sequence[InputSpec]) -> str:

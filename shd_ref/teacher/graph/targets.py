@@ -17,6 +17,7 @@ import numpy as np
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.flow.tracing import ancestors
 from shd_ref.teacher.graph.nodes import constant_of, is_constant, name_of
 from shd_ref.teacher.opening.model import read_graph
 from shd_ref.teacher.opening.operators import PRODUCTS
@@ -171,7 +172,7 @@ def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
         )
     site = sites[layer]
     return (
-        f"hidden state {layer} must be what is added to the output of attention site {site.layer} ({site.name}), but "
+        f"hidden state {layer} must be what is added to the output of {site.label}, but "
         "no such residual connection was found: export a graph that keeps it, or ask for other layers"
     )
 
@@ -213,7 +214,7 @@ def _entering_state(graph: ir.Graph, values: dict[str, ir.Value], site: Attentio
     probs = values.get(site.probs)
     if probs is None:
         return None
-    before = _ancestors(probs)
+    before = ancestors(probs) - {probs}
     behind = {probs}
     for node in graph:  # sorted, so that the first sum is the nearest
         inputs = [value for value in node.inputs if value is not None]
@@ -225,17 +226,3 @@ def _entering_state(graph: ir.Graph, values: dict[str, ir.Value], site: Attentio
                     return name_of(value)
         behind.update(node.outputs)
     return None
-
-
-def _ancestors(value: ir.Value) -> set[ir.Value]:
-    """All tensors that a tensor is made from, except through sizes."""
-    found: set[ir.Value] = set()
-    waiting = [value]  # not by recursion: a graph may be as deep as its author likes
-    while waiting:
-        node = waiting.pop().producer()
-        if node is None or node.op_type in _SIZES:
-            continue
-        new = [each for each in node.inputs if each is not None and each not in found]
-        found.update(new)
-        waiting += new
-    return found

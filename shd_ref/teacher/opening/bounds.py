@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.opening.model import all_graphs, all_nodes, all_tensors, function_nodes
+from shd_ref.teacher.opening.model import all_graphs, all_nodes, all_tensors, bodies, function_nodes
 from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS, kinds
 from shd_ref.teacher.packages import ir, onnx
 
@@ -41,8 +41,9 @@ def check_sizes(model: onnx.ModelProto, file: Path) -> None:
                 f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
                 f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again",
             )
-    for name, shape in _stated_shapes(model):
-        _check_shape(file, name, shape)
+    for value in model.graph.input:
+        axes = value.type.tensor_type.shape.dim
+        _check_shape(file, value.name, [axis.dim_value for axis in axes if axis.HasField("dim_value")])
 
 
 def check_functions(model: onnx.ModelProto, file: Path) -> None:
@@ -205,23 +206,6 @@ def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
     return bool(len(getattr(tensor, field)) == entries)
 
 
-def _stated_shapes(model: onnx.ModelProto) -> Iterator[tuple[str, list[int]]]:
-    for value in model.graph.input:
-        yield value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
-    shapes: dict[str, onnx.TensorProto] = {
-        tensor.name: tensor for graph in all_graphs(model.graph) for tensor in graph.initializer
-    }
-    for node in all_nodes(model.graph):
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
-            shapes.update(dict.fromkeys(node.output, node.attribute[0].t))
-    for node in all_nodes(model.graph):
-        place = _SHAPE_INPUTS.get(node.op_type, len(node.input))
-        tensor = shapes.get(node.input[place]) if place < len(node.input) else None
-        if tensor is not None and tensor.data_type == onnx.TensorProto.INT64 and not tensor.external_data:
-            stated = onnx.numpy_helper.to_array(tensor).ravel().tolist()
-            yield node.name, [abs(size) for size in stated]  # Expand takes -1 for 1
-
-
 _CONTRIB_INPUTS: Final = {
     "DynamicQuantizeMatMul": 3,
     "FusedGemm": 2,
@@ -294,18 +278,11 @@ def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = fro
         for name in node.input:
             if name and name not in known:
                 raise _broken(file, f"a node ({node.op_type!r}) reads the tensor {name!r}, which has no source")
-        for body in _bodies(node):
+        for body in bodies(node):
             check_wiring(body, file, known)
     for value in graph.output:
         if value.name not in known:
             raise _broken(file, f"the output {value.name!r} has no source")
-
-
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
 
 
 def _broken(file: Path, what: str) -> ShdError:

@@ -56,10 +56,7 @@ def rewrite_einsum(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _known_sizes(model: onnx.ModelProto) -> dict[str, list[int | None]]:
     """The size of each axis where it is a number, by tensor; tensors of unknown rank are missing."""
-    try:
-        inferred = infer_shapes(model, data_prop=False)
-    except Exception:  # inference raises what its C++ throws
-        inferred = model
+    inferred = infer_shapes(model, data_prop=False)
     sizes: dict[str, list[int | None]] = {
         value.name: [d.dim_value or None for d in value.type.tensor_type.shape.dim]
         for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output)

@@ -19,7 +19,7 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """The graph and the bodies of its control flow."""
     yield graph
     for node in graph.node:
-        for body in _bodies(node):
+        for body in bodies(node):
             yield from all_graphs(body)
 
 
@@ -32,7 +32,7 @@ def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
     """The nodes of a local function, the bodies of its control flow included."""
     for node in function.node:
         yield node
-        for body in _bodies(node):
+        for body in bodies(node):
             yield from all_nodes(body)
 
 
@@ -41,9 +41,9 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     graphs = [*all_graphs(model.graph)]
     nodes = [node for graph in graphs for node in graph.node]
     for node in (node for function in model.functions for node in function.node):
-        bodies = [graph for body in _bodies(node) for graph in all_graphs(body)]
-        graphs += bodies
-        nodes += [node, *(inner for body in bodies for inner in body.node)]
+        inner = [graph for body in bodies(node) for graph in all_graphs(body)]
+        graphs += inner
+        nodes += [node, *(each for graph in inner for each in graph.node)]
     for graph in graphs:
         yield from graph.initializer
         yield from (part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices))
@@ -56,7 +56,8 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
             yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
 
 
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The bodies of a control-flow operator."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -108,12 +109,11 @@ def _copy_fields(source: Message, target: Message, *left_out: str) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto:
-    """``onnx.shape_inference.infer_shapes``, for models of any size.
-
-    Returns:
-        A copy with what could be inferred.
-    """
-    inferred = onnx.shape_inference.infer_shapes(copy_skeleton(model), data_prop=data_prop)
+    """The model with what shape inference tells, for models of any size; itself where it contradicts itself."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(copy_skeleton(model), data_prop=data_prop)
+    except Exception:  # inference raises what its C++ throws
+        return model
     restore_weights(inferred, model)
     return inferred
 
@@ -121,9 +121,7 @@ def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.Mode
 INLINE_BYTES: Final = 2**28
 """Models whose data files are together smaller than this are read into memory as a whole."""
 
-_SMALL_BYTES: Final = (
-    2**16
-)  # bytes of a tensor that may be a shape or an axis, which must be in the graph to be inferred
+_SMALL_BYTES: Final = 2**16  # of a tensor that may be a shape or an axis, which inference needs in the graph
 _FOLDER: Final = "squeezing_heads.data_folder"
 
 

@@ -88,8 +88,7 @@ def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs], cal
         ShdError: as ``compare_with_reference``.
     """
     products = [
-        each.checked.probs.shape[-2] * each.checked.probs.shape[-1] * projection_of(each.layer.site).shape[-1]
-        for each in outputs
+        each.probs.shape[-2] * each.probs.shape[-1] * projection_of(each.layer.site).shape[-1] for each in outputs
     ]
     compare = functools.partial(_compare_layer, options=options)
     # Large ones one by one, each product on all threads.
@@ -109,7 +108,7 @@ def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
 
 
 def _compare_sample(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
-    layer, merged = each.layer, each.checked.merged
+    layer, merged = each.layer, each.merged
     limits = load_tolerances()["graph"]
     dtype = layer.site.dtype or "float32"
     dtype = dtype if dtype in limits["probs"] else "float32"
@@ -157,7 +156,7 @@ def _factor_products(each: LayerOutputs, strategy: str, dtype: str) -> tuple[Arr
 
     ``A_p X_q = (A_p V_q) W_q``, for heads that merge with one another: m is d_v of each of these.
     """
-    probs, values = each.checked.probs, as_float(each.checked.values, "values", ndim=4)
+    probs, values = each.probs, as_float(each.values, "values", ndim=4)
     (_, heads, rows, _), d_v = probs.shape, values.shape[-1]
     projection = projection_of(each.layer.site).astype(np.float64).reshape(heads, d_v, -1)
     values = np.repeat(values, heads // values.shape[1], axis=1)
@@ -177,7 +176,7 @@ def _factor_products(each: LayerOutputs, strategy: str, dtype: str) -> tuple[Arr
 
 def _tiles(each: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array]]:
     """Some rows of the maps at a time, checked and in float64: whole ones would take many times a plain pass."""
-    probs, mask = each.checked.probs, each.row_mask
+    probs, mask = each.probs, each.row_mask
     _, heads, rows, keys = probs.shape
     size = max(1, _TILE_BYTES // (8 * heads * max(keys, 1)))
     for start in range(0, rows, size):

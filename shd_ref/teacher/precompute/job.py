@@ -365,7 +365,7 @@ class _StudentCache:
         check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
     ) -> Errors:
         """What coding cost these records, or the first of them where check outputs of all would take too much."""
-        if outputs.layers and outputs.layers[0].check is None:
+        if outputs.layers and not outputs.layers[0].has_check:
             outputs = check_again(tuple(record.index for record in records))[self.number]
             held = set(outputs.batch.indices)
             records = [record for record in records if record.index in held]

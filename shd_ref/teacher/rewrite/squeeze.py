@@ -37,38 +37,25 @@ _MASK_TYPES: Final = (onnx.TensorProto.BOOL, onnx.TensorProto.INT32, onnx.Tensor
 
 @dataclass(frozen=True)
 class SqueezedLayer:
-    """Names of one student layer's outputs in the squeezed graph.
+    """One student layer in the squeezed graph.
 
     Attributes:
         student_layer: the student's layer, from 0.
         site: the teacher's attention it learns from.
         plan: the rounds that are run.
-        codes: ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for the other codecs; with factors,
-            output with ``check_outputs`` only.
-        alphas: float32 ``(B, num_pairs)`` or ``(B, num_pairs, L)``, all rounds in plan order, before clipping;
-            1/2 where degenerate or not counted; ``num_pairs`` is 0 for the strategy ``mean``.
-        degenerate: bool, same shape: every alpha was optimal; None for strategies that solve for no alpha.
-        probs: the teacher's map ``(B, H_t, L, S)`` in float32; output with ``check_outputs`` only.
-        values: V ``(B, H_t, S, d_v)`` in float32; output with ``check_outputs`` only.
-        merged: the student's maps ``(B, H_s, L, S)`` in float32 before coding; with ``check_outputs`` only.
-        queries: the teacher's queries ``(B, H_t, L, d)`` in float32; None where maps are kept.
-        keys: the teacher's keys ``(B, H_kv, S, d)``; None where maps are kept.
-        spans: int32 ``(B, H_t, L, 3)``, which keys the teacher's mask leaves each row, see ``add_spans``; None where
-            maps are kept.
+        names: of its outputs, by role. ``codes`` ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for
+            the other codecs; ``alphas``, float32 ``(B, num_pairs)`` or ``(B, num_pairs, L)``: all rounds in plan
+            order, before clipping, 1/2 where degenerate or not counted (``num_pairs`` is 0 for the strategy
+            ``mean``); ``degenerate``, bool of the same shape where alphas are solved for: every alpha was optimal;
+            ``queries``, ``keys`` and ``spans`` with factors. In float32 and output with ``check_outputs`` only: the
+            teacher's map ``probs`` ``(B, H_t, L, S)``, V ``values`` ``(B, H_t, S, d_v)``, and the student's maps
+            before coding ``merged`` ``(B, H_s, L, S)``; with factors also ``codes``.
     """
 
     student_layer: int
     site: AttentionSite
     plan: MergePlan
-    codes: str
-    alphas: str
-    degenerate: str | None
-    probs: str
-    values: str
-    merged: str
-    queries: str | None = None
-    keys: str | None = None
-    spans: str | None = None
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -211,16 +198,16 @@ def _squeeze_layer(
         if name not in hidden:
             by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
             body.output(source, names[name], kinds.get(name, FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
-    return SqueezedLayer(student_layer, site, rule.rounds, degenerate=names.pop("degenerate", None), **names)
+    return SqueezedLayer(student_layer, site, rule.rounds, names)
 
 
 def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
     """Make queries, keys and what the mask leaves graph outputs."""
-    queries, keys, spans = (f"{body.prefix}{name}" for name in ("queries", "keys", "spans"))
-    for name, source in zip((queries, keys), add_factors(body, factors), strict=True):
+    names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
+    for source, name in zip(add_factors(body, factors), names.values(), strict=False):
         body.output(source, name, FLOAT, rank=4)
-    body.output(add_spans(body, factors), spans, onnx.TensorProto.INT32, rank=4)
-    return replace(layer, queries=queries, keys=keys, spans=spans)
+    body.output(add_spans(body, factors), names["spans"], onnx.TensorProto.INT32, rank=4)
+    return replace(layer, names={**layer.names, **names})
 
 
 def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
@@ -376,7 +363,10 @@ def unite_graphs(graphs: Sequence[SqueezedGraph]) -> tuple[onnx.ModelProto, tupl
         prefix = f"{_PREFIX}{graph.options.num_student_heads}-heads/"
         model = _with_prefix(graph.model, prefix)
         _append(united, model)
-        layers = tuple(_rename_layer(layer, prefix) for layer in graph.layers)
+        layers = tuple(
+            replace(layer, names={role: _renamed(name, prefix) for role, name in layer.names.items()})
+            for layer in graph.layers
+        )
         renamed.append(replace(graph, model=model, layers=layers))
     return united, tuple(renamed)
 
@@ -410,21 +400,6 @@ def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
         for item in items:
             item.name = item.name if item.name in kept else _renamed(item.name, prefix)
     return copy
-
-
-def _rename_layer(layer: SqueezedLayer, prefix: str) -> SqueezedLayer:
-    return replace(
-        layer,
-        codes=_renamed(layer.codes, prefix),
-        alphas=_renamed(layer.alphas, prefix),
-        degenerate=None if layer.degenerate is None else _renamed(layer.degenerate, prefix),
-        probs=_renamed(layer.probs, prefix),
-        values=_renamed(layer.values, prefix),
-        merged=_renamed(layer.merged, prefix),
-        queries=None if layer.queries is None else _renamed(layer.queries, prefix),
-        keys=None if layer.keys is None else _renamed(layer.keys, prefix),
-        spans=None if layer.spans is None else _renamed(layer.spans, prefix),
-    )
 
 
 def _renamed(name: str, prefix: str) -> str:

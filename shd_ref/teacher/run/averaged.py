@@ -14,6 +14,7 @@ from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
+from shd_ref.teacher.graph.shapes import check_bounds, runs_bounded
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
@@ -42,6 +43,7 @@ class LogitsTeacher:
         try:
             self.model = load_teacher(path)
             self._targets = _find_logits(self.model, options.logits_output)
+            self._is_bounded = runs_bounded(self.model, [str(self._targets.logits)])
         except ShdError as error:
             raise _named(error, self.who) from error
         self._options, self._run_options = options, run
@@ -84,6 +86,9 @@ class LogitsTeacher:
                     f"{self.who} must take {name} as the first teacher does, {list(first.shape)}; it takes "
                     f"{list(spec.shape)}: export it with open axes",
                 )
+        if not self._is_bounded:
+            shortest = inputs.batch([int(inputs.lengths.argmin())])
+            check_bounds(self.model, [str(self._targets.logits)], self._feeds(shortest))
 
     def check_classes(self, size: int, *, exact: bool) -> None:
         """Refuse another number of classes, as soon as this teacher's are known."""
@@ -108,6 +113,16 @@ class LogitsTeacher:
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""
         session, name = self._graph
+        try:
+            values = run_batch(session, [name], Batch(batch.indices, batch.lengths, self._feeds(batch)))
+        except ShdError as error:
+            raise _named(error, self.who) from error
+        logits: NDArray[np.float32] = values[name]
+        self.columns = logits.shape[-1]
+        return logits
+
+    def _feeds(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """The arrays of a batch as this graph takes them, and what is supplied."""
         arrays = {
             given: as_dtype(batch.arrays[given], np.dtype(spec.dtype))
             for given, spec in self._specs.items()
@@ -120,17 +135,10 @@ class LogitsTeacher:
                 f"{self.who} must take {wrong[0]} in a type that holds its values; it takes "
                 f"{self._specs[wrong[0]].dtype}, and the first teacher's are {batch.arrays[wrong[0]].dtype}",
             )
-        fed: dict[str, Any] = dict(arrays)
         mask = None if self._mask is None else batch.arrays[self._mask]
         first = mask if mask is not None else next(iter(batch.arrays.values()))
-        fed |= self._supply.arrays(len(first), first.shape[1] if first.ndim > 1 else 1, mask)
-        try:
-            values = run_batch(session, [name], Batch(batch.indices, batch.lengths, fed))
-        except ShdError as error:
-            raise _named(error, self.who) from error
-        logits: NDArray[np.float32] = values[name]
-        self.columns = logits.shape[-1]
-        return logits
+        supplied = self._supply.arrays(len(first), first.shape[1] if first.ndim > 1 else 1, mask)
+        return {name: array for name, array in arrays.items() if array is not None} | supplied
 
     def describe(self, vocab_size: int) -> AveragedTeacher:
         """As a manifest names it."""

@@ -121,7 +121,7 @@ def check_samples(
 def _describe(name: str, sites: Mapping[str, AttentionSite], targets: Mapping[str, str], reason: str) -> str:
     if name in targets:
         return f"{targets[name]} cannot be stored: {reason.replace('its maps', 'its rows')}"
-    return f"attention site {sites[name].layer} ({sites[name].name}) cannot be squeezed: {reason}"
+    return f"{sites[name].label} cannot be squeezed: {reason}"
 
 
 def _run_changed(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
+from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, select_sites
 from shd_ref.teacher.graph.kinds import SiteKinds
+from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.rewrite.squeeze import check_sinks
 
 if TYPE_CHECKING:
     from shd_ref.teacher.run.options import PrecomputeOptions
 
-Chosen = tuple[tuple[int, AttentionSite], ...]
+Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
+MaskOf: TypeAlias = Callable[[AttentionSite], str | None]
 
 
 def choose_layers(
@@ -109,6 +113,61 @@ def _check_supported(chosen: Chosen) -> None:
         if not site.supported:
             raise ShdError(
                 "graph-unsupported",
-                f"attention site {site.layer} ({site.name}) cannot be squeezed: {site.reason} "
-                "(or select other sites)",
+                f"{site.label} cannot be squeezed: {site.reason} (or select other sites)",
             )
+
+
+def common_heads(layers: Chosen) -> int:
+    """H of all layers; 0 without any.
+
+    Raises:
+        ShdError: ``graph-unsupported`` where they differ.
+    """
+    heads = {site.num_heads for _, site in layers}
+    if layers and (len(heads) != 1 or None in heads):
+        raise ShdError(
+            "graph-unsupported",
+            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
+        )
+    return int(heads.pop() or 0) if layers else 0
+
+
+def check_lengths(layers: Chosen, mask_of_rows: MaskOf, mask_of_keys: MaskOf) -> None:
+    """Refuse maps that have other rows or keys than the mask that says which of them count."""
+    for _, site in layers:
+        masks = (("rows", site.row_inputs, mask_of_rows), ("keys", site.key_inputs, mask_of_keys))
+        for axis, inputs, mask_of in masks:
+            mask = mask_of(site)
+            if mask is not None and inputs is not None and mask not in inputs:
+                raise ShdError(
+                    "graph-unsupported",
+                    f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to the "
+                    "sequence inside the graph (a class token, registers), or it is made shorter: export a wrapper "
+                    "whose inputs and mask have a position for each of them, such as a placeholder in front, or "
+                    "select other sites (--sites)",
+                )
+
+
+def choose_stored(
+    model: onnx.ModelProto, layers: Chosen, kinds: SiteKinds, options: PrecomputeOptions
+) -> tuple[SiteFactors, ...]:
+    """Queries and keys of the layers where these are stored; refuse a form or a codec that cannot hold the layers."""
+    for _, site in layers:
+        if options.is_factored and kinds.kinds and kinds.kind(site) != "encoder":
+            raise ShdError(
+                "graph-unsupported",
+                f"{site.label} cannot be stored as queries and keys: its rows are those of a decoder with cross "
+                "attention (--form maps)",
+                "CACHE-128",
+            )
+        check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
+    stored = find_factors(model, [site for _, site in layers]) if options.is_factored else ()
+    for factors in stored:
+        reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
+        if reason is not None:
+            raise ShdError(
+                "graph-unsupported",
+                f"{factors.site.label} cannot be stored as queries and keys: {reason} (--form maps)",
+                "CACHE-143",
+            )
+    return stored

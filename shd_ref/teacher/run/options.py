@@ -85,18 +85,8 @@ CALIBRATION_HELP: Final = Shown("Samples for choosing matched plans.", MERGING, 
 
 
 _OF_ATTENTION: Final = (
-    "num_student_heads",
-    "num_student_layers",
-    "layer_pairs",
-    "sites",
-    "strategy",
-    "plan",
-    "plans",
-    "alpha_rule",
-    "alpha_per",
-    "temperature",
-    "factored_codec",
-    "codec",
+    "num_student_heads num_student_layers layer_pairs sites strategy plan plans alpha_rule alpha_per temperature "
+    "factored_codec codec"
 )
 
 
@@ -312,7 +302,7 @@ class PrecomputeOptions:
         return {
             each.name: getattr(self, each.name)
             for each in fields(self)
-            if each.name in _OF_ATTENTION and getattr(self, each.name) != each.default
+            if each.name in _OF_ATTENTION.split() and getattr(self, each.name) != each.default
         }
 
 

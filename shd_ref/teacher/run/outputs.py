@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,94 +36,59 @@ class Student:
     plans: tuple[MergePlan, ...]
 
 
-class _Arrays:
-    """Arrays with a first axis B, some of which may be absent; indexed, all are."""
-
-    def __getitem__(self, samples: int | slice | Sequence[int]) -> Any:
-        cut = {}
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, (_Arrays, np.ndarray)):
-                cut[field.name] = value[samples]
-        return replace(self, **cut)  # type: ignore[type-var]
+def _array(role: str) -> property:
+    """What a run gave of this role; ``KeyError`` where it was not asked for."""
+    return property(lambda outputs: outputs.arrays[role])
 
 
 @dataclass(frozen=True, eq=False)
-class FactorOutputs(_Arrays):
-    """Queries and keys of the teacher, and what its mask leaves each row.
-
-    Attributes:
-        queries: float32 ``(B, H_t, L, d)``.
-        keys: float32 ``(B, H_kv, S, d)``.
-        spans: int32 ``(B, H_t, L, 3)``: first key, last key and how many, see ``add_spans``.
-    """
-
-    queries: NDArray[np.float32]
-    keys: NDArray[np.float32]
-    spans: NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class CheckOutputs(_Arrays):
-    """What the reference needs to judge the squeeze.
-
-    Attributes:
-        probs: the teacher's maps, float32 ``(B, H_t, L, S)``.
-        values: V, float32 ``(B, H_t, S, d_v)``.
-        merged: the student's maps before coding, float32 ``(B, H_s, L, S)``.
-    """
-
-    probs: NDArray[Any]
-    values: NDArray[Any]
-    merged: NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerOutputs(_Arrays):
+class LayerOutputs:
     """What a run gave for one layer of one student. Indexed by samples, the same of these.
 
     Attributes:
         layer: the student's layer and the teacher's site.
         row_mask: boolean ``(B, L)``, True = the row counts; None where every row does.
-        alphas: float32 ``(B, n)`` or ``(B, n, L)``, before clipping.
-        codes: ``(B, H_s, L, S)``: codes of ``sqrt8-row``, float32 maps for other codecs; None for factored records.
-        factors: for factored records; else None.
-        check: with check outputs; else None.
+        arrays: by role, as far as the graph gives them. Always ``alphas``, float32 ``(B, n)`` or ``(B, n, L)`` before
+            clipping. For records of maps ``codes`` ``(B, H_s, L, S)``: of ``sqrt8-row``, or float32 maps for other
+            codecs. For factored records ``queries`` ``(B, H_t, L, d)``, ``keys`` ``(B, H_kv, S, d)`` and int32
+            ``spans`` ``(B, H_t, L, 3)``, see ``add_spans``. To check: teacher maps ``probs`` ``(B, H_t, L, S)``,
+            V ``values`` ``(B, H_t, S, d_v)`` and ``merged`` maps before coding ``(B, H_s, L, S)``, in float32.
         ahead: boolean ``(B,)``, what ``looks_ahead`` was where check outputs are no longer held; else None.
     """
 
     layer: SqueezedLayer
     row_mask: NDArray[np.bool_] | None
-    alphas: NDArray[np.float32]
-    codes: NDArray[Any] | None
-    factors: FactorOutputs | None
-    check: CheckOutputs | None
+    arrays: Mapping[str, NDArray[Any]]
     ahead: NDArray[np.bool_] | None = None
+
+    alphas, codes = _array("alphas"), _array("codes")
+    queries, keys, spans = _array("queries"), _array("keys"), _array("spans")
+    probs, values, merged = _array("probs"), _array("values"), _array("merged")
 
     @classmethod
     def read(
         cls, layer: SqueezedLayer, outputs: Mapping[str, NDArray[Any]], row_mask: NDArray[np.bool_] | None
     ) -> LayerOutputs:
         """From the outputs of a session by name."""
-        factors = check = None
-        if layer.queries is not None and layer.keys is not None and layer.spans is not None:
-            factors = FactorOutputs(outputs[layer.queries], outputs[layer.keys], outputs[layer.spans])
-        if layer.probs in outputs:
-            check = CheckOutputs(outputs[layer.probs], outputs[layer.values], outputs[layer.merged])
-        return cls(layer, row_mask, outputs[layer.alphas], outputs.get(layer.codes), factors, check)
+        return cls(layer, row_mask, {role: outputs[name] for role, name in layer.names.items() if name in outputs})
+
+    def __getitem__(self, samples: int | slice | Sequence[int]) -> LayerOutputs:
+        row_mask, ahead = (None if array is None else array[samples] for array in (self.row_mask, self.ahead))
+        return LayerOutputs(
+            self.layer, row_mask, {role: array[samples] for role, array in self.arrays.items()}, ahead
+        )
 
     @property
-    def checked(self) -> CheckOutputs:
-        """The check outputs of a run that asked for them."""
-        assert self.check is not None
-        return self.check
+    def has_check(self) -> bool:
+        """Whether it holds what the reference needs to judge the squeeze."""
+        return "merged" in self.arrays
 
     @property
     def looks_ahead(self) -> NDArray[np.bool_]:
         """``(B,)``: whether a merged row that counts gives mass to a later position."""
         if self.ahead is not None:
             return self.ahead
-        ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in self.checked.merged]
+        ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in self.merged]
         rows: NDArray[np.bool_] = np.any(ahead, axis=1)  # (B, L)
         # What rows of padding look at is not stored (CACHE-129), and often all keys.
         seen: NDArray[np.bool_] = np.any(rows if self.row_mask is None else rows & self.row_mask, axis=1)
@@ -131,20 +96,15 @@ class LayerOutputs(_Arrays):
 
     def without_check(self) -> LayerOutputs:
         """Without check outputs."""
-        return self if self.check is None else replace(self, check=None, ahead=self.looks_ahead)
-
-    @property
-    def factored(self) -> FactorOutputs:
-        """The queries and keys of a run for factored records."""
-        assert self.factors is not None
-        return self.factors
+        kept = {role: array for role, array in self.arrays.items() if role not in ("probs", "values", "merged")}
+        return replace(self, arrays=kept, ahead=self.looks_ahead) if self.has_check else self
 
     @property
     def map_axes(self) -> tuple[int, int]:
         """Rows and keys of its maps, padding included."""
-        if self.codes is not None:
+        if "codes" in self.arrays:
             return self.codes.shape[-2], self.codes.shape[-1]
-        return self.factored.queries.shape[-2], self.factored.keys.shape[-2]
+        return self.queries.shape[-2], self.keys.shape[-2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,13 +245,13 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
     for layer in outputs.layers:
         rows = np.array(True) if layer.row_mask is None else layer.row_mask[:, None, :]
         suspect |= ~np.isfinite(layer.alphas).reshape(len(indices), -1).all(axis=1)
-        if layer.factors is not None:
-            for factor in (layer.factors.queries, layer.factors.keys):
+        if "queries" in layer.arrays:
+            for factor in (layer.queries, layer.keys):
                 suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
-        elif layer.codes is not None:
+        else:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
-    if outputs.layers and outputs.layers[0].check is not None:
+    if outputs.layers and outputs.layers[0].has_check:
         found = [_first_fault(work.sample(outputs, number)) for number in numbers]
     else:
         found = []
@@ -339,14 +299,14 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _first_fault(sample: SampleOutputs) -> Fault | None:
     for each in sample.layers:
-        check, layer = each.checked, each.layer
+        layer = each.layer
         counted = np.ones((1, 1), dtype=np.bool_) if each.row_mask is None else each.row_mask[None]  # (1, L)
-        finite = np.isfinite(check.probs).all(axis=-1)
-        sound = np.isfinite(check.values).all(axis=-1)
+        finite = np.isfinite(each.probs).all(axis=-1)
+        sound = np.isfinite(each.values).all(axis=-1)
         # Values are those of the keys, which are the rows where the map is square.
         finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
-        merged_is_finite = (np.isfinite(check.merged).all(axis=-1) | ~counted).all()
+        merged_is_finite = (np.isfinite(each.merged).all(axis=-1) | ~counted).all()
         if len(heads) or not merged_is_finite or not np.isfinite(each.alphas).all():
             head = int(heads[0]) if len(heads) else None
             return Fault(sample.index, sample.key, layer.student_layer, layer.site.name, head)

@@ -12,26 +12,24 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
-from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
 from shd_ref.teacher.graph.inputs import count_rows, input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.graph.shapes import frozen_specs
+from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs, runs_bounded
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, check_sinks, squeeze_graph, unite_graphs
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, squeeze_graph, unite_graphs
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.layers import Chosen, choose_layers
+from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, choose_stored, common_heads
 from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
@@ -68,8 +66,7 @@ class TeacherRun:
         options: what the students have in common; heads and plans are those of the first.
         factors: where the queries and keys of each are, in the same order; empty where maps are kept.
         targets: the teacher's tensors of logits and hidden states, where they are asked for.
-        bare: the model without its large weights, from which graphs are derived.
-        weights: the large weights, which all sessions share.
+        model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
         others: further teachers, whose logits are averaged with this one's.
         callers: threads that call ``squeeze`` at once, see ``run_ahead``.
         logit_columns: classes that this teacher gives, padding included, once a run told.
@@ -116,9 +113,11 @@ class TeacherRun:
             for path in options.with_teachers
         )
         self._check_classes()
-        self.factors = self._choose_stored()
-        self.num_teacher_heads = _common_heads(self.layers)
+        self.factors = choose_stored(self.model, self.layers, self.site_kinds, options)
+        self.num_teacher_heads = common_heads(self.layers)
         given = [self._given_plans(each) for each in students]
+        read = [name for _, site in self.layers for name in (site.probs, site.values)] + list(self.targets.titles)
+        is_bounded = self._runs_bounded(sites, read)
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
         self.inputs = ModelInputs(
@@ -132,7 +131,10 @@ class TeacherRun:
             decoder_mask=self.site_kinds.decoder_mask,
             rows=count_rows(self.model),
         )
-        self._check_lengths()
+        check_lengths(self.layers, self.mask_of_rows, self.mask_of_keys)
+        shortest = [int(self.inputs.lengths.argmin())]
+        if not is_bounded:
+            check_bounds(self.model, read, self.inputs.batch(shortest).arrays)
         for other in self.others:
             other.fit(self.inputs)
         self.bare, self.weights = take_weights(self.model)
@@ -155,7 +157,7 @@ class TeacherRun:
         )
         other.options = other.students[0].options
         check_options(other.options)
-        other.factors = other._choose_stored()
+        other.factors = choose_stored(self.model, self.layers, self.site_kinds, other.options)
         other._sessions, other._opening = {}, None
         return other
 
@@ -240,7 +242,7 @@ class TeacherRun:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
         if all(site.note is None for _, site in self.layers):
             opened = self._open(bool(self.layers))
-            sites = {layer.probs: layer.site for layer in opened.graphs[0].layers}
+            sites = {layer.names["probs"]: layer.site for layer in opened.graphs[0].layers}
             check_samples(self.model, sites, self.inputs, self._run_checked, opened.graphs[0].targets.titles)
         else:  # the squeezed graph may not even run
             reader = self.read_attention()
@@ -256,7 +258,7 @@ class TeacherRun:
         """Some outputs with check outputs, by name; of long samples in a session for their layers alone."""
         opened = self._open(bool(self.layers))
         named = zip(opened.graphs[0].layers, self.layers, strict=True)
-        layers = tuple(chosen for layer, chosen in named if layer.probs in names)
+        layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
         if self._count_layers(batch) < len(self.layers):
             if self._part is None or self._part[0] != layers:
                 self._part = None  # before the next takes memory
@@ -275,8 +277,7 @@ class TeacherRun:
 
     def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
         """The same with their arrays, longest first."""
-        for chosen in self.groups(indices):
-            yield self.inputs.batch(chosen)
+        return map(self.inputs.batch, self.groups(indices))
 
     def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
         """The same in batches that are small enough for check outputs: those of large teachers are many times larger
@@ -333,6 +334,17 @@ class TeacherRun:
             self._target_columns = max(self._target_columns or 0, sum(columns))
         return values
 
+    def _runs_bounded(self, sites: Sequence[AttentionSite], tensors: Sequence[str]) -> bool:
+        """Whether the graph ran within bounds once; a session of its own has none. False where it ran on nothing yet.
+
+        Raises:
+            ShdError: ``graph-unsupported`` where it takes too long or too much memory.
+        """
+        for site in sites:  # it did when its sites were looked for
+            if site.reason is not None and TOO_MUCH in site.reason:
+                raise ShdError("graph-unsupported", site.reason)
+        return runs_bounded(self.model, tensors)
+
     def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
         options = self.options
         own = [site for site in sites if self.site_kinds.kind(site) in (None, "decoder")]
@@ -383,13 +395,9 @@ class TeacherRun:
 
     def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
         """Rows and keys of a sample's maps that a record keeps."""
-        first = None if self.inputs.mask is None else batch.lengths[number]
-        second = None if self.inputs.decoder_mask is None else batch.decoder_lengths[number]
-        rows = second if self.site_kinds.has_decoder_rows(site) else first
-        keys = second if self.site_kinds.has_decoder_keys(site) else first
-        if site.layer in self.site_kinds.own_keys:
-            keys = None
-        return held[0] if rows is None else rows, held[1] if keys is None else keys
+        lengths = {self.inputs.mask: batch.lengths, self.inputs.decoder_mask: batch.decoder_lengths, None: None}
+        rows, keys = (lengths[mask] for mask in (self.mask_of_rows(site), self.mask_of_keys(site)))
+        return held[0] if rows is None else rows[number], held[1] if keys is None else keys[number]
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -447,40 +455,6 @@ class TeacherRun:
             mask_of_rows=self.mask_of_rows,
         )
 
-    def _check_lengths(self) -> None:
-        """Refuse maps that have other rows or keys than the mask that says which of them count."""
-        for _, site in self.layers:
-            masks = (("rows", site.row_inputs, self.mask_of_rows), ("keys", site.key_inputs, self.mask_of_keys))
-            for axis, inputs, mask_of in masks:
-                mask = mask_of(site)
-                if mask is not None and inputs is not None and mask not in inputs:
-                    raise ShdError(
-                        "graph-unsupported",
-                        f"attention site {site.layer} ({site.name}) must have as many {axis} as {mask} has "
-                        "positions, but tokens are joined to the sequence inside the graph (a class token, "
-                        "registers), or it is made shorter: export a wrapper whose inputs and mask have a position "
-                        "for each of them, such as a placeholder in front, or select other sites (--sites)",
-                    )
-
-    def _choose_stored(self) -> tuple[SiteFactors, ...]:
-        """Refuse a form or a codec that cannot hold what the layers give; ``factors`` of the form."""
-        options = self.options
-        if options.is_factored and self.site_kinds.kinds:
-            self._check_one_sequence()
-        for _, site in self.layers:
-            check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
-        return _choose_factors(self.model, self.layers) if options.is_factored else ()
-
-    def _check_one_sequence(self) -> None:
-        for _, site in self.layers:
-            if self.site_kinds.kind(site) != "encoder":
-                raise ShdError(
-                    "graph-unsupported",
-                    f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: its rows are "
-                    "those of a decoder with cross attention (--form maps)",
-                    "CACHE-128",
-                )
-
     def _open(self, checked: bool) -> _Session:
         """The session of all students with or without check outputs, made when it is first needed."""
         if checked not in self._sessions:
@@ -537,30 +511,3 @@ class _Session(NamedTuple):
     session: Any
     names: list[str]
     graphs: tuple[SqueezedGraph, ...]
-
-
-def _choose_factors(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]]) -> tuple[SiteFactors, ...]:
-    found = find_factors(model, [site for _, site in layers])
-    for factors in found:
-        site = factors.site
-        reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
-        if reason is not None:
-            raise ShdError(
-                "graph-unsupported",
-                f"attention site {site.layer} ({site.name}) cannot be stored as queries and keys: {reason} "
-                "(--form maps)",
-                "CACHE-143",
-            )
-    return found
-
-
-def _common_heads(layers: Collection[tuple[int, AttentionSite]]) -> int:
-    if not layers:
-        return 0
-    heads = {site.num_heads for _, site in layers}
-    if len(heads) != 1 or None in heads:
-        raise ShdError(
-            "graph-unsupported",
-            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
-        )
-    return int(heads.pop() or 0)

@@ -1,11 +1,76 @@
 """Where model inputs come from: files of several kinds, read row by row, so that memory stays flat.
 
-``source.py`` is the interface; a new kind of data is a file here and a line in ``registry.py``. Imports none of the
+``source.py`` is the interface; a new kind of data is a file here and a line in ``KINDS``. Imports none of the
 other rooms.
 """
 
-from shd_ref.teacher.sources.arrays import Arrays, ArraySource
-from shd_ref.teacher.sources.registry import KINDS, open_source
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.arrays import Arrays, ArraySource, SafetensorsSource, open_npz
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source
+from shd_ref.teacher.sources.tables import JsonLinesSource, open_arrow, open_folder, open_parquet
+from shd_ref.teacher.sources.text import TokenizedSource
 
 __all__ = ["KINDS", "ArraySource", "Arrays", "IndexedSource", "Row", "Source", "open_source"]
+
+KINDS: Final[dict[str, Callable[[Path], Source]]] = {
+    ".npz": open_npz,
+    ".safetensors": SafetensorsSource,
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    ".jsonl": JsonLinesSource,
+    ".ndjson": JsonLinesSource,
+}
+"""Readers by the file name's suffix; folders are data sets of Arrow or Parquet files."""
+
+
+def open_source(
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    text_column: str | None = None,
+    max_length: int | None = None,
+) -> Source:
+    """Open model inputs.
+
+    Args:
+        path: a file with a suffix of ``KINDS``, or a folder: what ``save_to_disk`` wrote, or Parquet or Arrow files.
+        tokenizer: ``tokenizer.json`` or its folder, where the inputs are text.
+        text_column: which column holds the text; default ``text``. Only with a tokenizer.
+        max_length: tokens to keep of a text; default: as the tokenizer's file says. Only with a tokenizer.
+
+    Raises:
+        ShdError: ``argument-value``; ``inputs-invalid`` for a file that is absent, unreadable or of no known kind;
+            ``dependency-missing`` naming the extra that brings its reader.
+    """
+    file = Path(path)
+    if tokenizer is None:
+        _refuse_text_options(text_column=text_column, max_length=max_length)
+    try:
+        is_folder, exists = file.is_dir(), file.exists()
+    except (OSError, ValueError) as error:  # a name too long, or one with NUL
+        raise ShdError("inputs-invalid", f"inputs must be a path; got {str(path)[:80]!r}: {error}") from error
+    if is_folder:
+        source = open_folder(file)
+    elif file.suffix not in KINDS or not exists:
+        rule = "must exist" if file.suffix in KINDS else f"must be a folder or end in one of {', '.join(KINDS)}"
+        raise ShdError("inputs-invalid", f"inputs {rule}; got {path}")
+    else:
+        source = KINDS[file.suffix](file)
+    return (
+        source if tokenizer is None else TokenizedSource(source, Path(tokenizer), text_column or "text", max_length)
+    )
+
+
+def _refuse_text_options(**options: str | int | None) -> None:
+    """Options of a tokenizer say nothing of inputs that are numbers already."""
+    for name, value in options.items():
+        if value is not None:
+            raise ShdError(
+                "argument-value", f"{name} must be given with a tokenizer alone; got {value!r} without one"
+            )

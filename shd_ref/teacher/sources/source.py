@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import struct
+import io
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,9 +76,6 @@ def import_package(name: str) -> Any:
         ) from error
 
 
-_AXES: Final = struct.Struct("<B")
-
-
 class Spool:
     """Samples appended one after another and read back by number.
 
@@ -94,11 +91,10 @@ class Spool:
 
     def append(self, sample: Mapping[str, NDArray[Any]]) -> None:
         """Keep one more sample."""
-        parts = []
+        buffer = io.BytesIO()
         for name, dtype in self._dtypes.items():
-            values = np.ascontiguousarray(sample[name], dtype)
-            parts += [_AXES.pack(values.ndim), struct.pack(f"<{values.ndim}q", *values.shape), values.tobytes()]
-        data = b"".join(parts)
+            np.lib.format.write_array(buffer, np.asarray(sample[name], dtype), allow_pickle=False)
+        data = buffer.getvalue()
         with write_errors(Path(tempfile.gettempdir())):
             self._file.write(data)
         self._starts.append(self._starts[-1] + len(data))
@@ -106,13 +102,5 @@ class Spool:
     def read(self, index: int) -> dict[str, NDArray[Any]]:
         """A sample by its number."""
         self._file.seek(self._starts[index])
-        data = self._file.read(self._starts[index + 1] - self._starts[index])
-        sample, position = {}, 0
-        for name, dtype in self._dtypes.items():
-            (axes,) = _AXES.unpack_from(data, position)
-            shape: Sequence[int] = struct.unpack_from(f"<{axes}q", data, position + 1)
-            start = position + 1 + 8 * axes
-            count = int(np.prod(shape, dtype=np.int64))
-            sample[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
-            position = start + count * dtype.itemsize
-        return sample
+        data = io.BytesIO(self._file.read(self._starts[index + 1] - self._starts[index]))
+        return {name: np.lib.format.read_array(data, allow_pickle=False) for name in self._dtypes}

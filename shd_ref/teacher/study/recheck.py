@@ -82,7 +82,7 @@ def recheck_records(
                 student_layer = layer.layer.student_layer
                 stored = reader.decode(record, student_layer)
                 n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-                again = np.asarray(layer.checked.merged[:, :n, :keys], dtype=np.float32).copy()
+                again = np.asarray(layer.merged[:, :n, :keys], dtype=np.float32).copy()
                 again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
                 if layer.row_mask is not None:
                     again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-129)

@@ -14,7 +14,6 @@ from support.attention_graphs import GraphBuilder, encoder_layer, random_project
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
-from shd_ref.teacher.graph.shapes import probe_shapes
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
@@ -258,11 +257,6 @@ def test_a_transposed_map_is_refused() -> None:
     site = only_site(build.model(shapes, [output]))
     assert not site.supported
     assert "transposed" in str(site.reason)
-
-
-def test_a_probe_measures_shapes_of_batch_two_and_length_three() -> None:
-    model = encoder_layer(layout="batch-folded")
-    assert probe_shapes(model, ["softmax", "context"]) == {"softmax": (8, 3, 3), "context": (8, 3, 3)}
 
 
 @pytest.mark.parametrize("form", [*({"layout": layout} for layout in LAYOUTS), {"num_kv_heads": 2}], ids=str)

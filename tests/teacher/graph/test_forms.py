@@ -18,6 +18,7 @@ from support.attention_graphs import (
     attention_operator,
     encoder_layer,
     random_projection,
+    run_session,
 )
 
 from shd_ref.errors import ShdError
@@ -28,7 +29,7 @@ from shd_ref.teacher.precompute.compare import Comparison, compare_with_referenc
 from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.session import open_session
 
 Feeds = Mapping[str, NDArray[Any]]
 
@@ -48,7 +49,7 @@ def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **
     fed = {value.name: feeds[value.name] for value in session.get_inputs()}
     outputs = run_session(session, fed)
     for layer in graph.layers:
-        assert outputs[layer.probs].std() > 0.01, "maps that are all alike compare nothing"
+        assert outputs[layer.names["probs"]].std() > 0.01, "maps that are all alike compare nothing"
     return compare_with_reference(graph, outputs)
 
 
@@ -356,7 +357,7 @@ def test_both_products_by_equation(scores: str, context: str, tmp_path: Path) ->
     for one in (model, plain):
         graph = squeeze_graph(one, ((0, only_site(one)),), num_student_heads=1, check_outputs=True, codec="float32")
         outputs = run_session(open_session(graph.model, num_threads=1), feeds)
-        squeezed.append([outputs[name] for name in (graph.layers[0].probs, graph.layers[0].merged)])
+        squeezed.append([outputs[name] for name in (graph.layers[0].names["probs"], graph.layers[0].names["merged"])])
     for found, expected in zip(*squeezed, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
     (factors,) = find_factors(model, (site,))
@@ -394,7 +395,7 @@ def test_maps_that_are_mixed_among_heads_give_joined_values(change: Change, tmp_
     assert (site.num_heads, site.joined_values, site.row_sums) == (2, True, "one")
     graph = squeeze_graph(model, ((0, site),), num_student_heads=2, check_outputs=True, codec="float32")
     outputs = run_session(open_session(graph.model, num_threads=1), feeds)
-    probs, values = (outputs[name] for name in (graph.layers[0].probs, graph.layers[0].values))
+    probs, values = (outputs[name] for name in (graph.layers[0].names["probs"], graph.layers[0].names["values"]))
     np.testing.assert_allclose(probs.sum(axis=-1), 1.0, atol=1e-5)
     given = (probs @ values @ projection_of(site).reshape(2, site.d_v, -1)).sum(axis=1)
     (own,) = open_session(model, num_threads=1).run(None, feeds)

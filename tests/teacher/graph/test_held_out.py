@@ -19,6 +19,7 @@ pytest.importorskip("onnxscript", reason="torch exports through onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 quantization = pytest.importorskip("onnxruntime.quantization")
 
+from support.attention_graphs import run_session  # noqa: E402
 from support.exporter import quicken_exports  # noqa: E402  (after the skips)
 
 from shd_ref.teacher.graph.factors import find_factors  # noqa: E402
@@ -26,7 +27,7 @@ from shd_ref.teacher.graph.find import AttentionSite, find_sites  # noqa: E402
 from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
 from shd_ref.teacher.precompute.compare import compare_with_reference  # noqa: E402  (after the skips)
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph  # noqa: E402
-from shd_ref.teacher.session import open_session, run_session  # noqa: E402
+from shd_ref.teacher.session import open_session  # noqa: E402
 
 quicken_exports()
 WIDTH, HEADS = 16, 4
@@ -177,8 +178,8 @@ def test_supported_graphs_equal_the_reference_on_their_own_maps(name: str, tmp_p
     session = open_session(graph.model, num_threads=1)
     x = 2 * np.random.default_rng(0).normal(size=(3, 7, WIDTH)).astype(np.float32)
     outputs = run_session(session, {session.get_inputs()[0].name: x})
-    assert outputs[graph.layers[0].probs].shape == (3, HEADS, 7, 2 if name == "cross attention" else 7)
-    assert outputs[graph.layers[0].probs].std() > 0.01
+    assert outputs[graph.layers[0].names["probs"]].shape == (3, HEADS, 7, 2 if name == "cross attention" else 7)
+    assert outputs[graph.layers[0].names["probs"]].std() > 0.01
     compare_with_reference(graph, outputs)
     (factors,) = find_factors(model, (site,))
     assert factors.supported, factors.reason

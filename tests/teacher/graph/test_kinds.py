@@ -17,13 +17,14 @@ pytest.importorskip("onnxscript", reason="torch exports through onnxscript")
 pytest.importorskip("onnxruntime")
 
 from support import attention_kinds  # noqa: E402  (after the skips)
+from support.attention_graphs import run_session  # noqa: E402
 from support.attention_kinds import CASES, HEADS, Together  # noqa: E402
 
 from shd_ref.teacher.graph.find import AttentionSite, find_sites  # noqa: E402
 from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
 from shd_ref.teacher.precompute.compare import compare_with_reference  # noqa: E402
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph  # noqa: E402
-from shd_ref.teacher.session import open_session, run_session  # noqa: E402
+from shd_ref.teacher.session import open_session  # noqa: E402
 from shd_torch.export import export_teacher  # noqa: E402
 
 SEQUENCE_FIRST = tuple(name for name, case in CASES.items() if case.sequence_first)
@@ -57,7 +58,7 @@ def exported(names: Sequence[str]) -> tuple[dict[str, AttentionSite], dict[str, 
     outputs = run_session(session, {node.name: inputs[node.name].numpy() for node in session.get_inputs()})
     compare_with_reference(graph, outputs)
     found = {
-        names[layer.student_layer]: {"maps": outputs[layer.probs], "values": outputs[layer.values]}
+        names[layer.student_layer]: {"maps": outputs[layer.names["probs"]], "values": outputs[layer.names["values"]]}
         for layer in graph.layers
     }
     return by_name, found, modules

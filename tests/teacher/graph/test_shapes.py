@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import onnx
 import pytest
@@ -11,11 +9,8 @@ from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, encoder_layer
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.flow.walk import walk_graph
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes
-from shd_ref.teacher.graph.measure import describe_contradiction, measure_site
-from shd_ref.teacher.graph.shapes import Probe, probe_feeds, probe_shapes
-from shd_ref.teacher.opening.model import read_graph
+from shd_ref.teacher.graph.shapes import Probe, probe_feeds
 
 SIZES = InputSizes(batch=4, length=5)
 PAST = InputSpec("past_key_values.0.key", "float32", ("batch_size", 2, "past_sequence_length", 8))
@@ -55,38 +50,6 @@ def test_stacked_keys_and_values_stand_before_the_batch(axes: tuple[str | None, 
         assert SIZES.shapes((spec,)) == {"past": (*stack, 4, 3, 0, 8)}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        encoder_layer(),
-        *(encoder_layer(num_kv_heads=2, kv_repeat=kind) for kind in ("expand", "gather", "tile")),
-        *(encoder_layer(layout=layout) for layout in ("batch-folded", "heads-folded", "heads-batch")),
-        encoder_layer(projection="gemm"),
-    ],
-    ids=range(8),
-)
-def test_an_axis_of_any_size_is_measured_or_is_not(model: onnx.ModelProto) -> None:
-    """Never a division by zero, nor the first of nothing: each axis in turn, in one tensor and in all."""
-    graph = read_graph(model)
-    graph.sort()
-    (walk,) = walk_graph(graph)
-    shapes = probe_shapes(model, sorted(set(walk.tensors())))
-    assert measure_site(walk, shapes) is not None
-    measured = set()
-    for name, changed, size, everywhere in itertools.product(shapes, range(4), (0, 1, 2**40), (False, True)):
-        old = dict(enumerate(shapes[name])).get(changed)
-        other = {
-            each: tuple(
-                size if (each, axis) == (name, changed) or (everywhere and number == old) else number
-                for axis, number in enumerate(shape)
-            )
-            for each, shape in shapes.items()
-        }
-        measured.add(measure_site(walk, other) is not None)
-        assert "sizes" in describe_contradiction(walk, other) or "map" in describe_contradiction(walk, other)
-    assert measured == {False, True}
-
-
 def test_equal_names_are_equal_sizes_wherever_they_stand() -> None:
     first = InputSpec("tokens", "int64", ("N", "T"))
     turned = InputSpec("x", "float32", ("T", "N", 3))
@@ -101,32 +64,6 @@ def test_sizes_that_the_graph_fixes_hold_for_all_inputs() -> None:
     assert sizes == InputSizes(1, 16)
     assert sizes.shapes(specs) == {"input_ids": (1, 16), "x": (1, 16, 3)}
     assert batch_axes(specs, sizes) == {"input_ids": 0, "x": 0}
-
-
-def test_samples_differ_where_their_numbers_do_and_integers_stay_valid() -> None:
-    specs = (
-        IDS,
-        PAST,
-        InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1")),
-        InputSpec("position_ids", "int64", ("batch_size", "sequence_length")),
-        InputSpec("use_cache_branch", "bool", (1,)),
-        InputSpec("x", "float32", ("sequence_length", "batch_size", 3)),
-    )
-    first, second = (probe_feeds(specs, SIZES, samples=samples) for samples in ((7, 8, 9, 7), (7, 6, 9, 7)))
-    for name, axis in batch_axes(specs, SIZES).items():
-        assert first[name].dtype == second[name].dtype
-        if axis is None or name not in ("input_ids", "x"):
-            np.testing.assert_array_equal(first[name], second[name])
-            continue
-        same = [np.array_equal(first[name].take(i, axis), second[name].take(i, axis)) for i in range(4)]
-        assert same == [True, False, True, True], name
-        np.testing.assert_array_equal(first[name].take(0, axis), first[name].take(3, axis))
-    assert set(np.unique(first["input_ids"])) == {0, 1}
-    assert (first["attention_mask"] == 1).all()
-    assert first["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 4
-    assert not first["use_cache_branch"].any()
-    for name, array in probe_feeds(specs, SIZES, samples=(1, 2, 3, 4), largest=0).items():
-        assert name not in ("input_ids", "position_ids") or not array.any()
 
 
 def frozen_graph(batch: int | None, length: int) -> onnx.ModelProto:

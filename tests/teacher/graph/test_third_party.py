@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
+from support.attention_graphs import run_session
 
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
@@ -17,7 +18,7 @@ from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.session import open_session
 
 
 class Verdict(NamedTuple):

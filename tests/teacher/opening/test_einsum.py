@@ -51,7 +51,7 @@ def check(equation: str, *, is_rewritten: bool = True, **sizes: int) -> None:
     np.testing.assert_allclose(expected, numpy, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("queries", ["".join(order) for order in permutations("bhld")])
+@pytest.mark.parametrize("queries", ["".join(order) for order in permutations("bhld")][::3])
 def test_every_order_of_letters(queries: str) -> None:
     """Of an operand, with the same order turned around for the output; and both operands exchanged."""
     output = queries[::-1].replace("d", "s")
@@ -107,9 +107,3 @@ def test_axes_that_an_ellipsis_stands_for() -> None:
 def test_sizes_that_are_broadcast_or_do_not_fit_the_letters_stay(shapes: list[list[Any]]) -> None:
     model = model_of("bhd,bhd->bd" if len(shapes[0]) == 3 else "bhd,bhd->bh", shapes)
     assert rewrite_einsum(model).graph.node[0].op_type == "Einsum"
-
-
-def test_a_model_without_equations_is_itself() -> None:
-    build = GraphBuilder()
-    model = build.model({"x": (TensorProto.FLOAT, ["b"])}, [build.op("Relu", "x")])
-    assert rewrite_einsum(model) is model

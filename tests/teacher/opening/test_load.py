@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection
+from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection, run_session
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.find import find_sites
@@ -15,7 +15,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import data_folder, hash_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.session import open_session
 
 
 def save_external(model: onnx.ModelProto, folder: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -17,7 +19,9 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.graph import shapes
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.session import open_session
 
 CODES = {"graph-invalid", "graph-unsupported"}
@@ -238,7 +242,87 @@ def test_a_run_that_would_fill_the_memory_is_ended(monkeypatch: pytest.MonkeyPat
     assert site.supported
     (site,) = find_sites(teacher_with_loop([double], 24))  # 64 MB
     assert not site.supported
-    assert "does not run on a probe" in str(site.reason)
+    assert "within 4 MiB of memory" in str(site.reason)
+
+
+def teacher_with_logits(kind: str, attends: bool) -> onnx.ModelProto:
+    """Logits that a hostile part of the graph is added to, behind attention or without any."""
+    model = encoder_layer()
+    (made,) = model.graph.output
+    if not attends:
+        del model.graph.node[:], model.graph.input[1:], model.graph.output[:]
+        model.graph.node.append(helper.make_node("Identity", ["x"], [made.name]))
+    bodies = {
+        "endless": helper.make_node("Add", ["carried", "carried"], ["made"]),
+        "doubling": helper.make_node("Concat", ["carried", "carried"], ["made"], axis=0),
+    }
+    if kind == "expanding":  # by the number of samples, which no check of constants can tell
+        model.graph.initializer.extend([whole("many", [2**29]), whole("axis", [0]), whole("one", 1)])
+        steps = [("Shape", "x"), ("Gather", "0", "axis"), ("Mul", "1", "many"), ("Cast", "one"), ("Expand", "3", "2")]
+        nodes = [helper.make_node(op_type, inputs, [str(n)]) for n, (op_type, *inputs) in enumerate(steps)]
+        nodes[3].attribute.append(helper.make_attribute("to", TensorProto.FLOAT))
+        nodes.append(helper.make_node("ReduceSum", ["4", "axis"], ["sum"]))
+    else:
+        looped = teacher_with_loop([bodies[kind]], 10**12 if kind == "endless" else 40)
+        nodes = list(looped.graph.node)[:2]
+        names = {name for node in nodes for name in node.input}
+        model.graph.initializer.extend(tensor for tensor in looped.graph.initializer if tensor.name in names)
+    model.graph.node.extend([*nodes, helper.make_node("Add", [made.name, "sum"], ["logits"])])
+    model.graph.output.append(helper.make_tensor_value_info("logits", TensorProto.FLOAT, None))
+    return model
+
+
+@pytest.mark.parametrize("attends", [True, False])
+@pytest.mark.parametrize("kind", ["endless", "doubling", "expanding"])
+def test_a_run_begins_within_the_bounds_of_a_probe(
+    kind: str, attends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing but logits is asked of a teacher, and no attention was probed."""
+    monkeypatch.setattr(shapes, "_LEAST_SECONDS", 0.5)
+    model, rng = teacher_with_logits(kind, attends), np.random.default_rng(0)
+    (tmp_path / "teacher.onnx").write_bytes(model.SerializeToString())
+    data = {"x": rng.normal(size=(3, 4, 12)).astype(np.float32), "mask": np.ones((3, 4), np.int64)}
+    attention = {"num_student_heads": 1} if attends else {"form": "none"}
+    students = [(tmp_path / "cache", PrecomputeOptions(logits="float16", **attention))]
+    with pytest.raises(ShdError, match="run on a few short samples within") as caught:
+        precompute(
+            tmp_path / "teacher.onnx", data, students, RunOptions(num_threads=1, mask="mask" if attends else None)
+        )
+    assert caught.value.code == "graph-unsupported"
+    assert not (tmp_path / "cache").exists()
+
+
+HOSTILE = """
+import resource, sys, time
+import numpy as np
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.run.options import PrecomputeOptions
+folder, length, started = sys.argv[1], int(sys.argv[2]), time.monotonic()
+try:
+    precompute(
+        f"{folder}/teacher.onnx",
+        {"x": np.ones((2, length, 12), np.float32), "mask": np.ones((2, length), np.int64)},
+        [(f"{folder}/cache", PrecomputeOptions(form="none", logits="float16"))],
+    )
+except ShdError as error:
+    print(error.code, time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "length"), [("endless", 4), ("doubling", 4), ("doubling", 4096)])
+def test_a_hostile_teacher_takes_less_than_20_seconds_and_2_gib(kind: str, length: int, tmp_path: Path) -> None:
+    model = teacher_with_logits(kind, attends=False)
+    if length > 4:  # a length that the graph fixes earns it nothing
+        model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = length
+    (tmp_path / "teacher.onnx").write_bytes(model.SerializeToString())
+    command = [sys.executable, "-c", HOSTILE, str(tmp_path), str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    code, seconds, gibibytes = done.stdout.split()
+    assert code == "graph-unsupported"
+    assert float(seconds) < 20
+    assert float(gibibytes) < 2
 
 
 @pytest.mark.parametrize("depth", [30, 300])

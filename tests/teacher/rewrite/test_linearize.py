@@ -270,14 +270,14 @@ def test_exported_teachers(name: str, layers: int, tmp_path: Path) -> None:
     """Against the model itself with ``nn.Identity`` in place of its activations, at another batch and length."""
     torch = pytest.importorskip("torch", reason="exports come from torch")
     pytest.importorskip("transformers", reason="these teachers come from transformers")
-    pytest.importorskip("onnxscript", reason="export needs onnxscript")
+    from support.exported_models import trace
     from support.shrink.models import make_data, make_teacher
 
-    from shd_torch.export import example_inputs, export_teacher
+    from shd_torch.export import example_inputs
     from shd_torch.shrink.families import FAMILIES
 
     model, family = make_teacher(name, layers=layers).float(), FAMILIES[name]
-    export_teacher(model, example_inputs(model), tmp_path / "teacher.onnx")
+    trace(model, example_inputs(model), tmp_path / "teacher.onnx")
     made = linearize_graph(load_teacher(tmp_path / "teacher.onnx"), [layers - 1])
     assert list(made.sizes) == [layers - 1]
     save_graph(made.model, tmp_path / "smaller.onnx", tmp_path / "teacher.onnx")

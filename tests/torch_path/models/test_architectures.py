@@ -20,12 +20,14 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 pytest.importorskip("transformers", reason="these teachers come from transformers")
 pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 
+from support.attention_graphs import run_session
+
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.targets import TargetTensors, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.session import open_session
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from support.exported_models import MINILM, minilm_folder, trace
 pytest.importorskip("onnxruntime", reason="the fidelity test runs the teacher in onnxruntime")
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
+from support.attention_graphs import run_session
+
 from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.find import find_sites
@@ -22,7 +24,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.options import RunOptions
-from shd_ref.teacher.session import open_session, run_session
+from shd_ref.teacher.session import open_session
 from shd_ref.teacher.study.fidelity import measure_fidelity
 from shd_ref.teacher.study.options import FidelityOptions
 from shd_ref.teacher.study.ranking import FidelityReport, Setting
@@ -206,7 +208,7 @@ def test_pretrained_encoder_merges_within_bounds_and_better_than_constant(
         check_outputs=True,
     )
     outputs = run_session(open_session(graph.model.SerializeToString()), feeds)
-    alphas = np.stack([outputs[layer.alphas] for layer in graph.layers])
+    alphas = np.stack([outputs[layer.names["alphas"]] for layer in graph.layers])
     assert alphas.shape == (6, 4, 8)
     assert alphas.min() >= 0.0
     assert alphas.max() <= 1.0

@@ -101,19 +101,26 @@ def is_cross(scores: ir.Node) -> bool | None:
 
 def _data_inputs(value: ir.Value) -> set[str]:
     """The inputs with data of a sequence that a tensor is made from; what only gives it a size is left out."""
-    found, seen, waiting = set(), {value}, [value]
-    while waiting:
-        current = waiting.pop()
-        node = current.producer()
+    names = set()
+    for current in ancestors(value):
         if current.is_graph_input() and current.name and not is_constant(current):
             shape = (None,) * (0 if current.shape is None else len(current.shape))
             spec = InputSpec(current.name, "float32" if current.dtype in _FLOATS else "int64", shape)
-            found |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
-        for source in () if node is None or node.op_type in ("Shape", "Size") else node.inputs:
-            if source is not None and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return found
+            names |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
+    return names
+
+
+def ancestors(value: ir.Value) -> set[ir.Value]:
+    """A tensor and all that it is made from; what only gives it a size is left out."""
+    seen, waiting = {value}, [value]  # not by recursion: a graph may be as deep as its author likes
+    while waiting:
+        node = waiting.pop().producer()
+        if node is None or node.op_type in ("Shape", "Size"):
+            continue
+        new = [source for source in node.inputs if source is not None and source not in seen]
+        seen.update(new)
+        waiting += new
+    return seen
 
 
 def _projected_tensors(projection: ir.Node) -> set[ir.Value]:

@@ -54,7 +54,7 @@ class FactorsMaker(Maker[Factors]):
     def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
         """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""
         first, length = sample.extent.first, sample.extent.length
-        support, windows = describe_mask([layer.factored.spans[:, first:length] - first for layer in sample.layers])
+        support, windows = describe_mask([layer.spans[:, first:length] - first for layer in sample.layers])
         _check_sample(sample, support, windows)
         scales = {student: factors.scale for (student, _), factors in zip(work.layers, work.factors, strict=True)}
         for layer, window in zip(sample.layers, windows, strict=True):
@@ -90,7 +90,7 @@ class FactorsMaker(Maker[Factors]):
                 assert isinstance(coded, CodedFactors)
                 _compare_maps(layer, sample.extent, factors.scale, form.support, factors.window)
                 found = _rebuild(factors, form.support, *decode_factors(coded), mixing)
-                errors.append(codec_error(layer.checked.merged[:, first:n, first:n], found))
+                errors.append(codec_error(layer.merged[:, first:n, first:n], found))
         return merge_codec_errors(errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
@@ -106,7 +106,7 @@ class FactorsMaker(Maker[Factors]):
 def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Queries ``(H_t, n, d)`` and keys ``(H_kv, n, d)`` of one sample, before they are coded."""
     counted = slice(extent.first, extent.length)
-    return layer.factored.queries[:, counted], layer.factored.keys[:, counted]
+    return layer.queries[:, counted], layer.keys[:, counted]
 
 
 def _check_sample(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
@@ -125,7 +125,7 @@ def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: st
     counted, site = slice(extent.first, extent.length), layer.layer.site
     queries, keys = _cut(layer, extent)
     share, difference = len(queries) // len(keys), 0.0
-    for head, probs in enumerate(layer.checked.probs[:, counted, counted]):
+    for head, probs in enumerate(layer.probs[:, counted, counted]):
         (made,) = rebuild_maps(queries[head : head + 1], keys[head // share][None], scale, support, window=window)
         made -= probs
         difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))

@@ -44,7 +44,6 @@ class MapsMaker(Maker[Maps]):
         """
         made: list[NDArray[Any] | CodedFactors] = []
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-            assert layer.codes is not None
             where = f"record {sample.index} layer {layer.layer.student_layer}"
             # Rows of padding may also look at padding at the end: they are emptied before that is refused.
             codes = cut_map(_without_padding(layer.codes[:, :rows], layer), rows, keys, where)
@@ -57,7 +56,7 @@ class MapsMaker(Maker[Maps]):
         errors = []
         for sample in samples:
             for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-                merged = _without_padding(layer.checked.merged[:, :rows, :keys], layer).astype(np.float32, copy=False)
+                merged = _without_padding(layer.merged[:, :rows, :keys], layer).astype(np.float32, copy=False)
                 decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
                 errors.append(codec_error(merged, np.stack(decoded)))
         return merge_codec_errors(errors)

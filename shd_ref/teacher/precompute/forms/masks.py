@@ -49,7 +49,7 @@ def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
         alone = work.inputs.unmasked(work.inputs.batch([index]))
         outputs = work.squeeze(alone)[outputs.student.number]
     length = work.sample(outputs, 0).extent.length
-    return [layer.factored.spans[0, :, :length] for layer in outputs.layers]
+    return [layer.spans[0, :, :length] for layer in outputs.layers]
 
 
 def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
@@ -63,7 +63,7 @@ def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None
         layer = outputs.layer
         low, high = row_bounds(length - first, support, window)
         expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
-        found = outputs.factored.spans[:, first:length]
+        found = outputs.spans[:, first:length]
         wrong = np.argwhere((found != expected).any(axis=-1))
         if len(wrong):
             head, row = (int(place) for place in wrong[0])
