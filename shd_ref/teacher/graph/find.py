@@ -157,16 +157,7 @@ def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tu
     for site in sites:
         finding = found.get(site.probs, Finding()) if site.supported else Finding()
         reason = site.reason or finding.reason
-        judged.append(
-            replace(
-                site,
-                supported=reason is None,
-                reason=reason,
-                note=finding.note,
-                row_inputs=finding.row_inputs,
-                key_inputs=finding.key_inputs,
-            )
-        )
+        judged.append(replace(site, supported=reason is None, **(vars(finding) | {"reason": reason})))
     return tuple(judged)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.arrays import Arrays, ArraySource, SafetensorsSource, open_npz
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source
-from shd_ref.teacher.sources.tables import JsonLinesSource, open_arrow, open_folder, open_parquet
+from shd_ref.teacher.sources.tables import ArrowSource, JsonLinesSource, ParquetSource, open_folder
 from shd_ref.teacher.sources.text import TokenizedSource
 
 __all__ = ["KINDS", "ArraySource", "Arrays", "IndexedSource", "Row", "Source", "open_source"]
@@ -21,8 +21,8 @@ __all__ = ["KINDS", "ArraySource", "Arrays", "IndexedSource", "Row", "Source", "
 KINDS: Final[dict[str, Callable[[Path], Source]]] = {
     ".npz": open_npz,
     ".safetensors": SafetensorsSource,
-    ".parquet": open_parquet,
-    ".arrow": open_arrow,
+    ".parquet": lambda path: ParquetSource([path], str(path)),
+    ".arrow": lambda path: ArrowSource([path], str(path)),
     ".jsonl": JsonLinesSource,
     ".ndjson": JsonLinesSource,
 }

@@ -152,16 +152,6 @@ class ParquetSource(Source):
             raise self.refuse(f"must be readable Parquet files: {error}", index) from error
 
 
-def open_parquet(path: Path) -> Source:
-    """One Parquet file."""
-    return ParquetSource([path], str(path))
-
-
-def open_arrow(path: Path) -> Source:
-    """One Arrow file."""
-    return ArrowSource([path], str(path))
-
-
 def open_folder(path: Path) -> Source:
     """A data set of ``save_to_disk``, or a folder of Parquet or Arrow files in order of their names."""
     if (path / STATE_NAME).exists():

@@ -358,7 +358,7 @@ def test_constants_that_grow_beyond_reason_are_refused_before_they_are_computed(
     def compute(*_: object) -> None:
         raise AssertionError("it was computed")
 
-    monkeypatch.setattr(nodes, "_compute", compute)
+    monkeypatch.setattr(nodes, "compute", compute)
     monkeypatch.setattr(nodes, "_MOST_HELD", 2**20)
     monkeypatch.setattr(nodes, "_MOST_PRODUCTS", 2**17)
 
