@@ -41,7 +41,8 @@ from shd_ref.errors import ShdError
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What ``export_webdataset`` did: samples and bytes of the tar files written, and how many were there already."""
+    """Result of ``export_webdataset``: samples and bytes of the written tar files, and the number of existing
+    ones."""
 
     written: int
     present: int
@@ -52,15 +53,14 @@ class ExportSummary:
 def export_webdataset(
     cache: Folder, out: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
 ) -> ExportSummary:
-    """Write the samples of a sealed cache as WebDataset tar files, one a shard.
+    """Write the samples of a sealed cache as WebDataset tar files, one per shard.
 
-    Equal caches give equal files. A file appears whole or not at all; files that hold all samples are kept, so a
-    stopped export resumes.
+    Equal caches give equal files. Files are written atomically; complete files are kept, so a stopped export resumes.
 
     Args:
         cache: a sealed cache; every blob is checked as it is read.
         out: a folder on this machine, new or with an export of the same cache begun.
-        on_progress: called after every shard with how many are done and how many there are.
+        on_progress: called after every shard with the numbers of finished and of all shards.
 
     Raises:
         ShdError: as ``CacheReader``; ``argument-value`` for an address or a place in the cache, ``cache-exists``

@@ -25,15 +25,15 @@ class CacheListing:
     Attributes:
         folder: path or address.
         manifest: what it was made from.
-        sealed: whether it states to be complete.
+        sealed: whether it is marked as complete.
         written: shards that are committed, ascending.
-        damaged: problems of files that are there and cannot be used; their shards count as missing.
+        damaged: problems of existing but unusable files; their shards count as missing.
         samples: with a record; ``skipped`` are those without, because the teacher failed on them.
         shard_bytes: of all committed shard files.
-        coded_by_form: bytes of what is coded in them, by form; ``float32_by_form`` is what it teaches, as float32.
-        rows_by_form: how many of its ``unit`` each form has, such as positions: of a decoder its own.
+        coded_by_form: coded bytes, by form; ``float32_by_form`` is the size of the supervision as float32.
+        rows_by_form: number of ``unit``s of each form, such as positions; a decoder's are counted separately.
         positions: summed lengths of all records.
-        errors: what coding cost, over the rows that were measured.
+        errors: coding errors, over the measured rows.
     """
 
     folder: Path | str
@@ -61,7 +61,7 @@ class CacheListing:
         return self.float32_by_form.total()
 
     def bytes_a_row(self, form: Form) -> float:
-        """Coded bytes of a form for each of its ``unit``; 0 where nothing is written."""
+        """Coded bytes of a form per ``unit``; 0 if nothing is written."""
         return self.coded_by_form[form.SUBJECT] / max(self.rows_by_form[form.SUBJECT], 1)
 
     @property
@@ -112,7 +112,7 @@ class CacheListing:
 
 
 def list_cache(folder: Folder) -> CacheListing:
-    """Look through a cache that may be unfinished, or in the making.
+    """List a cache that may be incomplete or still being written.
 
     Reads the receipts, one in memory at a time, and the size of every shard file; ``verify_cache`` reads the rest.
 

@@ -28,10 +28,10 @@ class MergeSummary:
 
     Attributes:
         folder: the merged cache.
-        copied: shards taken over now.
+        copied: shards copied by this call.
         present: shards that were there already.
         missing: shards that no source holds, ascending.
-        bytes: of the shards taken over.
+        bytes: of the copied shards.
         sealed: whether the cache is complete, and was sealed.
     """
 
@@ -50,16 +50,16 @@ def merge_caches(
     link: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> MergeSummary:
-    """Bring the shards of one job together, and seal the result where it is complete.
+    """Merge the shards of one job, and seal the result if it is complete.
 
-    Every byte that is taken over is read and checked against its receipt. The sources stay as they are. Stopped
-    at any moment, the same call goes on where it stopped.
+    Every copied byte is checked against its receipt. The sources are not changed. If stopped at any moment, the same
+    call resumes.
 
     Args:
         sources: caches with the same manifest, complete or not.
         out: the merged cache, new or with the same manifest.
-        link: make hard links in place of copies where source and ``out`` lie on one file system.
-        on_progress: called after every shard with how many are done and how many there are to take over.
+        link: make hard links instead of copies if source and ``out`` are on the same file system.
+        on_progress: called after every shard with the numbers of copied shards and of shards to copy.
 
     Raises:
         ShdError: ``cache-mismatch`` for sources of another job, or a shard that two of them hold with different

@@ -39,8 +39,8 @@ def _allocate(size: int) -> NDArray[np.uint8]:
 class CacheReader:
     """The samples of a cache by key. Safe to pickle, to fork and to share between threads.
 
-    Opening it reads every receipt and compares the size of every shard; the bytes of a record are read, and
-    checked, when it is asked for. A cache that grows afterwards is not followed.
+    Opening it reads every receipt and compares the size of every shard; the bytes of a record are read and checked on
+    access. Shards committed afterwards are not seen.
 
     Args:
         folder: the cache: a path, or an address such as ``s3://bucket/cache``.
@@ -50,8 +50,8 @@ class CacheReader:
         folder: its absolute path, or its address.
         manifest: what the cache holds.
         sealed: whether it is complete.
-        errors: of all receipts together, over the rows they measured.
-        skipped: key -> why the sample has no record, for those that the teacher failed on.
+        errors: merged over all receipts and the rows they measured.
+        skipped: key -> reason, for samples without a record because the teacher failed on them.
 
     Raises:
         ShdError: ``cache-incomplete`` (not sealed, or a shard file absent or cut short), ``cache-corrupt``,
@@ -89,7 +89,7 @@ class CacheReader:
         return iter(self._keys)
 
     def keys(self) -> list[str]:
-        """The key of every sample in stored order, in which reading is sequential; equal samples repeat theirs."""
+        """The key of every sample in stored order, in which reads are sequential; equal samples have equal keys."""
         return list(self._keys)
 
     def seeds(self) -> dict[int, int]:
@@ -104,12 +104,12 @@ class CacheReader:
         logits: bool = True,
         hidden: Iterable[int] | None = None,
     ) -> StoredRecord:
-        """One sample, every byte of it checked (CACHE-81).
+        """Read one sample and check every byte (CACHE-81).
 
         Args:
-            key: ``sample_key`` of its inputs. Where samples are equal, the one with the lowest index is read.
+            key: ``sample_key`` of its inputs. Of equal samples the one with the lowest index is read.
             layers: student layers whose attention to read; all by default.
-            logits: whether to read logits, where the cache has them.
+            logits: whether to read logits, if the cache has them.
             hidden: teacher layers whose hidden states to read; all that the cache has by default.
 
         Raises:
@@ -127,18 +127,16 @@ class CacheReader:
         hidden: Iterable[int] | None = None,
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
     ) -> list[StoredRecord]:
-        """Several samples; without compression their bytes go from the file to one buffer, and are copied nowhere.
+        """Read several samples; without compression their bytes are read into one buffer, without copies.
 
         Args:
-            keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
-                object store many at once.
+            keys: as for ``read``, in any order; read in stored order, and from an object store many at once.
             layers: student layers whose attention to read; all by default.
-            logits: whether to read logits, where the cache has them.
+            logits: whether to read logits, if the cache has them.
             hidden: teacher layers whose hidden states to read; all that the cache has by default.
-            allocate: from a number of bytes to the memory that takes all blobs: attention layer by layer, logits,
-                then hidden states layer by layer, in each of these sample by sample. Not called for a compressed
-                cache, whose frames are inspected before memory is taken for them (CACHE-44): each of its blobs is
-                allocated alone.
+            allocate: function from a number of bytes to memory for all blobs: attention layer by layer, logits, then
+                hidden states layer by layer, each sample by sample. Not called for a compressed cache, whose frames
+                are inspected before memory is allocated (CACHE-44): each blob is allocated separately.
 
         Raises:
             ShdError: as ``read``.
@@ -168,15 +166,15 @@ class CacheReader:
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
 
-        ``(H_s, rows, keys)`` where the record's ``shapes`` say so (CACHE-128); made from queries and keys where these
-        are what is stored (CACHE-152).
+        ``(H_s, rows, keys)`` if the record has ``shapes`` (CACHE-128); computed from queries and keys in factored
+        records (CACHE-152).
         """
         return self.manifest.attention.decode(record, layer)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)`` of one student layer, float32.
 
-        Positions of padding in front are left out: n counts from the record's ``first``.
+        Leading padding is omitted: n counts from the record's ``first``.
 
         Raises:
             ShdError: ``argument-value`` for a cache of maps.
@@ -184,9 +182,9 @@ class CacheReader:
         return self.manifest.attention.decode_factors(record, layer)
 
     def decode_logits(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
-        """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 where all are stored.
+        """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 if all are stored.
 
-        Row r is that of position ``first + r``, or the only one of a classifier (CACHE-160).
+        Row r belongs to position ``first + r``; a classifier has a single row (CACHE-160).
 
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, has none; ``cache-corrupt``.

@@ -72,14 +72,14 @@ class VerifyReport:
 
 
 def verify_cache(folder: Folder, *, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Check a whole cache, going on after each problem (CACHE-90).
+    """Check a whole cache, continuing after each problem (CACHE-90).
 
     Args:
         folder: the cache, a path or an address.
-        on_progress: called after every committed shard with how many are done and how many there are.
+        on_progress: called after every committed shard with the numbers of finished and of all shards.
 
     Returns:
-        The report. Shards, records and bytes count what was found intact.
+        The report. Shards, records and bytes count only intact ones.
     """
     check = _Verification(open_storage(folder))
     check.run(on_progress)

@@ -47,11 +47,11 @@ def other_job(folder: object, differences: Sequence[str]) -> ShdError:
 
 
 class CacheWriter:
-    """Creates a cache folder, or resumes one that was made with the same manifest.
+    """Creates a cache folder, or resumes one with the same manifest.
 
-    Several writers may work on one folder, also from several hosts if their file system shares ``flock``. Who
-    commits a shard first wins; the others' bytes for it are discarded. An object store has no locks: there, who
-    uploads last wins (CACHE-71).
+    Several writers may work on one folder, also from several hosts if their file system shares ``flock``. The first
+    to commit a shard wins; the others' bytes are discarded. An object store has no locks: there, the last upload wins
+    (CACHE-71).
 
     Args:
         folder: the cache, a path or an address such as ``s3://bucket/cache``; created if absent.
@@ -82,10 +82,10 @@ class CacheWriter:
         return self._storage
 
     def missing_shards(self, shards: Sequence[int] | None = None) -> list[int]:
-        """Shards without a valid receipt of this cache, or whose file has another size than it states.
+        """Shards without a valid receipt of this cache, or whose file size differs from the receipt.
 
         Args:
-            shards: which to look at; default all.
+            shards: which to check; default all.
         """
         shards = range(self.manifest.shards.num_shards) if shards is None else shards
         committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
@@ -103,7 +103,7 @@ class CacheWriter:
         Args:
             shard: its number.
             records: all samples of ``manifest.shard_samples(shard)``, in any order.
-            errors: what coding cost, measured on these records' rows.
+            errors: coding errors, measured on the rows of these records.
             skipped: samples of the shard without a record, where ``manifest.on_error`` is ``"skip"``.
 
         Returns:
@@ -147,7 +147,7 @@ class CacheWriter:
                 return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
-        """State that the cache is complete (CACHE-55).
+        """Mark the cache as complete (CACHE-55).
 
         Raises:
             ShdError: ``cache-incomplete`` naming how many shards are missing; ``cache-mismatch`` when the keys

@@ -20,7 +20,8 @@ LEAST_MASS = 1e-12
 
 
 class DiffusionDraw(NamedTuple):
-    """What both models must share in one step (REC-33); hand it to the student and to the teacher."""
+    """The random draws that both models must share in one step (REC-33); pass it to the student and to the
+    teacher."""
 
     t: Tensor  # (B,), int64
     noise: Tensor  # (B, C, ...), float32
@@ -35,12 +36,12 @@ def draw_diffusion(
     num_tokens: int | None = None,
     kept_tokens: int | None = None,
 ) -> DiffusionDraw:
-    """Steps, noise and kept tokens, each sample's from its own seed: the same in any batch, today and tomorrow.
+    """Steps, noise and kept tokens, drawn per sample from its seed, independent of the batch.
 
-    A teacher that was run for a cache saw what a student sees with the same seeds (REC-33).
+    With the same seeds, a student sees the same inputs as the teacher of a cache (REC-33).
 
     Args:
-        seeds: one integer a sample; the sample's number and the epoch in one, say.
+        seeds: one integer per sample, such as a combination of sample number and epoch.
         shape: of one sample ``(C, ...)``.
         steps: t is drawn from 0 to steps - 1.
         num_tokens: N, of the models' patches, where tokens are masked.
@@ -123,13 +124,13 @@ def diffusion(
     """``mean_b w_b |eps_S - noise|^2 + bound + g mean_b w_b |eps_S - eps_T|^2`` (REC-29 to REC-33).
 
     ``w = min(SNR, k) / SNR`` with ``SNR = abar / (1 - abar)``; squares are means over the numbers of a sample, terms
-    are means over the batch. The bound teaches the range alone: epsilon is taken as it is there. Defaults are
-    MDTv2's base loss (k = 5, 1,000 steps with linear betas, learned range); MDT defines no distillation, so that
-    g = 1 is this project's choice. A model that makes a full and a masked pass in a step has this loss once for each,
-    and adds ``terms.scaled(1.0, prefix="masked_")``.
+    are means over the batch. The bound trains only the range: epsilon is detached there. Defaults are MDTv2's base
+    loss (k = 5, 1,000 steps with linear betas, learned range); MDT defines no distillation, so g = 1 is this
+    project's choice. A model with a full and a masked pass per step computes this loss once for each, and adds
+    ``terms.scaled(1.0, prefix="masked_")``.
 
-    Nothing is drawn here: t, noise and the tokens of a masked pass are arguments, and both models must be given the
-    same (``draw_diffusion``). Attention maps of different noise, or of different tokens, do not correspond.
+    Nothing is drawn here: t, noise and the tokens of a masked pass are arguments, and must be the same for both
+    models (``draw_diffusion``). Attention maps of different noise, or of different tokens, do not correspond.
 
     Args:
         student_output: epsilon ``(B, C, ...)``, or epsilon and range ``(B, 2 C, ...)``, of ``noised(x0, noise, t)``.
@@ -138,13 +139,13 @@ def diffusion(
         t: steps ``(B,)``, integers from 0.
         teacher_output: of the same input, with or without a range, which is not read.
         betas: ``(steps,)``, each in (0, 1); default ``linear_betas()``.
-        snr_clip: k of min-SNR-k; None weighs every step with 1.
+        snr_clip: k of min-SNR-k; None weights every step with 1.
         kd_weight: g.
-        bound_weight: of the bound; a training that divides it by steps / 1000 says so here.
-        shd: the attention term beside it; its teachers saw the same draw.
+        bound_weight: of the bound; set it if your training divides the bound by steps / 1000.
+        shd: the attention term; its teachers must see the same draw.
 
     Returns:
-        The terms ``mse`` (1), ``bound`` where the student has a range, and ``kd`` where there is a teacher.
+        The terms ``mse`` (1), ``bound`` if the student has a range, and ``kd`` if there is a teacher.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.

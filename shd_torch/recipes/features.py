@@ -24,18 +24,18 @@ class ViTKD(nn.Module):
     """``a / B sum_l ||F_l(S_l) - T_l||^2 + b / (r B) ||M (G(mask(F(S))) - T)||^2`` (REC-16 to REC-18).
 
     F are linear maps to the teacher's width, G is a convolution, ReLU and a convolution (3 x 3) over the grid of
-    patches, mask() puts a learned token in the place of removed ones, and M keeps the removed ones alone. Both terms
-    are *sums* over tokens and features divided by B, which is what the small weights are for. Its parameters are
-    trained beside the student's and thrown away after. The published recipe adds it to the cross entropy, or to
-    ``nkd``: ``nkd(...) + projector(...)``. Defaults are cls_KD's for DeiT (two layers, a = 3e-5, b = 3e-6, r = .5).
+    patches, mask() replaces removed tokens by a learned one, and M keeps only the removed ones. Both terms are *sums*
+    over tokens and features divided by B, hence the small weights. Its parameters are trained with the student's and
+    discarded afterwards. The published recipe adds it to the cross entropy, or to ``nkd``: ``nkd(...) +
+    projector(...)``. Defaults are cls_KD's for DeiT (two layers, a = 3e-5, b = 3e-6, r = .5).
 
     Args:
         student_dim: D_s.
         teacher_dim: D_t.
-        num_layers: first layers that are mimicked.
+        num_layers: number of first layers to mimic.
         mimic_weight: a.
         generate_weight: b.
-        removed: r, the part of the tokens that is removed, in (0, 1).
+        removed: r, the share of removed tokens, in (0, 1).
 
     Raises:
         ShdError: ``argument-value``.
@@ -78,14 +78,14 @@ class ViTKD(nn.Module):
         shd: SHD | None = None,
         check: bool = True,
     ) -> Terms:
-        """The terms of a batch; class and distillation tokens are left out by the caller.
+        """The terms of a batch; the caller omits class and distillation tokens.
 
         Args:
             student_layers: patch tokens of the first layers, each ``(B, N, D_s)``.
             student_last: patch tokens after the final norm ``(B, N, D_s)``.
             teacher_layers: as many, each ``(B, N, D_t)``.
             teacher_last: after the teacher's final norm ``(B, N, D_t)``.
-            noise: ``(B, N)``, one number a token: those with the largest are removed; drawn here where it is None.
+            noise: ``(B, N)``, one number per token: those with the largest are removed; drawn if None.
             grid: rows and columns of patches; default a square.
 
         Returns:
@@ -178,8 +178,8 @@ LAYER_NORM_EPSILON = 1e-5
 class OrthogonalProjection(nn.Module):
     """A trained matrix ``(D_t, D_s)`` whose rows or columns stay orthonormal (REC-19).
 
-    It is the exponential of a skew-symmetric matrix, cut to size (PyTorch's own parametrisation), so that it cannot
-    learn what the student's features should: it keeps their lengths and angles.
+    It is the exponential of a skew-symmetric matrix, cut to size (PyTorch's parametrisation), so that it preserves
+    lengths and angles and cannot learn in place of the student's features.
 
     Args:
         student_dim: D_s.
@@ -220,8 +220,8 @@ def vkd(
 ) -> Terms:
     """``CE + g T^2 mean KL(P || Q_dist) + a SmoothL1(W pool(S), LN(pool(T)))`` (REC-19, REC-20).
 
-    Every row counts; the first two terms are means over B, the third is one over B and D_t. Weights are summed, not
-    shared out. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``).
+    Every row counts; the first two terms are means over B, the third is one over B and D_t. Weights need not sum to
+    one. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``).
 
     Args:
         student_logits: of the class token ``(B, C)``.
@@ -233,8 +233,7 @@ def vkd(
         projection: W ``(D_t, D_s)`` with orthonormal rows or columns, as of ``OrthogonalProjection(...).matrix``.
         kd_weight: g.
         feature_weight: a.
-        shd: the attention term beside it. The published teacher is convolutional, and has no attention: this asks
-            for a transformer.
+        shd: the attention term, which needs a transformer teacher (the published one is convolutional).
 
     Returns:
         The terms ``cross_entropy`` (1), ``kd`` (g; ``T^2`` is in its value) and ``features`` (a).
@@ -279,13 +278,13 @@ def vkd_detection(
 ) -> Terms:
     """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel (REC-34).
 
-    Beside a detector's own loss, which is the caller's to add. Groups are what ViDT matches: patches of each of four
-    scales, detection tokens of the body and of the neck, rows of all samples together. Denominator: the numbers of a
-    group; groups are summed. Default: that of VkD's ViDT training (a = 4.0; its ``criterion.py``), whose projections
-    are orthogonal, with a trained scale and bias.
+    The caller adds it to the detector's loss. Groups are what ViDT matches: patches of each of four scales, detection
+    tokens of the body and of the neck, rows of all samples together. Denominator: the numbers of a group; groups are
+    summed. Default: that of VkD's ViDT training (a = 4.0; its ``criterion.py``), whose projections are orthogonal,
+    with a trained scale and bias.
 
     Args:
-        student_tokens: a group's rows ``(n, D)`` each, projected, n of at least 2.
+        student_tokens: projected rows ``(n, D)`` of each group, n at least 2.
         teacher_tokens: the same groups of the teacher.
         feature_weight: a.
 

@@ -48,7 +48,7 @@ def deit_soft(
         distillation_logits: of the distillation token ``(B, C)``.
         targets: of the teacher, as in ``kd_loss``.
         kd_weight: w.
-        shd: the attention term beside it; the student has one token more than a teacher without such a token.
+        shd: the attention term; the student has one token more than a teacher without such a token.
 
     Returns:
         The terms ``cross_entropy`` (1 - w) and ``kd`` (w; ``T^2`` is in its value).

@@ -144,10 +144,10 @@ def babyllama(
     Args:
         student_logits: z ``(B, L, V)``.
         labels: ``(B, L)``, -100 = the row does not count in the cross entropy.
-        teacher_logits: one tensor ``(B, L, V)`` a teacher; the published student has two.
-        kd_weight: w, one less the published alpha.
+        teacher_logits: one tensor ``(B, L, V)`` per teacher; the published student has two.
+        kd_weight: w, one minus the published alpha.
         shift: as in ``cross_entropy``; the teachers' rows are never shifted.
-        shd: the attention term beside it, of one of the teachers or the mean of all.
+        shd: the attention term, from one of the teachers or the mean of all.
 
     Returns:
         The terms ``cross_entropy`` (1 - w) and ``kd`` (w; ``T^2`` is in its value).
@@ -184,17 +184,17 @@ def gkd(
 
     ``m KL(P || R) + (1 - m) KL(Q || R)`` with ``R = m P + (1 - m) Q``, both softmax at temperature 1. Rows: those
     whose label is not -100; denominator: their number. Default: that of TRL and Liger (m = .5), whose published
-    temperature .9 is of the sampling alone; half of their batches are the student's own text, which is the
-    caller's to sample.
+    temperature .9 applies only to sampling; half of their batches are student-generated text, which the caller
+    samples.
 
     Args:
         student_logits: z ``(B, L, V)``.
-        labels: ``(B, L)``; only whether they are -100 is read. Padding has -100, or it is learned from.
+        labels: ``(B, L)``; only whether they are -100 is read. Padding must have -100, or it is trained on.
         targets: of the teacher, as in ``kd_loss``, at temperature 1.
         mixing: m, the published beta: 0 is ``KL(P || Q)``, 1 ``KL(Q || P)``.
         shift: as in ``cross_entropy``.
         vocab_size: as in ``kd_loss``.
-        shd: the attention term beside it; on the student's own text its teachers are live.
+        shd: the attention term; on student-generated text its teachers must be live.
 
     Returns:
         The term ``jsd``, weight 1.

@@ -27,7 +27,7 @@ from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_shar
 class TeacherMixture:
     """A logits processor that makes ``generate`` sample from ``(1 - mix) p_S + mix p_T`` (REC-21).
 
-    Probabilities are mixed, not logits: the importance weights of ``minillm_rollout`` hold for nothing else. ::
+    Probabilities are mixed, not logits, as the importance weights of ``minillm_rollout`` require. ::
 
         mixture = TeacherMixture(teacher, mix=0.2, attention_mask=batch["attention_mask"])
         ids = student.generate(**batch, do_sample=True, top_k=0, logits_processor=[mixture])
@@ -71,7 +71,7 @@ WHITENING_EPSILON = 1e-8
 
 
 class Rollout(NamedTuple):
-    """Sampled tokens and what is known of them when they are sampled (REC-22)."""
+    """Sampled tokens and their statistics at sampling time (REC-22)."""
 
     tokens: Tensor  # (B, R)
     mask: Tensor  # (B, R), True = the row counts

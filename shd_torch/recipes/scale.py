@@ -42,7 +42,7 @@ class ScaleReport:
         """The weight at which the gradient of ``term`` has ``share`` times the norm of all others' together.
 
         Raises:
-            ShdError: ``argument-value`` for a term that is not there, or whose gradient is zero.
+            ShdError: ``argument-value`` for a missing term, or one whose gradient is zero.
         """
         share = check_weight("share", share)
         if term not in self.terms:
@@ -66,15 +66,15 @@ class ScaleReport:
 
 
 def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> ScaleReport:
-    """Each term's share of the loss and of the gradient, on the batch that the terms are of.
+    """Each term's share of the loss and of the gradient, on the batch of the terms.
 
-    Call it before ``backward``: the graph is walked once a term and kept. Gradients of all terms are held at once.
-    Nothing is added to ``.grad``. A term whose weight is 0 is listed, and ``weight_for`` finds one for it: so that a
-    first look needs no guess. Under several ranks the report is of this rank's batch.
+    Call it before ``backward``: the graph is traversed once per term and retained. Gradients of all terms are in
+    memory at once. Nothing is added to ``.grad``. A term with weight 0 is listed too, and ``weight_for`` computes a
+    weight for it, so no initial guess is needed. With several ranks the report covers this rank's batch.
 
     Args:
         terms: of a recipe.
-        parameters: of the student; those that need no gradient are left out.
+        parameters: of the student; those without gradient are ignored.
 
     Returns:
         The report; ``print(report)`` shows it as a table.

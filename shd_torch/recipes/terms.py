@@ -64,12 +64,12 @@ class Terms(dict[str, Term]):
 
 @dataclass(frozen=True, eq=False)
 class SHD:
-    """The attention term beside a recipe: the argument ``shd`` of each of them (REC-3).
+    """The attention term of a recipe: the argument ``shd`` of each recipe (REC-3).
 
     Attributes:
-        captured: the student's attention in the forward pass that gave the recipe its logits.
+        captured: the student's attention in the forward pass that produced the recipe's logits.
         taught: of the same batch, from a cache (``supervision``), a live ``OnlineTeacher``, or several of either.
-        beta: weight of the term, at least 0; ``scale_report`` says what it is worth.
+        beta: weight of the term, at least 0; see ``scale_report``.
         loss_mask: as in ``layer_kls``.
         temperature: T_a of both maps.
         reduction: ``"sum"`` over layers and heads, or ``"mean"``.
@@ -92,7 +92,7 @@ class SHD:
 
     @property
     def is_live(self) -> bool:
-        """Whether every teacher saw this very batch, rather than a cache that was made before."""
+        """Whether every teacher is live, as opposed to cached."""
         teachers = self.taught if isinstance(self.taught, Sequence) else [self.taught]
         return all(isinstance(teacher, OnlineSupervision) for teacher in teachers)
 

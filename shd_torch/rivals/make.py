@@ -74,16 +74,17 @@ def make_rival(
         name: one of ``RIVALS``.
         teacher: as for ``OnlineTeacher``.
         student: as for ``capture_attention``; its heads and layers are counted.
-        batch: arguments of both models by name. Matched pairs are chosen on it, so let it hold some dozen samples.
+        batch: arguments of both models by name. Matched pairs are chosen on it, so it should have a few dozen
+            samples.
         layer_pairs: ``(student layer, teacher layer)``, zero-based; default spread as ``layer_map`` does.
         plan: as in ``OnlineTeacher``, or ``"matched"``: pairs of least residual on the batch, for each layer (PLAN-9;
             needs networkx).
         alpha_per: ``"map"`` or ``"row"``.
-        temperature: T_a of both maps, where maps are taught.
+        temperature: T_a of both maps, if the rival uses maps.
         **options: of the rival's class; ``targets`` and ``output_projections`` of ``OnlineTeacher``.
 
     Returns:
-        The rival, a module whose parameters, if any, belong into the optimizer, on the student's device.
+        The rival, a module on the student's device; pass its parameters, if any, to the optimizer.
 
     Raises:
         ShdError: ``argument-value``, ``heads-exceed``, ``layers-invalid``, ``capture-failed``,

@@ -24,7 +24,7 @@ class Seen:
 
     Attributes:
         captured: its attention calls, with values.
-        hidden: hidden states ``(B, L, D)`` as Hugging Face counts them, 0 for the embeddings; empty unless asked for.
+        hidden: hidden states ``(B, L, D)`` numbered as in Hugging Face, 0 for the embeddings; empty unless requested.
     """
 
     captured: Captured
@@ -68,12 +68,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Lesson(NamedTuple):
-    """What a live teacher makes of one batch.
+    """A live teacher's outputs for one batch.
 
     Attributes:
         attention: its squeezed attention; None for a rival that merges no maps.
-        calls: its attention calls, by the number of a layer that teaches.
-        hidden: what those layers' blocks return ``(B, L, D_t)``; empty unless the rival reads hidden states.
+        calls: its attention calls, by the number of the teaching layer.
+        hidden: outputs of those layers' blocks ``(B, L, D_t)``; empty unless the rival reads hidden states.
         output: of its forward pass.
     """
 
@@ -89,7 +89,7 @@ class Lesson(NamedTuple):
         return self.attention
 
     def targets(self) -> Tensor | Record | None:
-        """For ``kd_loss`` and recipes: the teacher's logits; None for a model without."""
+        """The teacher's logits, for ``kd_loss`` and recipes; None for a model without logits."""
         return read_logits(self.output) if self.attention is None else self.attention.targets()
 
 
@@ -119,12 +119,12 @@ class LayerPair(NamedTuple):
 
 
 class Rival(nn.Module):
-    """One way of teaching beside a base loss; its parameters, if any, are trained beside the student's.
+    """An additional loss term; its parameters, if any, are trained with the student's.
 
     Args:
         online: the teacher.
-        pairs: ``(student layer, teacher layer)``, zero-based; an encoder-decoder's hidden states are not paired.
-        temperature: T_a of both maps, where maps are taught.
+        pairs: ``(student layer, teacher layer)``, zero-based; hidden states of an encoder-decoder are not paired.
+        temperature: T_a of both maps, if the rival uses maps.
     """
 
     reads_hidden = False
@@ -146,7 +146,7 @@ class Rival(nn.Module):
         self._is_checked = False
 
     def is_first(self) -> bool:
-        """True once: values are looked at on the first batch, since that makes the host wait for the device."""
+        """True once: values are validated only on the first batch, as this syncs the device."""
         first, self._is_checked = not self._is_checked, True
         return first
 
@@ -166,11 +166,12 @@ class Rival(nn.Module):
         return Lesson(attention, {layer: seen.captured.layer(layer) for layer in layers}, hidden, output)
 
     def watch(self, student: nn.Module, lesson: Lesson) -> AbstractContextManager[Seen]:
-        """A block for the student's forward pass on the lesson's batch."""
+        """A context for the student's forward pass on the same batch."""
         return watch_model(student, hidden=self.reads_hidden)
 
     def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
-        """The loss ``()`` before its weight: a sum over layers, with gradient to the student and to own parameters.
+        """The loss ``()`` before its weight: a sum over layers, with gradients for the student and the rival's
+        parameters.
 
         Args:
             seen: of the student.
@@ -184,7 +185,7 @@ class Rival(nn.Module):
         return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
     def beside(self, seen: Seen, lesson: Lesson, beta: float, *, loss_mask: Tensor | None = None) -> RivalTerm:
-        """The argument ``shd`` of any recipe, with this loss in SHD's place."""
+        """The argument ``shd`` of any recipe, with this loss instead of SHD."""
         value = self(seen, lesson, loss_mask=loss_mask)
         return RivalTerm(seen.captured, lesson.attention or (), beta, loss_mask=loss_mask, value=value)
 
@@ -203,7 +204,7 @@ class Rival(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class RivalTerm(SHD):
-    """A rival's loss where a recipe takes ``shd``.
+    """A rival's loss as the argument ``shd`` of a recipe.
 
     Attributes:
         value: the loss ``()`` before beta.
@@ -213,7 +214,7 @@ class RivalTerm(SHD):
 
     @property
     def is_live(self) -> bool:
-        """A rival's teacher saw this very batch."""
+        """Always true: a rival's teacher is live."""
         return True
 
     def term(self) -> Term:

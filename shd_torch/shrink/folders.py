@@ -79,8 +79,8 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
     """A Hugging Face model of the class that its configuration names, in evaluation mode.
 
     Args:
-        source: a folder with ``config.json`` and safetensors. Nothing is downloaded, code that the folder names is
-            not run, and files outside it are not read; links inside one repository of the hub's cache are followed.
+        source: a folder with ``config.json`` and safetensors. Nothing is downloaded, code named by the folder is not
+            run, and files outside it are not read; links within a repository of the hub cache are followed.
 
     Raises:
         ShdError: ``read-failed``, ``shrink-unsupported``.

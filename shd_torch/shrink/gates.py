@@ -38,7 +38,7 @@ class Ranking:
         attention: importance of each layer's attention, at least 0.
         activations: of each layer's activation; empty where FFNs are gated.
         disparity: mean gradient of the gates on activations over that of the gates on attention; None without both.
-            It says how wrong a common ranking would be.
+            It shows how misleading a joint ranking would be.
     """
 
     attention: tuple[float, ...]
@@ -46,11 +46,11 @@ class Ranking:
     disparity: float | None
 
     def drop(self, *, attention: int | None = None, activations: int | None = None) -> Dropped:
-        """What goes where this many of each kind stay, the most important ones; of equal ones the first stay.
+        """The parts to drop so that this many of each kind remain, the most important ones; of equal ones the first.
 
         Args:
-            attention: attention blocks that stay, at least 1; default all.
-            activations: activations that stay; default all.
+            attention: attention blocks to keep, at least 1; default all.
+            activations: activations to keep; default all.
 
         Raises:
             ShdError: ``argument-value``.
@@ -136,7 +136,7 @@ class Gates(nn.Module):
 def gate_layers(model: Any) -> Iterator[Gates]:
     """A Hugging Face model of a known family with gates; open ones change nothing. They are gone afterwards.
 
-    Train them, alone or with the model, under ``keep``; ``observe`` after each ``backward``; then ``rank``.
+    Train them, with or without the model, under ``keep``; call ``observe`` after each ``backward``; then ``rank``.
 
     Raises:
         ShdError: ``shrink-unsupported``.
@@ -183,8 +183,8 @@ def rank_layers(
     """Importance of every attention block and activation of a trained model, without training.
 
     Args:
-        model: of a known family; its weights and their gradients are left as they are.
-        batches: inputs by name, on the model's device; 16 batches are a start.
+        model: of a known family; its weights and their gradients are not changed.
+        batches: inputs by name, on the model's device; start with 16 batches.
         loss: of the model and a batch, a scalar; default the ``loss`` that the model returns for its ``labels``.
 
     Returns:
@@ -223,7 +223,7 @@ Point = tuple[float, float, float]
 def choose_splits(num_layers: int) -> list[Split]:
     """Splits to measure, as the second source chose its 22 of 12 layers.
 
-    All kept; each kind alone down to a third; both together, by turns, down to three quarters.
+    All kept; each kind separately down to a third; both together, alternately, down to three quarters.
 
     Args:
         num_layers: L of the teacher.
@@ -250,25 +250,25 @@ def measure_splits(
     progress: Callable[[str], None] | None = None,
     **sizes: Any,
 ) -> list[Point]:
-    """A student for each split, and what a function of yours says it is worth, usually after a short fine-tune.
+    """Build a student for each split and measure its quality with your function, usually after a short fine-tune.
 
-    Points are written one by one: started again with the same arguments, it goes on after the last one.
+    Points are saved one by one; the same call resumes after the last one.
 
     Args:
         teacher: as in ``shrink``.
         data: the calibration set, as in ``shrink``.
-        ranking: which parts go first, within each kind: from ``rank_layers``.
+        ranking: the order in which parts are dropped, within each kind: from ``rank_layers``.
         splits: numbers of kept ``(attention, activations)``; see ``choose_splits``.
-        quality: takes the student, in evaluation mode and its own from then on, and returns a finite number, the
-            more the better. PyTorch's seed is set before each call, so that a point does not depend on the others.
+        quality: function of the student, in evaluation mode, which it may modify; returns a finite number, higher is
+            better. PyTorch's seed is set before each call, so points are independent of each other.
         out: a JSON file, new or from an earlier run.
         seed: of every call.
-        progress: gets a line a split.
-        **sizes: more of ``shrink``: ``heads``, ``layers`` left out, and so on; the same for every split.
+        progress: called with one line per split.
+        **sizes: other options of ``shrink``, such as ``heads``; the same for every split.
 
     Returns:
-        Rows ``(attention ratio, activation ratio, quality)`` in the order of the splits, ratios of what is kept:
-        what ``shd_ref.shrink.predictor.fit_predictor`` takes.
+        Rows ``(attention ratio, activation ratio, quality)`` in the order of the splits, with ratios of kept parts,
+        as for ``shd_ref.shrink.predictor.fit_predictor``.
 
     Raises:
         ShdError: what ``shrink`` raises; ``argument-value`` for a split, a quality, or points of other arguments;

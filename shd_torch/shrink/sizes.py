@@ -27,22 +27,22 @@ Importance: TypeAlias = Callable[[Array, Array], Array]
 
 @dataclass(frozen=True)
 class ShrinkOptions:
-    """What ``shrink`` makes of a teacher; each field is also a keyword of ``shrink``.
+    """Options of ``shrink``; each field is also a keyword of ``shrink``.
 
     Attributes:
         heads: query heads of the student; default the teacher's.
-        layers: how many, or which of the teacher's; default all.
+        layers: number of layers, or a list of the teacher's; default all.
         hidden: channels of the stream; default the teacher's.
-        neurons: of each FFN, the most important ones; default the teacher's.
+        neurons: per FFN, the most important ones; default the teacher's.
         kv_heads: key and value heads; see HEAD-17.
-        head_dim: entries of a head, where the family's configuration may say so.
-        drop_attention: teacher layers whose block loses its attention; such a student loads with ``load_student``.
+        head_dim: width of a head, if the family's configuration allows it.
+        drop_attention: teacher layers that lose their attention block; such a student loads with ``load_student``.
         drop_activations: teacher layers whose FFN becomes one linear map; also.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
-        align: refit last matrices on the student's own stream.
-        ridge: of the alignment (ALIGN-2); by default chosen for each matrix on every fourth sample, which may say too
-            that the closed form stays (ALIGN-7).
-        batch_size: samples that run together.
+        align: refit last matrices on the student's residual stream.
+        ridge: of the alignment (ALIGN-2); by default chosen per matrix on every fourth sample, which may also keep
+            the closed form (ALIGN-7).
+        batch_size: samples per batch.
         squeezer: makes a layer's attention; another than the default is for comparison, as are the next two.
         axes: chooses the kept axes from the moment of WIDTH-3.
         importance: of neurons, from the mean of their squares and their rows of the last matrix.

@@ -42,7 +42,7 @@ class Shrunk:
 
     Attributes:
         student: in evaluation mode, with the teacher's dtype and device.
-        report: what ``shrink.json`` holds (STUDENT-3).
+        report: the contents of ``shrink.json`` (STUDENT-3).
     """
 
     student: Any
@@ -60,20 +60,20 @@ def shrink(
     progress: Progress | None = None,
     **changes: Any,
 ) -> Shrunk:
-    """A student with fewer heads, fewer layers or a narrower stream, which starts as its squeezed teacher.
+    """Create a smaller student from the squeezed teacher: fewer heads, fewer layers or a narrower stream.
 
     Args:
         teacher: a Hugging Face model of a known family, or its folder.
         data: the calibration set: inputs of the model by name, ``(N, ...)`` each; a 2-D ``attention_mask`` says which
-            rows count. 64 sequences were enough for the figures of the documentation.
+            rows count. The documentation's figures use 64 sequences.
         options: what to make of it.
-        out: a new folder for the student, with ``shrink.json`` in it. Finished layers are kept in ``.NAME.part``
-            beside it, and a run that was killed goes on there with the same bytes (STUDENT-7).
-        progress: gets the number of steps done, of all steps, and what is done next: a layer and a stage.
+        out: a new folder for the student, with ``shrink.json``. Finished layers are saved next to it in
+            ``.NAME.part``, and a killed run resumes with the same bytes (STUDENT-7).
+        progress: called with the numbers of finished and of all steps, and the next layer and stage.
         **changes: fields of ``ShrinkOptions`` by name, as in ``shrink(model, data, heads=4, layers=3)``.
 
     Returns:
-        The student and the report. A teacher that a folder stores in half precision is computed with in float32.
+        The student and the report. A teacher stored in half precision is computed in float32.
 
     Raises:
         ShdError: ``shrink-unsupported``, ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``,

@@ -59,7 +59,7 @@ class LayerKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class OnlineSupervision:
-    """What a live teacher makes of one batch.
+    """A live teacher's outputs for one batch.
 
     Attributes:
         layers: student layers, zero-based, in ascending order.

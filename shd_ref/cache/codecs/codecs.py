@@ -53,7 +53,7 @@ def code_dtype(codec: str) -> np.dtype[Any]:
 
 
 def code_bits(codec: str) -> int:
-    """Bits of one code as it is stored; below 8, several codes share a byte (CACHE-110)."""
+    """Bits of one stored code; below 8, several codes share a byte (CACHE-110)."""
     code_dtype(codec)
     return _BITS[codec]
 
@@ -96,8 +96,8 @@ def u4_thresholds() -> NDArray[np.float32]:
 def sqrt8_table() -> NDArray[np.float32]:
     """Decoded value of each sqrt8 code before the row is made to sum to one (CACHE-115).
 
-    Code 0 is exactly zero: masked. Code 1 holds every smaller positive value too, and decodes to the centroid
-    of its bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
+    Code 0 is exactly zero: masked. Code 1 also covers all smaller positive values, and decodes to the centroid of its
+    bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
 
     Returns:
         ``(256,)`` float32, in units of the row's largest entry (``sqrt8-row``) or of 1 (``sqrt8-abs``).
@@ -163,7 +163,7 @@ def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def check_codes(codec: str, codes: NDArray[Any]) -> None:
-    """Refuse codes that no encoder makes, such as the NaN of a broken teacher (CACHE-110).
+    """Reject codes that no encoder produces, such as the NaN of a broken teacher (CACHE-110).
 
     Raises:
         ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``.

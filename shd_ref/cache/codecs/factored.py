@@ -36,13 +36,13 @@ _CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {"float16": np.dtype(np.float16)
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """How a layer's queries and keys make its maps; one for each layer of a manifest (CACHE-141).
+    """A layer's parameters for computing maps from queries and keys; one per layer of a manifest (CACHE-141).
 
     Attributes:
         num_key_heads: H_kv, a divisor of H_t: query head t reads key head ``t // (H_t / H_kv)``.
         width: d, components of a query and of a key.
         scale: of their products, above 0 and below 2^128.
-        window: a row looks at keys less than this many positions from it; None for all (CACHE-144).
+        window: a row attends to keys fewer than this many positions away; None for all (CACHE-144).
     """
 
     num_key_heads: int
@@ -61,7 +61,7 @@ class CodedFactors:
     Attributes:
         queries: ``(H_t, n, d)`` float16 or int8.
         keys: ``(H_kv, n, d)``, centred.
-        query_steps: float32 ``(H_t, n)``, what a code of one is worth; None for float16.
+        query_steps: float32 ``(H_t, n)``, the value of code 1; None for float16.
         key_steps: float32 ``(H_kv, n)``, the same for keys.
     """
 

@@ -42,7 +42,7 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
         codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; a code of zero means probability zero in
             every codec.
         support: ``"full"`` or ``"causal"``.
-        codec: what they are; needed for ``u4``, which puts two codes into a byte.
+        codec: the codec; needed for ``u4``, which packs two codes into a byte.
 
     Returns:
         ``(packed_size,)`` uint8.
@@ -78,7 +78,7 @@ def unpack(
 
     Args:
         blob: ``(packed_size,)`` uint8.
-        codec: one of ``CODECS``; says how wide a code is.
+        codec: one of ``CODECS``; determines the width of a code.
         support: ``"full"`` or ``"causal"``.
         num_heads: H_s.
         length: n, the counted positions of the sample.

@@ -32,17 +32,17 @@ ON_ERROR: Final = ("stop", "skip")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that decides the numbers in a cache (CACHE-20).
+    """Everything that determines the numbers in a cache (CACHE-20).
 
     Attributes:
-        spec_version: of the specification that the supervision follows.
+        spec_version: of the specification.
         created_by: name and version of the package.
         teacher: what was run.
         attention: the form in which attention is stored, and the squeeze that made it; ``NO_ATTENTION`` where it is
             not, whose every use is an error.
         inputs: what a sample key is made of.
         dataset: which samples.
-        shards: how they are dealt to shards.
+        shards: assignment of samples to shards.
         compression: of coded parts: ``"none"`` or ``"zstd"``.
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
         logits: how the teacher's logits are stored; None where they are not.
@@ -90,7 +90,7 @@ class Manifest:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """All that a record holds, in stored order (CACHE-160)."""
+        """The forms of a record, in stored order (CACHE-160)."""
         forms = (self.attention, self.logits, self.hidden)
         return tuple(form for form in forms if form is not None and form is not NO_ATTENTION)
 

@@ -26,7 +26,7 @@ class Teacher:
     Attributes:
         sha256: of the teacher's file, 64 hex digits.
         name: for people.
-        provider: what ran it, such as ``CPUExecutionProvider``.
+        provider: the onnxruntime provider, such as ``CPUExecutionProvider``.
         dtype: of its attention, such as ``float32``.
     """
 
@@ -41,7 +41,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """What a sample key is made of: input names in order of the alphabet, and which is the mask, if any.
+    """The inputs of a sample key: names in alphabetical order, and the name of the mask, if any.
 
     ``seed`` names the column that holds each sample's augmentation seed, if any; it is not part of the key.
     ``decoder`` names the inputs of the sequence whose positions are the query rows of decoder and cross attention,
@@ -80,7 +80,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How samples are dealt to shards; ``num_shards`` is ``ceil(num_samples / samples_per_shard)``."""
+    """Assignment of samples to shards; ``num_shards`` is ``ceil(num_samples / samples_per_shard)``."""
 
     samples_per_shard: int
     seed: int

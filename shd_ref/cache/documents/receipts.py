@@ -32,12 +32,12 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True)
 class Errors:
-    """What coding cost, measured by the writer on its own rows: a member for each subject of the manifest.
+    """Coding errors, measured by the writer on its rows: one member per subject of the manifest.
 
     Attributes:
         attention: of merged maps; ``NO_ATTENTION`` where the manifest has none.
-        logits: of rows of logits; there exactly where the manifest has logits.
-        hidden: of rows of hidden states; there exactly where the manifest has hidden states.
+        logits: of rows of logits; present exactly if the manifest has logits.
+        hidden: of rows of hidden states; present exactly if the manifest has hidden states.
     """
 
     attention: CodecError = optional(NO_ATTENTION)  # noqa: RUF009  (which cannot change either)
@@ -46,14 +46,14 @@ class Errors:
 
     @classmethod
     def unmeasured(cls, manifest: Manifest) -> Errors:
-        """Of no row, with the members that the manifest's forms want."""
+        """Errors over no rows, with the members that the manifest's forms require."""
         kinds = {"attention": CodecError, "logits": LogitsError, "hidden": HiddenError}
         nothing: dict[str, Any] = {form.SUBJECT: merge_errors(kinds[form.SUBJECT], ()) for form in manifest.forms}
         return cls(**nothing)
 
     @classmethod
     def merged(cls, parts: Iterable[Errors]) -> Errors:
-        """Over the rows of several measurements; a member that none of them has is None."""
+        """Errors over the rows of several measurements; a member that none of them has is None."""
         parts = list(parts)
         attention = [part.attention for part in parts if part.attention is not NO_ATTENTION]
         logits = [part.logits for part in parts if part.logits is not None]
@@ -65,11 +65,11 @@ class Errors:
         )
 
     def measured(self) -> dict[str, CodecError | LogitsError | HiddenError]:
-        """The members that are there, by name."""
+        """The present members, by name."""
         return {name: error for name, error in vars(self).items() if error not in (None, NO_ATTENTION)}
 
     def problems(self, manifest: Manifest) -> Iterator[str]:
-        """What no measurement gives, and members that are not those of the manifest's forms."""
+        """Impossible values, and members that do not match the manifest's forms."""
         wanted, found = {form.SUBJECT for form in manifest.forms}, self.measured()
         if found.keys() != wanted:
             yield f"errors must have the members {sorted(wanted)}, as the manifest's forms; got {sorted(found)}"
@@ -80,13 +80,13 @@ class Errors:
 
 @dataclass(frozen=True)
 class Record:
-    """Where one sample lies in its shard.
+    """The position of one sample in its shard.
 
     Attributes:
         index: position in the data set.
         key: 32 hex digits, ``sample_key`` of its inputs.
         length: n, counted positions.
-        blobs: for each part of the manifest where it is; None for one that the record lacks.
+        blobs: the position of each part of the manifest; None for a missing part.
         seed: of the sample's augmentation, or None.
         first: positions of padding in front (CACHE-145).
         shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-128).
@@ -104,7 +104,7 @@ class Record:
 
     @property
     def extent(self) -> Extent:
-        """What decides the sizes of its parts."""
+        """The extent, which determines the sizes of its parts."""
         return Extent(self.length, self.first, self.shapes, self.decoder)
 
     @property
@@ -115,7 +115,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that has no record, because the teacher failed on it.
+    """A sample without a record because the teacher failed on it.
 
     Attributes:
         index: position in the data set.
@@ -139,7 +139,7 @@ class Receipt:
         shard: its number.
         size: bytes of the shard file.
         xxh3_128: of the whole shard file.
-        errors: what coding cost on this shard's own rows.
+        errors: coding errors on the rows of this shard.
         records: in stored order.
         skipped: samples of this shard without a record, in the same order.
     """
@@ -194,7 +194,7 @@ class Receipt:
         return {sample.index: sample.seed for sample in samples if sample.seed is not None}
 
     def stored_parts(self, manifest: Manifest) -> Iterator[tuple[Record, Part, Blob]]:
-        """All blobs as they lie in the shard: the float32 ones of every record, then the coded ones (CACHE-40)."""
+        """All blobs in stored order: the float32 ones of every record, then the coded ones (CACHE-40)."""
         for dtype in (F32, U8):
             places = [(number, part) for number, part in enumerate(manifest.parts) if part.dtype == dtype]
             for record in self.records:
@@ -212,7 +212,7 @@ class Receipt:
         return sizes
 
     def plain_bytes(self, manifest: Manifest) -> Counter[str]:
-        """Bytes of what its records teach, as float32, by the same names."""
+        """Size of the supervision as float32, by the same names."""
         sizes: Counter[str] = Counter()
         for record in self.records:
             for form in manifest.forms:
@@ -220,7 +220,7 @@ class Receipt:
         return sizes
 
     def counted_rows(self, manifest: Manifest) -> Counter[str]:
-        """What each form's bytes are divided by, see ``Form.num_rows``, by the same names."""
+        """Number of rows of each form, see ``Form.num_rows``, by the same names."""
         rows: Counter[str] = Counter()
         for record in self.records:
             for form in manifest.forms:

@@ -32,7 +32,7 @@ class Seal:
 
     @classmethod
     def read(cls, folder: Folder, manifest: Manifest) -> Seal | None:
-        """The seal of a cache, or None where it has none.
+        """The seal of a cache, or None.
 
         Raises:
             ShdError: ``cache-corrupt``, ``cache-mismatch``.

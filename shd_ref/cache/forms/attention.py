@@ -43,7 +43,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class KindLayers:
-    """How many attention calls of one kind the student was meant to make (CACHE-105)."""
+    """The student's number of attention calls of one kind (CACHE-105)."""
 
     kind: str
     num_student_layers: int
@@ -60,8 +60,8 @@ class Matching:
 
     Attributes:
         by: ``"residual"`` or ``"similarity"``; the cache only compares it.
-        samples: how many samples the pairs were chosen on.
-        seed: of the choice of these samples.
+        samples: number of samples for choosing the pairs.
+        seed: for choosing these samples.
     """
 
     by: str
@@ -87,10 +87,10 @@ class Attention(Form):
         alpha_per: ``"map"`` or ``"row"``.
         support: ``"full"`` or ``"causal"``.
         codec: of the form.
-        num_student_layers: L_s, how many attention calls the student was meant to make; None where explicit pairs
-            name the taught layers; the student may have others (CACHE-104).
-        kinds: where attention of several kinds is told apart: which, and how many calls of each the student was meant
-            to make. Student layers are numbered kind after kind (CACHE-105).
+        num_student_layers: L_s, number of attention calls of the student; None if explicit pairs name the supervised
+            layers, in which case the student may have others (CACHE-104).
+        kinds: if there are several kinds of attention: the kinds, and the student's number of calls of each. Student
+            layers are numbered kind after kind (CACHE-105).
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -139,7 +139,7 @@ class Attention(Form):
 
     @property
     def num_alphas(self) -> int:
-        """n: pairs in all rounds of a plan. A strategy without pairwise weights stores none (CACHE-107)."""
+        """Number of pairs in all rounds of a plan. A strategy without pairwise weights stores none (CACHE-107)."""
         return _count_pairs(self.layer_plans[0])
 
     @property
@@ -170,7 +170,7 @@ class Attention(Form):
                 yield values[..., : record.extent.num_rows]
 
     def num_rows(self, extent: Extent) -> int:
-        """Rows of the layer that has most, without padding in front: those of a decoder are its own positions."""
+        """Rows of the layer with the most rows, without leading padding; a decoder's rows are its positions."""
         return extent.num_rows - extent.first
 
     def check(self, record: NewRecord) -> None:
@@ -193,7 +193,7 @@ class Attention(Form):
         return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """A record decoded, by the names of its parts: what an export holds."""
+        """A decoded record, by the names of its parts, as in an export."""
         for layer in record.blobs:
             yield f"L{layer:02d}", self.decode(record, layer)
         yield "alphas", record.alphas
@@ -205,7 +205,7 @@ class Attention(Form):
         return extent.shapes or ((extent.length, extent.length),) * len(self.layers)
 
     def column(self, layer: int) -> int:
-        """The place of a student layer among ``layers``."""
+        """The index of a student layer in ``layers``."""
         return self.student_layers.index(layer)
 
     @property
@@ -216,7 +216,7 @@ class Attention(Form):
     @property
     @abstractmethod
     def bound_temperature(self) -> float | None:
-        """The attention temperature that the supervision is bound to; None where it serves any."""
+        """The attention temperature of the supervision; None if it works at any."""
 
     @abstractmethod
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ class Attention(Form):
 
     @abstractmethod
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The teacher's queries and keys of one student layer, where they are what is stored.
+        """The teacher's queries and keys of one student layer, in factored records.
 
         Raises:
             ShdError: ``argument-value`` for maps.

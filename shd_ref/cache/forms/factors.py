@@ -30,12 +30,12 @@ PADDING: Final = ("behind", "around")
 
 @dataclass(frozen=True, kw_only=True)
 class Factors(Attention):
-    """Records hold the teacher's queries and keys, from which its maps are made, and the mixing matrices.
+    """Records hold the teacher's queries and keys, from which its maps are computed, and the mixing matrices.
 
     Attributes:
         form: ``"factored"``.
-        factors: how each layer's queries and keys make its maps (CACHE-141).
-        padding: ``"around"`` where records may have padding in front too, else ``"behind"`` (CACHE-145).
+        factors: each layer's parameters for computing maps from queries and keys (CACHE-141).
+        padding: ``"around"`` if records may have leading padding too, else ``"behind"`` (CACHE-145).
     """
 
     form: str = field(default="factored", init=False)
@@ -58,16 +58,16 @@ class Factors(Attention):
 
     @property
     def mixing_is_optional(self) -> bool:
-        """Nothing else says how the teacher's maps are merged."""
+        """Required, to merge the teacher's maps."""
         return False
 
     @property
     def bound_temperature(self) -> None:
-        """Logits are divided by a temperature where the student is trained (CACHE-153)."""
+        """Logits are divided by a temperature during training (CACHE-153)."""
         return None
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Padding in front is left out where the manifest says so; maps are square."""
+        """Leading padding is omitted if the manifest says so; maps are square."""
         if not 0 <= extent.first < max(extent.length, 1) or (extent.first and self.padding == "behind"):
             yield f"first must be 0, or below length {extent.length} where padding is around; got {extent.first}"
         if extent.shapes:
@@ -101,7 +101,7 @@ class Factors(Attention):
                     raise ShdError("argument-dtype", message, "CACHE-142")
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """One blob a layer (CACHE-149).
+        """One blob per layer (CACHE-149).
 
         Raises:
             ShdError: as ``check_coded_factors``.

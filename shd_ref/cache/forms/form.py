@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Extent:
-    """What decides the sizes of a record's tensors.
+    """The quantities that determine the sizes of a record's tensors.
 
     Attributes:
         length: n.
@@ -104,7 +104,7 @@ def no_alphas() -> NDArray[np.float32]:
 
 @dataclass(frozen=True, eq=False)
 class NewRecord:
-    """A sample to be written. Padding after ``length`` is cut off; it must carry no probability.
+    """A sample to write. Padding after ``length`` is cut off; it must have no probability.
 
     Attributes:
         index: position in the data set.
@@ -139,18 +139,18 @@ class NewRecord:
 
     @property
     def extent(self) -> Extent:
-        """What decides the sizes of its tensors."""
+        """The extent, which determines the sizes of its tensors."""
         shapes = tuple((rows, keys) for rows, keys in self.shapes)
         return Extent(self.length, self.first, shapes, self.decoder)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRecord:
-    """A sample as stored, its checksums found right.
+    """A stored sample with verified checksums.
 
     Attributes:
         index: position in the data set.
-        key: what it was found by.
+        key: of the sample.
         length: n.
         blobs: student layer -> packed codes, uint8; see ``CacheReader.decode``.
         alphas: float32 ``(num_layers, n_pairs)`` or ``(num_layers, n_pairs, n)``; ``n_pairs`` is 0 if none. Of a
@@ -159,8 +159,8 @@ class StoredRecord:
         seed: of the sample's augmentation, or None.
         first: positions of padding in front, which the blobs leave out.
         shapes: rows and keys of each layer of the manifest, where it has shapes ``own``; else empty.
-        logits: bytes of all rows, one after another, uint8; see ``CacheReader.decode_logits``. None where the cache
-            has none, or they were not asked for.
+        logits: bytes of all rows, one after another, uint8; see ``CacheReader.decode_logits``. None if the cache has
+            none, or they were not requested.
         hidden: teacher layer -> the same of hidden states; see ``CacheReader.decode_hidden``.
         decoder: m, positions of the second sequence, where a form has a row for each; else 0.
     """
@@ -180,7 +180,7 @@ class StoredRecord:
 
     @property
     def extent(self) -> Extent:
-        """What decides the sizes of its tensors."""
+        """The extent, which determines the sizes of its tensors."""
         return Extent(self.length, self.first, self.shapes, self.decoder)
 
 
@@ -189,7 +189,7 @@ class Form(ABC):
     """One form of supervision, as the manifest describes it.
 
     Attributes:
-        SUBJECT: what it is supervision of; the name of the manifest's member.
+        SUBJECT: the target of the supervision; the name of the manifest's member.
         codec: how it is coded.
     """
 
@@ -211,7 +211,7 @@ class Form(ABC):
 
     @abstractmethod
     def num_rows(self, extent: Extent) -> int:
-        """How many of its ``unit`` a record has: what its bytes are divided by for a listing."""
+        """Number of ``unit``s of a record, for bytes per unit in a listing."""
 
     @property
     def unit(self) -> str:
@@ -236,19 +236,19 @@ class Form(ABC):
 
     @abstractmethod
     def held_size(self, extent: Extent) -> int:
-        """Bytes that the codes of a sample take in memory before they are packed."""
+        """Memory of a sample's codes before packing, in bytes."""
 
     @abstractmethod
     def plain_size(self, extent: Extent) -> int:
-        """Bytes of what a record teaches, as float32."""
+        """Size of a record's supervision as float32, in bytes."""
 
     @abstractmethod
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A record decoded, float32 or int32 arrays by name: what an export holds."""
+        """A decoded record as float32 or int32 arrays by name, as in an export."""
 
     @abstractmethod
     def describe(self) -> list[tuple[str, str]]:
-        """What a listing and a report say of it: names and values."""
+        """Names and values for a listing and a report."""
 
 
 def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-101") -> None:

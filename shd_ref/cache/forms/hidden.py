@@ -24,8 +24,8 @@ class HiddenLayer:
     """One layer of the teacher.
 
     Attributes:
-        layer: k, as Hugging Face counts ``hidden_states[k]``: after the teacher's block k, 0 the embeddings. Of a
-            decoder beside an encoder k counts its own blocks: ``decoder_hidden_states[k]``.
+        layer: k as in Hugging Face's ``hidden_states[k]``: after the teacher's block k, 0 for the embeddings. In an
+            encoder-decoder k counts the decoder's blocks: ``decoder_hidden_states[k]``.
         tensor: name of the graph's tensor.
         width: D.
     """
@@ -45,7 +45,7 @@ class Hidden(Rows):
 
     Attributes:
         codec: ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
-        rows: ``"positions"``, or ``"decoder"`` for states of a decoder beside an encoder.
+        rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
         layers: ascending.
 
     Raises:
@@ -144,7 +144,7 @@ class Hidden(Rows):
         codes: NDArray[np.uint8],
         counted: NDArray[np.bool_] | None = None,
     ) -> HiddenError:
-        """What coding cost the rows that count (CACHE-178): arguments and result of ``encode``."""
+        """Coding error over counted rows (CACHE-178): arguments and result of ``encode``."""
         values = self._values(layer, rows, counted).astype(np.float64)
         moved = self._decode(codes) - values
         if counted is not None:
@@ -156,7 +156,7 @@ class Hidden(Rows):
         return HiddenError(float(relative.mean()), float(relative.max()), len(relative))
 
     def bound(self, rows: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """How far coding moves a number of each row ``(R, width)`` at most: ``(R,)`` (CACHE-179)."""
+        """Largest coding error of a number in each row of ``(R, width)``: ``(R,)`` (CACHE-179)."""
         return largest_move(self.codec, rows)
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
@@ -176,7 +176,7 @@ class Hidden(Rows):
         return values
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A record decoded, by the names of its parts: what an export holds."""
+        """A decoded record, by the names of its parts, as in an export."""
         for part in self.parts:
             assert part.layer is not None
             yield part.name, self.decode(record, part.layer)

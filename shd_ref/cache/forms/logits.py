@@ -44,7 +44,7 @@ class AveragedTeacher:
         name: for people.
         dtype: as the teacher's.
         tensor: name of its graph's tensor.
-        padded_vocab_size: how many classes it gives, where the last ones only pad the vocabulary; else None.
+        padded_vocab_size: number of its classes, if the last ones only pad the vocabulary; else None.
     """
 
     sha256: str
@@ -68,11 +68,11 @@ class Logits(Rows):
         tensor: name of the graph's tensor.
         vocab_size: V, classes that are stored.
         padded_vocab_size: how many the teacher gives, where the last ones only pad the vocabulary; else None.
-        temperature: T that the record is bound to; None for ``float16``, which serves any.
+        temperature: T of the record; None for ``float16``, which works at any.
         head: classes with a probability each.
         draws: classes drawn from the rest.
         value_bits: of a head's probability, 4 to 16; 0 for ``float16``.
-        seed: of the draws; None where there are none.
+        seed: of the draws; None if there are none.
         with_teachers: further teachers, in their order; rows are those of the mean of all logits.
 
     Raises:
@@ -127,7 +127,7 @@ class Logits(Rows):
 
     @property
     def given_classes(self) -> int:
-        """How many classes the rows have that are coded: those of several teachers are cut before their mean."""
+        """Number of classes of the coded rows: several teachers' rows are cut before averaging."""
         return self.vocab_size if self.with_teachers else self.padded_vocab_size or self.vocab_size
 
     @property
@@ -196,7 +196,7 @@ class Logits(Rows):
     def measure(
         self, rows: NDArray[np.floating[Any]], codes: NDArray[np.uint8], counted: NDArray[np.bool_] | None = None
     ) -> LogitsError:
-        """What coding cost the rows that count (CACHE-170): arguments and result of ``encode``, at T or at 1."""
+        """Coding error over counted rows (CACHE-170): arguments and result of ``encode``, at T or at 1."""
         logits = self._cut(rows, counted)
         if counted is not None:
             logits, codes = logits[counted], codes[counted]
@@ -223,14 +223,14 @@ class Logits(Rows):
     def compare(
         self, record: StoredRecord, rows: NDArray[np.floating[Any]]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """How far a record is from rows that the teacher gives now, and how far coding alone may take it.
+        """Distance of a record from the teacher's current rows, and the bound due to coding.
 
         Args:
             record: of the same sample.
             rows: as for ``encode``.
 
         Returns:
-            Total variation of each row ``(R,)`` over the classes that the record tells apart, draws included, and
+            Total variation of each row ``(R,)`` over the classes that the record distinguishes, including draws, and
             its bound (CACHE-91, CACHE-171).
 
         Raises:
@@ -250,14 +250,14 @@ class Logits(Rows):
     def compare_entropies(
         self, record: StoredRecord, rows: NDArray[np.floating[Any]]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """How far entropies of a sampled record are from those of rows that the teacher gives now, in nats.
+        """Difference between the entropies of a sampled record and of the teacher's current rows, in nats.
 
         Args:
             record: of the same sample, of codec ``sampled``.
             rows: as for ``encode``.
 
         Returns:
-            The differences ``(R,)``, and how far rounding alone may take each.
+            The differences ``(R,)``, and the bound on each due to rounding.
 
         Raises:
             ShdError: as ``decode``.
@@ -268,7 +268,7 @@ class Logits(Rows):
         return np.abs(found.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A record decoded, as an export holds it."""
+        """A decoded record, as in an export."""
         found = self.decode(record)
         if isinstance(found, np.ndarray):
             yield "logits", found

@@ -27,9 +27,9 @@ class Maps(Attention):
 
     Attributes:
         form: ``"maps"``.
-        temperature: the attention temperature that the maps are bound to, above 0.
-        shapes: ``"own"`` where records say how many rows and keys the maps of each layer have, else ``"length"``: n
-            and n (CACHE-128).
+        temperature: the attention temperature of the maps, above 0.
+        shapes: ``"own"`` if each record gives the rows and keys of every layer's maps, else ``"length"``: n and n
+            (CACHE-128).
     """
 
     form: str = field(default="maps", init=False)
@@ -56,7 +56,7 @@ class Maps(Attention):
         return self.temperature
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Padding in front is stored, as rows of zeros; shapes are there where the manifest says so."""
+        """Leading padding is stored as rows of zeros; shapes are present if the manifest says so."""
         if extent.first:
             yield f"first must be 0 for maps; got {extent.first}"
         wanted = len(self.layers) if self.shapes == "own" else 0
@@ -71,7 +71,7 @@ class Maps(Attention):
         )
 
     def held_size(self, extent: Extent) -> int:
-        """A code for every entry, also above the diagonal."""
+        """One code per entry, including those above the diagonal."""
         return self.plain_size(extent) // 4 * code_dtype(self.codec).itemsize
 
     def check_codes(self, record: NewRecord) -> None:
@@ -86,7 +86,7 @@ class Maps(Attention):
                 raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", found)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """One blob a layer (CACHE-126).
+        """One blob per layer (CACHE-126).
 
         Raises:
             ShdError: as ``codecs.check_codes`` and ``packing.pack``; ``support-mismatch`` when a counted row has mass
@@ -107,7 +107,7 @@ class Maps(Attention):
         return decode(self.codec, codes)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Refused: maps do not tell which queries and keys made them."""
+        """Rejected: queries and keys cannot be recovered from maps."""
         message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
         raise ShdError("argument-value", message, "CACHE-140")
 

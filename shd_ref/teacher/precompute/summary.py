@@ -36,7 +36,7 @@ class PrecomputeSummary:
         coded_bytes: of all codes in the cache; ``float32_bytes`` is what they teach, unpadded, as float32.
         alphas: alphas before clipping ``(n,)`` of the first shards; empty for strategies without any.
         num_clipped, num_degenerate: counted over them.
-        errors: what coding cost, over the rows that were measured.
+        errors: coding errors, over the measured rows.
         compared_samples: how many of the first batch the reference squeezed too, against the graph.
         comparison: what it showed; None without attention.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
