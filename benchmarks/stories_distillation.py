@@ -25,12 +25,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset
 
 from shd_ref.teacher.precompute.engine import precompute, students_of
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
-from shd_torch.demo.arrays import ArrayDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
@@ -93,7 +92,7 @@ def prepare(folder: Path, length: int) -> Material:
 
 def batches(material: Material, arm: Arm, arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Any, Any]]:
     """The same samples in the same order for every arm of a seed, with the cache's supervision where one is read."""
-    data = ArrayDataset(material.train)
+    data = StackDataset(**{name: torch.from_numpy(array) for name, array in material.train.items()})
     sampler = torch.utils.data.RandomSampler(
         data, num_samples=arguments.steps * arguments.batch, generator=torch.Generator().manual_seed(seed)
     )

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset
 
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -43,7 +43,6 @@ from shd_torch import (
     kd_loss,
     layer_kls,
 )
-from shd_torch.demo.arrays import ArrayDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.binding.allocations import Live
@@ -134,7 +133,7 @@ def prepare(
     )
     run = RunOptions(batch_size=64, num_threads=torch.get_num_threads())
     (summary,) = precompute(graph, {"input_ids": train}, [(folder / "cache", options)], run)
-    joined = SupervisedDataset(ArrayDataset({"input_ids": train}), folder / "cache")
+    joined = SupervisedDataset(StackDataset(input_ids=torch.from_numpy(train)), folder / "cache")
     record = joined[0][1]
     assert record.logits is not None
     assert summary.errors.logits is not None
@@ -153,7 +152,7 @@ def prepare(
 
 
 def batches(data: Any, cache: Path, arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Tensor, Any]]:
-    joined = SupervisedDataset(ArrayDataset(data), cache)
+    joined = SupervisedDataset(StackDataset(**{name: torch.from_numpy(array) for name, array in data.items()}), cache)
     sampler = torch.utils.data.RandomSampler(
         joined, num_samples=arguments.steps * arguments.batch, generator=torch.Generator().manual_seed(seed)
     )

@@ -35,17 +35,17 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
 
     Comparisons are paired: one seed has the same labelled images in every method, and the same random weights.
     """
-    found: dict[str, list[dict[str, Any]]] = {"accuracy": [], "gain": []}
+    tables: dict[str, list[dict[str, Any]]] = {"accuracy": [], "gain": []}
     for labels in sorted({outcome.num_labels for outcome in outcomes}):
         chosen = sorted((each for each in outcomes if each.num_labels == labels), key=lambda each: each.seed)
         by_method = {
             method: np.array([each.accuracy for each in chosen if each.method == method]) for method in METHODS
         }
         for method, accuracies in by_method.items():
-            found["accuracy"].append({"labels": labels, "name": str(method), **_mean(accuracies)})
+            tables["accuracy"].append({"labels": labels, "name": str(method), **_mean(accuracies)})
         for name, (one, other) in COMPARISONS.items():
-            found["gain"].append({"labels": labels, "name": name, **_mean(by_method[one] - by_method[other])})
-    return found
+            tables["gain"].append({"labels": labels, "name": name, **_mean(by_method[one] - by_method[other])})
+    return tables
 
 
 def _mean(values: NDArray[Any]) -> dict[str, Any]:

@@ -23,8 +23,16 @@ from shd_ref.commands.terminal import PlainConsole, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_pool
 from shd_torch.data.dataset import SupervisedDataset
-from shd_torch.demo.arrays import ArrayDataset
-from shd_torch.demo.digits import Digits, load_split
+from shd_torch.demo.models import (
+    TEACHER_HEADS,
+    TEACHER_LAYERS,
+    Digits,
+    class_rows,
+    last_class_rows,
+    load_split,
+    measure_accuracy,
+    train_teacher,
+)
 from shd_torch.demo.page import YOUR_OWN, YOUR_TRAINING, console_table, render_page, summarise
 from shd_torch.demo.pictures import draw_accuracy, draw_alphas, draw_losses, draw_maps
 from shd_torch.demo.students import (
@@ -32,18 +40,11 @@ from shd_torch.demo.students import (
     LEARNING_RATE,
     METHODS,
     TERMS,
-    Result,
+    Method,
+    Outcome,
     be_quiet_and_single,
     load_start,
     train_all,
-)
-from shd_torch.demo.teacher import (
-    TEACHER_HEADS,
-    TEACHER_LAYERS,
-    class_rows,
-    last_class_rows,
-    measure_accuracy,
-    train_teacher,
 )
 
 STUDENT_HEADS = 2
@@ -104,7 +105,7 @@ def run_demo(
         results = train_all(
             out, num_labels=num_labels, seeds=range(seeds), steps=steps, workers=workers, on_done=on_done
         )
-    tables = summarise([outcome for outcome, _ in results])
+    tables = summarise(results)
     several = f"{seeds} seed{'s' * (seeds > 1)}"
     title = f"test accuracy in %: mean and 95% interval of {several} (teacher {accuracy:.1%})"
     console.print(console_table(tables["accuracy"], title, ".1f"))
@@ -168,15 +169,11 @@ def _write_data(out: Path, digits: Digits) -> Path:
 def _describe_start(folder: Path, digits: Digits) -> dict[str, Any]:
     """What ``shrink`` made: sizes, and how good it is before any training."""
     report = json.loads((folder / "shrink.json").read_text(encoding="utf-8"))
-    teacher, student = report["teacher"], report["student"]
+    names = ("heads", "layers", "parameters")
     untrained = load_start(folder.parent, "squeezed", 0)
     return {
-        "teacher_heads": teacher["heads"],
-        "teacher_layers": teacher["layers"],
-        "teacher_parameters": teacher["parameters"],
-        "heads": student["heads"],
-        "layers": student["layers"],
-        "parameters": student["parameters"],
+        **{f"teacher_{name}": report["teacher"][name] for name in names},
+        **{name: report["student"][name] for name in names},
         "accuracy": measure_accuracy(untrained, digits.test_images, digits.test_labels),
     }
 
@@ -203,27 +200,27 @@ def _draw_all(
     out: Path,
     digits: Digits,
     teacher: Any,
-    results: Sequence[Result],
+    outcomes: Sequence[Outcome],
     rows: Sequence[dict[str, Any]],
     lines: dict[str, float],
 ) -> None:
     reader = CacheReader(out / "cache")
-    counts = sorted({outcome.num_labels for outcome, _ in results})
-    middle = counts[len(counts) // 2]
-    shown = [int(np.flatnonzero(digits.train_labels == digit)[0]) for digit in SHOWN_DIGITS]
+    counts = sorted({one.num_labels for one in outcomes})
+    middle = [one for one in outcomes if one.num_labels == counts[len(counts) // 2]]
     students = [("squeezed start, untrained", load_start(out, "squeezed", 0))]
-    states = {o.method: state for o, state in results if o.num_labels == middle and o.seed == 0}
-    for method in (method for method in METHODS if method.kd):
-        student = load_start(out, method.start, 0)
-        student.load_state_dict(states[method])
-        students.append((str(method), student))
-    panels = []
-    for index in shown:
-        image = digits.train_images[index]
-        squeezed = [(f"squeezed to {STUDENT_HEADS}", class_rows(_squeezed(reader, image)))]
-        made = [(title, last_class_rows(model, image)) for title, model in students]
-        panels.append(([(f"teacher, {TEACHER_HEADS} heads", last_class_rows(teacher, image)), *squeezed], made))
-    draw_maps([digits.train_images[index][0] for index in shown], panels, out / "maps.png")
+    for one in middle:
+        if one.seed == 0 and one.method.kd:
+            student = load_start(out, one.method.start, 0)
+            student.load_state_dict(one.state)
+            students.append((str(one.method), student))
+    images, panels = [], []
+    for digit in SHOWN_DIGITS:
+        image = digits.train_images[int(np.flatnonzero(digits.train_labels == digit)[0])]
+        squeezed = (f"squeezed to {STUDENT_HEADS}", class_rows(_squeezed(reader, image)))
+        images.append(image[0])
+        panels.append([(f"teacher, {TEACHER_HEADS} heads", last_class_rows(teacher, image)), squeezed])
+        panels.append([(title, last_class_rows(model, image)) for title, model in students])
+    draw_maps(images, panels, out / "maps.png")
 
     attention = reader.manifest.attention
     assert isinstance(attention, Maps)
@@ -232,23 +229,21 @@ def _draw_all(
     labels = [_pair_labels(plan, TEACHER_HEADS) for plan in attention.layer_plans]
     draw_alphas(alphas, titles, labels, out / "alphas.png")
 
-    curves: dict[str, dict[tuple[str, str], NDArray[Any]]] = {}
+    curves: dict[str, dict[Method, NDArray[Any]]] = {}
     for term, name in TERMS.items():
-        title = f"{name}, {middle} labels"
         for method in METHODS:
-            mine = [o.losses for o, _ in results if (o.method, o.num_labels) == (method, middle)]
-            runs = [losses[term] for losses in mine if term in losses]
+            runs = [one.losses[term] for one in middle if one.method == method and term in one.losses]
             if runs:
-                curves.setdefault(title, {})[method.start, method.terms] = np.mean(runs, axis=0)
+                curves.setdefault(f"{name}, {middle[0].num_labels} labels", {})[method] = np.mean(runs, axis=0)
     draw_losses(curves, out / "losses.png")
-    by_method = {(m.start, m.terms): [row for row in rows if row["name"] == str(m)] for m in METHODS}
+    by_method = {method: [row for row in rows if row["name"] == str(method)] for method in METHODS}
     names = {"teacher": f"teacher ({TEACHER_HEADS} heads, all labels)", "squeezed": "squeezed start, untrained"}
     draw_accuracy(by_method, {names[key]: value for key, value in lines.items()}, out / "accuracy.png")
 
 
 def _squeezed(reader: CacheReader, image: NDArray[Any]) -> NDArray[Any]:
     """The maps of the last layer that the cache holds for an image."""
-    joined = SupervisedDataset(ArrayDataset({"pixel_values": image[None]}), reader)
+    joined = SupervisedDataset([{"pixel_values": torch.from_numpy(image)}], reader)
     _, supervision = joined.collate([joined[0]])
     maps: NDArray[Any] = supervision.decode()[-1][0].numpy()
     return maps

@@ -10,7 +10,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,11 +18,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import StackDataset
 
 from shd_torch.data.dataset import SupervisedDataset
-from shd_torch.demo.arrays import ArrayDataset
-from shd_torch.demo.digits import choose_labelled
-from shd_torch.demo.teacher import measure_accuracy
+from shd_torch.demo.models import choose_labelled, measure_accuracy
 from shd_torch.export import hide_weight_bars
 from shd_torch.training.terms import KdTerm
 
@@ -59,16 +58,10 @@ METHODS: Final = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Job:
-    """One student: what decides it.
+class Job(NamedTuple):
+    """One student, trained on so many labelled images; the seed is of their choice, of random weights and of batches.
 
-    Attributes:
-        method: start and terms.
-        num_labels: labelled images, all that it is trained on.
-        seed: of the choice of images, of random weights and of batches.
-        steps: of the optimiser.
-        folder: of the demo: ``digits.npz``, ``student/`` and ``cache/``.
+    The demo's folder holds ``digits.npz``, ``student/`` and ``cache/``.
     """
 
     method: Method
@@ -80,17 +73,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it: accuracy on the test images, and loss terms as ``(step, value)``."""
+    """What became of a job: accuracy on the test images, loss terms as ``(step, value)``, and weights if kept."""
 
     method: Method
     num_labels: int
     seed: int
     accuracy: float
     losses: dict[str, list[tuple[int, float]]]
-
-
-Result = tuple[Outcome, dict[str, torch.Tensor]]
-"""An outcome and the student's weights."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def load_start(folder: Path, start: str, seed: int) -> Any:
@@ -104,11 +94,13 @@ def load_start(folder: Path, start: str, seed: int) -> Any:
     return type(student)(student.config).eval()
 
 
-def train_one(job: Job) -> Result:
+def train_one(job: Job) -> Outcome:
     """Train and test one student; the same job gives the same numbers."""
     with np.load(job.folder / "digits.npz", allow_pickle=False) as arrays:
         chosen = choose_labelled(arrays["labels"], job.num_labels, job.seed)
-        labelled = ArrayDataset({name: arrays[name][chosen] for name in ("pixel_values", "labels")})
+        labelled = StackDataset(
+            **{name: torch.from_numpy(arrays[name][chosen]) for name in ("pixel_values", "labels")}
+        )
         tested: tuple[NDArray[Any], NDArray[Any]] = arrays["test_images"], arrays["test_labels"]
     student = load_start(job.folder, job.method.start, job.seed)
     history = _train(student, labelled, job)
@@ -117,11 +109,11 @@ def train_one(job: Job) -> Result:
         for term in TERMS
         if any(term in entry for entry in history)
     }
-    outcome = Outcome(job.method, job.num_labels, job.seed, measure_accuracy(student, *tested), losses)
-    return outcome, student.state_dict()
+    accuracy = measure_accuracy(student, *tested)
+    return Outcome(job.method, job.num_labels, job.seed, accuracy, losses, student.state_dict())
 
 
-def _train(student: Any, labelled: ArrayDataset, job: Job) -> Sequence[Mapping[str, Any]]:
+def _train(student: Any, labelled: StackDataset, job: Job) -> Sequence[Mapping[str, Any]]:
     """What the trainer logged."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -167,13 +159,13 @@ def train_all(
     steps: int,
     workers: int,
     on_done: Callable[[int, int], None],
-) -> list[Result]:
+) -> list[Outcome]:
     """Every method, number of labels and seed, over a few single-threaded processes."""
     jobs = [
         Job(method, labels, seed, steps, folder)
         for labels, seed, method in itertools.product(num_labels, seeds, METHODS)
     ]
-    results: dict[Job, Result] = {}
+    results: dict[Job, Outcome] = {}
     # Spawned, not forked: a forked PyTorch may hang in its thread pool.
     with ProcessPoolExecutor(workers, get_context("spawn"), be_quiet_and_single) as pool:
         futures = {pool.submit(train_one, job): job for job in jobs}

@@ -16,7 +16,6 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 from shd_torch import ShdError
-from shd_torch.demo.arrays import ArrayDataset
 from shd_torch.demo.page import COMPARISONS, render_page, summarise
 from shd_torch.demo.run import run_demo
 from shd_torch.demo.students import METHODS, Outcome
@@ -67,8 +66,3 @@ def test_the_page_in_docs_is_that_of_its_results() -> None:
     assert (DOCS / "README.md").read_text(encoding="utf-8") == render_page(found)
     for picture in PICTURES:
         assert (DOCS / f"{picture}.png").is_file()
-
-
-def test_arrays_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ShdError, match="share one first axis"):
-        ArrayDataset({"image": np.zeros((2, 8, 8)), "label": np.zeros(3)})

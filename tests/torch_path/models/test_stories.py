@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.binding.stories import Stories, load_stories
 from support.exported_models import trace
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset
 
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 
@@ -22,7 +22,6 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import SupervisedDataset, capture_attention
 from shd_torch.data import check_cache
-from shd_torch.demo.arrays import ArrayDataset
 from shd_torch.maps import shd_loss
 
 LENGTH = 64
@@ -64,7 +63,7 @@ def test_student_of_a_real_language_model(folder: Path) -> None:
     torch.manual_seed(0)
     student = Stories(width=32, hidden=64, num_layers=3, num_heads=4, num_kv_heads=2, vocabulary=512, length=LENGTH)
     check_cache(cache, num_student_heads=4, num_student_layers=3, temperature=1.0)
-    joined = SupervisedDataset(ArrayDataset({"input_ids": tokens}), cache, preload=True)
+    joined = SupervisedDataset(StackDataset(input_ids=torch.from_numpy(tokens)), cache, preload=True)
     optimizer = torch.optim.AdamW(student.parameters(), 1e-2)
     base, shd = [], []
     for epoch in range(8):

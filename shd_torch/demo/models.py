@@ -1,21 +1,61 @@
-"""The demo's teacher: a small vision transformer of Hugging Face's, trained on every label."""
+"""The demo's data and teacher: scikit-learn's digits, and a small vision transformer trained on every label."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from shd_torch.capture.capture import capture_attention
-from shd_torch.demo.digits import IMAGE_SIZE, NUM_CLASSES, Digits
 
+IMAGE_SIZE = 8
+NUM_CLASSES = 10
 PATCH_SIZE = 2
 TEACHER_HEADS = 8
 TEACHER_LAYERS = 4
 TEACHER_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images ``(N, 1, 8, 8)`` float32 in [0, 1] and labels ``(N,)`` int64."""
+
+    train_images: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test_images: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+
+
+def load_split(seed: int = 0) -> Digits:
+    """30% of the images, stratified by class, are kept for testing: no model trains on them."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data: Any = load_digits()
+    images = (data.images / 16.0).astype(np.float32)[:, None]
+    labels = data.target.astype(np.int64)
+    parts = train_test_split(images, labels, test_size=0.3, stratify=labels, random_state=seed)
+    train_images, test_images, train_labels, test_labels = parts
+    return Digits(train_images, train_labels, test_images, test_labels)
+
+
+def choose_labelled(labels: NDArray[np.int64], count: int, seed: int) -> NDArray[np.int64]:
+    """Indices of ``count`` training images, as many of each class as possible, drawn with the seed."""
+    if count >= len(labels):
+        return np.arange(len(labels))
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(len(labels))
+    rank = np.zeros(len(labels), dtype=np.int64)  # how many of its class come before an image in the shuffle
+    for digit in range(NUM_CLASSES):
+        members = shuffled[labels[shuffled] == digit]
+        rank[members] = np.arange(len(members))
+    order = sorted(shuffled, key=lambda index: rank[index])
+    return np.sort(np.asarray(order[:count], dtype=np.int64))
 
 
 def make_teacher(seed: int = 0) -> Any:
@@ -39,14 +79,7 @@ def make_teacher(seed: int = 0) -> Any:
 
 
 def train_teacher(digits: Digits, *, epochs: int, on_epoch: Callable[[int, int], None], seed: int = 0) -> Any:
-    """A good teacher: all training labels, label smoothing, one-cycle schedule; seeded.
-
-    Args:
-        digits: the images.
-        epochs: passes over them.
-        on_epoch: told the passes done and in all.
-        seed: of weights and batches.
-    """
+    """A good teacher: all training labels, label smoothing, one-cycle schedule; seeded."""
     teacher = make_teacher(seed)
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
     batch_size, rate = 64, 2e-3
@@ -69,8 +102,8 @@ def train_teacher(digits: Digits, *, epochs: int, on_epoch: Callable[[int, int],
 @torch.no_grad()
 def measure_accuracy(model: Any, images: NDArray[Any], labels: NDArray[Any]) -> float:
     """Share of images whose largest logit is their label."""
-    found = model.eval()(torch.from_numpy(images)).logits.argmax(-1)
-    return float((found == torch.from_numpy(labels)).float().mean())
+    predicted = model.eval()(torch.from_numpy(images)).logits.argmax(-1)
+    return float((predicted == torch.from_numpy(labels)).float().mean())
 
 
 def class_rows(maps: NDArray[Any]) -> NDArray[Any]:
