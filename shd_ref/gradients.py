@@ -26,12 +26,12 @@ def shd_loss_gradient(
     masked keys.
 
     Args:
-        supervision: A~ ``(B, H_s, L, S)``, or a list with one array a layer.
+        supervision: A~ ``(B, H_s, L, S)``, or a list with one array per layer.
         student_logits: same shape(s), before softmax and before the division by T.
         **keywords: those of ``shd_loss``, with its defaults.
 
     Returns:
-        dz ``(B, H_s, L, S)``; a list with one array a layer where the logits were a list.
+        dz ``(B, H_s, L, S)``; a list with one array per layer where the logits were a list.
 
     Raises:
         ShdError: as ``shd_loss``.
@@ -52,8 +52,8 @@ def shd_loss_gradient_qk(
     ``dq = scale * dz k`` and ``dk = scale * dz^T q``, the latter summed over the query heads that share a key head.
 
     Args:
-        supervision: A~ ``(B, H_s, L, S)``, or a list with one array a layer.
-        queries: ``(B, H_s, L, d)``, or a list with one array a layer.
+        supervision: A~ ``(B, H_s, L, S)``, or a list with one array per layer.
+        queries: ``(B, H_s, L, d)``, or a list with one array per layer.
         keys: ``(B, H_kv, S, d)`` with H_kv a divisor of H_s, or such a list.
         scale: the factor of the logits, usually ``1 / sqrt(d)``.
         **keywords: those of ``shd_loss``, with its defaults; masked keys are given by ``attn_mask``.

@@ -74,7 +74,7 @@ def shd_loss(
     where ``loss_mask`` is True and the supervision has mass. A map with no such row contributes exactly 0.
 
     Args:
-        supervision: A~ ``(B, H_s, L, S)``, or a list with one array a layer; already at this temperature.
+        supervision: A~ ``(B, H_s, L, S)``, or a list with one array per layer; already at this temperature.
         student_logits: before softmax, same shape(s); -inf marks a masked key.
         beta: weight of the term, at least 0.
         loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
@@ -196,14 +196,13 @@ def safe_log(probs: Array) -> Array:
 
 
 def as_layers(**given: Layers) -> list[list[ArrayLike]]:
-    """Every argument as a list of layers: one array is one layer, a list holds one array a layer (LOSS-3)."""
+    """Every argument as a list of layers: one array is one layer, a list holds one array per layer (LOSS-3)."""
     counts = [len(value) if isinstance(value, list | tuple) else None for value in given.values()]
     if len(set(counts)) > 1 or counts[0] == 0:
         got = ", ".join("one array" if count is None else f"a list of {count}" for count in counts)
         raise ShdError(
             "argument-shape",
-            f"{', '.join(given)} must be one array each, or lists of one array a layer, equally long and not empty; "
-            f"got {got}",
+            f"{', '.join(given)} must be one array each, or equally long lists with one array per layer; got {got}",
             "LOSS-3",
         )
     return [[*value] if isinstance(value, list | tuple) else [np.asarray(value)] for value in given.values()]

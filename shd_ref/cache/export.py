@@ -1,6 +1,6 @@
 """Exporting a cache as WebDataset tar files, which any language reads without this package.
 
-The output folder holds ``manifest.json`` as in the cache, and one tar file a shard, ``000123.tar``, with the shard's
+The output folder holds ``manifest.json`` as in the cache, and one tar file per shard, ``000123.tar``, with its
 samples in stored order. A sample is these members, whose names begin with its index and key joined by ``-``::
 
     <index>-<key>.L00.npy      merged maps of student layer 0, (H_s, n, n) float32, decoded

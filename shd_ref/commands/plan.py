@@ -193,7 +193,7 @@ def _say_time(forecast: Forecast) -> None:
     duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
     teacher, squeezed = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
     _say(
-        f"time: teacher {teacher:.3g} ms a sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine "
+        f"time: teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine "
         f"(measured on {forecast.measured_samples} samples)"
     )
 

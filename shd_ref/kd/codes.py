@@ -6,7 +6,7 @@ A row of ``RowCode`` is, in this order and little-endian:
 |---|---|
 | ``log_tail``, float16: log of the mass outside of the head | 2 |
 | ``entropy``, float16; only with draws | 2 |
-| head: a code c of ``value_bits`` bits a class, ``(c / (2^value_bits - 1))^3`` of the largest probability | packed |
+| head: a code c of ``value_bits`` bits per class, ``(c / (2^value_bits - 1))^3`` of the largest one | packed |
 | ids of the head, ascending | Elias-Fano |
 | ids of the draws, ascending, each weighing ``exp(log_tail) / draws`` | Elias-Fano |
 
@@ -262,7 +262,7 @@ def _unpack_ids(rows: Bytes, count: int, vocab_size: int, least: int) -> Ids:
 
 
 def _pack(values: NDArray[Any], width: int) -> Bytes:
-    """``width`` bits a value, lowest first."""
+    """``width`` bits per value, lowest first."""
     bits = (values[..., None] >> np.arange(width)) & 1
     return np.packbits(bits.reshape(len(values), -1).astype(np.uint8), axis=-1, bitorder="little")
 

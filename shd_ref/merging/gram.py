@@ -32,7 +32,7 @@ def gram_tensor(
         values: V ``(B, H_kv, S, d_v)`` with H_kv a divisor of H_t.
         output_projection: W_o ``(H_t * d_v, D)``.
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        alpha_per: ``"map"``, or ``"row"`` for one tensor a query row.
+        alpha_per: ``"map"``, or ``"row"`` for one tensor per query row.
         row_sums: ``"one"`` or ``"at_most_one"``.
 
     Returns:
@@ -76,7 +76,7 @@ def solve_alpha_from_gram(gram: ArrayLike, p: int, q: int) -> Array:
         q: position of the second.
 
     Returns:
-        ``(B,)``, or ``(B, L)`` from a tensor with one entry a row.
+        ``(B,)``, or ``(B, L)`` from a tensor with one entry per row.
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value`` (GRAM-6), ``not-finite``.

@@ -83,7 +83,7 @@ def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
     heads = len(scores)
     graph = networkx.Graph()
     rows, columns = np.triu_indices(heads, 1)
-    # Whole numbers, with which the search is exact. Below the score's last bit there is one bit a pair, the first
+    # Whole numbers, with which the search is exact. Below the score's last bit there is one bit per pair, the first
     # pair's highest: of equally good sets the one whose list comes first is best.
     lowest = len(rows) - 1
     for number, score in enumerate(settle_scores(scores[rows, columns])):

@@ -237,8 +237,8 @@ def compose_mixing(
     """The mixing matrix that a plan's merge weights amount to (MIX-13).
 
     Args:
-        alphas: one array a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, in [0, 1]; at least one, to determine
-            B.
+        alphas: one array per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, in [0, 1]; at least one,
+            to determine B.
         plan: the rounds, as from ``merge_plan``.
         num_teacher_heads: H_t.
 

@@ -122,7 +122,7 @@ def keep_neurons(
     if len(first.weight) != len(scores) or second.weight.shape[1] != len(scores):
         raise ShdError(
             "argument-shape",
-            f"importance must have an entry a neuron; got {len(scores)} for {first.weight.shape} and "
+            f"importance must have an entry per neuron; got {len(scores)} for {first.weight.shape} and "
             f"{second.weight.shape}",
             "FFN-5",
         )

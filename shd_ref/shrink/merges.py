@@ -69,7 +69,7 @@ class Rotary:
     # radians a position, one a rotated pair; the remaining d - 2 * len(frequencies) entries of a head are not rotated
     frequencies: Array
     layout: str = "half"  # "half" pairs entry i with i + len(frequencies), "adjacent" pairs 2 i with 2 i + 1
-    # boolean, one a pair: True where the pair barely turns over the lengths that occur (HEAD-16)
+    # boolean, one per pair: True where the pair barely turns over the lengths that occur (HEAD-16)
     slow: Mask | None = None
 
     def entries(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -137,7 +137,7 @@ def as_rotary(fields: Rotary | Mapping[str, Any]) -> Rotary:
     slow = None if rotary.slow is None else np.asarray(rotary.slow)
     if slow is not None and (slow.shape != frequencies.shape or slow.dtype != np.bool_):
         raise ShdError(
-            "argument-shape", f"slow must be {len(frequencies)} booleans, one a pair; got {slow.shape}", "HEAD-16"
+            "argument-shape", f"slow must be {len(frequencies)} booleans, one per pair; got {slow.shape}", "HEAD-16"
         )
     return Rotary(frequencies, rotary.layout, slow)
 
@@ -229,7 +229,7 @@ def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads
 
 
 def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> HeadMerge:
-    """C with one alpha a pair over the whole calibration, and the plan's groups (HEAD-3).
+    """C with one alpha per pair over the whole calibration, and the plan's groups (HEAD-3).
 
     Args:
         gram: the gram tensor summed over every calibration sample of the layer ``(H, H, H, H)``.

@@ -61,7 +61,7 @@ class Captured:
 
     @property
     def attention(self) -> list[Call]:
-        """One call a layer, in the order that ``layers`` gave: ``AttentionCall``, or ``LogitsCall``.
+        """One call per layer, in the order that ``layers`` gave: ``AttentionCall``, or ``LogitsCall``.
 
         Raises:
             ShdError: ``capture-failed`` where no forward pass has finished since the start or ``clear``.
@@ -83,7 +83,7 @@ class Captured:
 
     @property
     def logits(self) -> Sequence[Tensor]:
-        """Attention logits ``(B, H_s, L, S)``, one tensor a layer, each computed when it is read.
+        """Attention logits ``(B, H_s, L, S)``, one tensor per layer, each computed when it is read.
 
         -inf where attending is not allowed. Each read computes them again: keep what is used twice.
         """
@@ -428,7 +428,7 @@ def record_query_key(
 
 
 class _Lazy(Sequence[Tensor]):
-    """One tensor a layer, each computed when it is read."""
+    """One tensor per layer, each computed when it is read."""
 
     def __init__(self, calls: list[Call], compute: Callable[[Call], Tensor]) -> None:
         self._calls = calls

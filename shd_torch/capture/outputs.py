@@ -40,7 +40,7 @@ def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
     if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
         raise ShdError(
             "capture-failed",
-            f"{name} must return hidden_states, a tensor a layer, where it is called with output_hidden_states=True; "
+            f"{name} must return hidden_states, a tensor per layer, when called with output_hidden_states=True; "
             f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
         )
     return tuple(states)

@@ -253,7 +253,7 @@ def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]
     if not teachers or len(shares) != teachers:
         raise ShdError(
             "argument-value",
-            f"logits must hold at least one teacher, and weights one number a teacher; "
+            f"logits must hold at least one teacher, and weights one number per teacher; "
             f"got {teachers} teachers and {len(shares)} weights",
             "KD-15",
         )

@@ -151,7 +151,7 @@ def shd_loss(
     None reaches the supervision. The result is always attached to the student's graph.
 
     Args:
-        supervision: A~ ``(B, H_s, L, S)``, or a list with one tensor a layer; already at this temperature.
+        supervision: A~ ``(B, H_s, L, S)``, or a list with one tensor per layer; already at this temperature.
         student_logits: before softmax, same shape(s); -inf marks a masked key.
         beta: weight of the term, at least 0.
         loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
@@ -267,5 +267,5 @@ def match_layers(**arguments: Layers) -> tuple[list[Tensor], ...]:
 
 
 def as_layers(value: Layers) -> list[Tensor]:
-    """One tensor is one layer; a sequence holds one tensor a layer (LOSS-3)."""
+    """One tensor is one layer; a sequence holds one tensor per layer (LOSS-3)."""
     return [value] if isinstance(value, Tensor) else list(value)

@@ -216,8 +216,8 @@ def compose_mixing(
     """The mixing matrix of a plan and the alphas of its rounds (MIX-13).
 
     Args:
-        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them; at
-            least one, to determine B.
+        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them;
+            at least one, to determine B.
         plan: the rounds.
         num_teacher_heads: H_t.
         check: test for NaN and infinity, which costs a device sync.

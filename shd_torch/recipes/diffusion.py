@@ -69,7 +69,7 @@ def draw_diffusion(
             kept = check_integer("kept_tokens", kept_tokens, 1, num_tokens, "REC-33")
             keeps.append(torch.randperm(num_tokens, generator=source)[:kept].sort().values)
     if not ts:
-        raise ShdError("argument-value", "seeds must be one integer a sample; got none", "REC-33")
+        raise ShdError("argument-value", "seeds must be one integer per sample; got none", "REC-33")
     return DiffusionDraw(torch.stack(ts), torch.stack(noises), torch.stack(keeps) if keeps else None)
 
 
@@ -245,7 +245,7 @@ def _weighed(importance: Tensor, difference: Tensor) -> Tensor:
 
 
 def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Tensor) -> Tensor:
-    """The term of the variational bound, in bits a number, the mean over samples (REC-31, REC-32)."""
+    """The term of the variational bound, in bits per number, the mean over samples (REC-31, REC-32)."""
     log_true = tables.log_variance
     log_made = log_true + (span + 1) / 2 * (tables.log_beta - log_true)
     # The mean of the posterior is linear in x0, so that two of them differ by that factor of the starts; the

@@ -153,7 +153,7 @@ def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tenso
     check_real(noise, "noise", check=False)
     if tuple(noise.shape) != shape:
         raise ShdError(
-            "argument-shape", f"noise must be one number a token {shape}; got {tuple(noise.shape)}", "REC-17"
+            "argument-shape", f"noise must be one number per token {shape}; got {tuple(noise.shape)}", "REC-17"
         )
     kept = noise.argsort(dim=1, stable=True)[:, : int(shape[1] * (1 - part))]
     return torch.ones(shape, dtype=torch.bool, device=noise.device).scatter(1, kept, False)

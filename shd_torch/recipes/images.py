@@ -184,6 +184,6 @@ def nkd(
 
 
 def _without(logits: Tensor, at: Tensor) -> Tensor:
-    """The logits of all classes but one a row ``(..., C - 1)``."""
+    """The logits of all classes but one per row ``(..., C - 1)``."""
     columns = torch.arange(logits.shape[-1] - 1, device=logits.device)
     return logits.gather(-1, columns + (columns >= at))

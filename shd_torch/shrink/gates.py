@@ -69,7 +69,7 @@ def _least(scores: tuple[float, ...], kind: str, kept: int | None, least: int) -
 
 
 class Gates(nn.Module):
-    """One number a layer and kind, 1 at first, that multiplies what its part adds.
+    """One number per layer and kind, 1 at first, that multiplies what its part adds.
 
     An attention block gives ``g * attention(x)``; an FFN ``W2 (g * act(h) + (1 - g) * h)`` with ``h = W1 x + b1``, so
     that a closed gate is exactly what ``shrink`` makes. Forward, a gate is 1 or 0 (``keep``); backward, the gradient

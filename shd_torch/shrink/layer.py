@@ -39,7 +39,7 @@ class Work:
     frequencies: Array | None  # of rotary positions, or None
     tell: Callable[..., None]  # gets what is done now
     turn: Turn | None = None  # the kept axes; None where the stream keeps its width
-    reports: list[dict[str, Any]] = field(default_factory=list)  # one a layer, as shrink.json holds them
+    reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
 
     def tell_stage(self, number: int, stage: str) -> None:
         """Say which layer of the student is at which of ``STAGES``."""

@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Coded(Supervision):
-    """Merged maps as the bytes of a cache: a byte an entry, or less, until a tile is read.
+    """Merged maps as the bytes of a cache: a byte per entry, or less, until a tile is read.
 
     Attributes:
         buffer: uint8, one axis: the codes of one layer, sample by sample; may hold other layers as well.

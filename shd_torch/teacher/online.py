@@ -63,7 +63,7 @@ class OnlineSupervision:
 
     Attributes:
         layers: student layers, zero-based, in ascending order.
-        squeezes: one a layer, with the supervision and its report (alphas, residual, clip counts).
+        squeezes: one per layer, with the supervision and its report (alphas, residual, clip counts).
         output: what the teacher's forward pass returned, without hidden states if some were chosen, and without
             logits where only some of their classes are kept, or a mean: their memory is free again.
         logits: see ``targets``.
@@ -78,7 +78,7 @@ class OnlineSupervision:
 
     @property
     def supervisions(self) -> list[Factored]:
-        """One a layer, good at any temperature."""
+        """One per layer, good at any temperature."""
         return [squeeze.supervision for squeeze in self.squeezes]
 
     def supervise(self, length: int | None = None) -> list[Factored]:
@@ -102,7 +102,7 @@ class Teaching(Protocol):
         """Student layers, zero-based."""
 
     def supervise(self, length: int | None = None) -> Sequence[Supervision]:
-        """One a layer, padded to so many positions."""
+        """One per layer, padded to so many positions."""
 
 
 class OnlineTeacher:

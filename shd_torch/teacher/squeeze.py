@@ -30,7 +30,7 @@ class FactoredSqueeze:
     Attributes:
         supervision: the teacher with its mixing; at any temperature.
         mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
-        alphas: one tensor a round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped.
+        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1.
         num_clipped: how many alphas lay outside [0, 1]; ``()`` on the device.
         num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` on the device.

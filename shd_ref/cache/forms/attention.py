@@ -149,7 +149,7 @@ class Attention(Form):
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Weights and mixing matrices of all layers, then a blob a layer (CACHE-40)."""
+        """Weights and mixing matrices of all layers, then a blob per layer (CACHE-40)."""
         blobs = (Part(f"L{layer:02d}", U8, layer=layer) for layer in self.student_layers)
         return Part("alphas", F32, optional=True), Part("mixing", F32, optional=self.mixing_is_optional), *blobs
 

@@ -83,7 +83,7 @@ class Hidden(Rows):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """One a layer."""
+        """One per layer."""
         return tuple(Part(f"H{each.layer:02d}", U8, layer=each.layer, subject=self.SUBJECT) for each in self.layers)
 
     def check(self, record: NewRecord) -> None:

@@ -50,7 +50,7 @@ _OTHER_AXIS: Final = (
 )
 
 SEVERAL: Final = (
-    "it has {number} maps a sample, such as those of windows of an image, and a record holds one: select other sites "
+    "it has {number} maps per sample, such as for windows of an image, and a record holds one: select other sites "
     "(--sites), or take a teacher whose attention spans the whole sample"
 )
 NOT_TOLD: Final = (
@@ -197,7 +197,7 @@ class Trial:
         return None
 
     def _why_as_many(self, first: Maps, second: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
-        """Why there is not one map a sample."""
+        """Why there is not one map per sample."""
         if self._runs_between_samples(first, maps_of):
             return _SEQUENCE_FIRST
         number, rest = divmod(len(first), self._samples)

@@ -61,7 +61,7 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
 def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[Manifest]:
     """The manifest of every student of a run.
 
-    They hold equally many samples a shard, as many as suit the largest records, so that all share their batches.
+    They hold equally many samples per shard, as many as suit the largest records, so that all share their batches.
 
     Args:
         work: the run.

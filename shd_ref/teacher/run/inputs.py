@@ -97,7 +97,7 @@ class Batch:
 class ModelInputs:
     """A data set of model inputs, read once from beginning to end when this is made, and by number afterwards.
 
-    In memory stay 32 bytes a sample (and 8 more where the source is spooled), never the data.
+    In memory stay 32 bytes per sample (and 8 more where the source is spooled), never the data.
 
     Args:
         source: the rows; a mapping of arrays by name, first axis N, is one too. Columns that the graph does not

@@ -122,7 +122,7 @@ def calibrate_plans(
         alpha_per: ``"map"`` or ``"row"``, as the merge will use it.
         num_samples: how many samples, at least 1; all where there are fewer.
         seed: of the choice, which is that of CACHE-26.
-        batch_size: samples a teacher call.
+        batch_size: samples per teacher call.
         on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
         mask_of_rows: from a site to the input that says which of its rows count; by default the inputs' mask.
     """

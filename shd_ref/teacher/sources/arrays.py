@@ -22,7 +22,7 @@ Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class ArraySource(IndexedSource):
-    """Arrays by column, one row a sample."""
+    """Arrays by column, one row per sample."""
 
     ragged = False
 

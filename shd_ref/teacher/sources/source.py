@@ -1,4 +1,4 @@
-"""A data set of rows, one a sample, in any file or library; a spool for those that can only be read in order."""
+"""A data set of rows, one per sample, in any file or library; a spool for those that can only be read in order."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Spool:
     """Samples appended one after another and read back by number.
 
     The file has no name and goes with its process, however that ends. It lies where Python puts temporary files
-    (``TMPDIR``); 8 bytes a sample stay in memory.
+    (``TMPDIR``); 8 bytes per sample stay in memory.
     """
 
     def __init__(self, dtypes: Mapping[str, np.dtype[Any]]) -> None:

@@ -33,7 +33,7 @@ class FormForecast:
         bytes_longest: of the longest sample.
         total_bytes: of the whole data set.
         zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
-        break_even: bytes a second: a reader that is slower waits longer than the teacher would take.
+        break_even: bytes per second: a reader that is slower waits longer than the teacher would take.
         error: of the maps, or without attention of the logits, measured on the sampled rows.
     """
 
@@ -80,7 +80,7 @@ def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: 
     Args:
         ways: those that can hold what the teacher gives, at least one.
         usual: what ``precompute`` does unasked, to be compared with; None where it cannot.
-        bandwidth: bytes a second that a training device is fed.
+        bandwidth: bytes per second that a training device is fed.
         max_error: the largest mean total variation of a row.
     """
     exact = [way for way in ways if way.error.tv_mean <= max_error]
@@ -102,7 +102,7 @@ def _compare(
 ) -> list[str]:
     """With the limit, with the usual way, and with those that were too coarse."""
     error = taken.error.tv_mean
-    cost = f"{taken.bytes_per_token:.0f} bytes a token, and coding moves {_percent(error)} of a row's probability"
+    cost = f"{taken.bytes_per_token:.0f} bytes per token, and coding moves {_percent(error)} of a row's probability"
     if error > max_error:
         return [f"{cost}: none of these reaches {_percent(max_error)}, and this one is nearest"]
     reasons = [f"{cost}: the smallest{' with zstd' * (compression != 'none')} of those below {_percent(max_error)}"]

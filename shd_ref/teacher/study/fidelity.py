@@ -382,7 +382,7 @@ def read_targets(source: Source, name: str, samples: Collection[int], *, next_to
         rows = {index: row[name] for index, row in enumerate(source.rows([name])) if index in chosen}
     for index, row in rows.items():
         if isinstance(row, str) or row.dtype.kind not in "iu" or row.ndim > 1:
-            raise source.refuse(f"{name} must hold integers, one a sample or one a position, to be targets", index)
+            raise source.refuse(f"{name} must hold integers, one per sample or position, to be targets", index)
     return Targets(name, {index: row.astype(np.int64) for index, row in rows.items()}, next_token)
 
 

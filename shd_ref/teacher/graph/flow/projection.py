@@ -2,7 +2,7 @@
 
 Forward from ``map @ V`` every tensor is read as a sum of products of the heads' outputs with constant matrices. W_o
 is that sum where everything made of them has met again: one product in most models, several beside an adapter that
-was not merged, one a head where heads are projected apart.
+was not merged, one per head where heads are projected apart.
 """
 
 from __future__ import annotations
