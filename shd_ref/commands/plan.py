@@ -142,7 +142,7 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
     for target in forecast.beside:
         errors = {name: value for name, value in vars(target.error).items() if name.endswith("_mean")}
         means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
-        size = f"{target.bytes_per_row:.0f} bytes a {target.unit}, {decimal(round(target.total_bytes))} in all"
+        size = f"{target.bytes_per_row:.0f} bytes per {target.unit}, {decimal(round(target.total_bytes))} in all"
         _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
     for refused in forecast.refused:
         _say(f"not {refused}")

@@ -38,7 +38,7 @@ def listing_facts(listing: CacheListing) -> Iterator[tuple[str, str]]:
     yield "size", f"{decimal(listing.shard_bytes)}, codes {decimal(listing.coded_bytes)}, {ratio}"
     for form in manifest.forms if several else ():
         coded, plain = listing.coded_by_form[form.SUBJECT], listing.float32_by_form[form.SUBJECT]
-        size = f"{decimal(coded)}, {listing.bytes_a_row(form):.1f} bytes a {form.unit}, {_ratio(plain, coded)}"
+        size = f"{decimal(coded)}, {listing.bytes_a_row(form):.1f} bytes per {form.unit}, {_ratio(plain, coded)}"
         yield f"{form.SUBJECT} size", size
     yield "id", manifest.id
 

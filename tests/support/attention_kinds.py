@@ -657,10 +657,8 @@ CASES: dict[str, Case] = {
     "fused qkv by permute": Case(FusedByPermute),
     "fused qkv by chunk": Case(FusedByChunk),
     "T5 bias": Case(T5Bias),
-    "Swin": Case(lambda: Swin(shift=0), reason="2 maps a sample, such as those of windows", fixed_length=True),
-    "Swin, shifted": Case(
-        lambda: Swin(shift=2), reason="2 maps a sample, such as those of windows", fixed_length=True
-    ),
+    "Swin": Case(lambda: Swin(shift=0), reason="2 maps per sample, such as for windows", fixed_length=True),
+    "Swin, shifted": Case(lambda: Swin(shift=2), reason="2 maps per sample, such as for windows", fixed_length=True),
     "Perceiver": Case(Perceiver),
     "MLA": Case(Latent),
     "DiT": Case(Modulated),

@@ -186,7 +186,7 @@ class Hidden(Rows):
         names, widths = ", ".join(map(str, self.teacher_layers)), sorted({each.width for each in self.layers})
         return [
             ("hidden states", f"teacher layers {names}, width {', '.join(map(str, widths))}"),
-            ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes a {self.unit}"),
+            ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes per {self.unit}"),
         ]
 
     def _values(

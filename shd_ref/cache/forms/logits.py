@@ -290,7 +290,7 @@ class Logits(Rows):
         mean = f"; mean with {', '.join(each.name for each in self.with_teachers)}" if self.with_teachers else ""
         return [
             ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}{mean}"),
-            ("logits codec", f"{self.codec}, {self.row_bytes} bytes a {self.unit}"),
+            ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}"),
         ]
 
     def _cut(self, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None) -> NDArray[np.floating[Any]]:

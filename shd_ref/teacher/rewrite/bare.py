@@ -50,7 +50,7 @@ def build_bare_model(
 
     Its inputs are ``teacher_probs`` ``(B, H_t, L, S)`` and ``value_outputs`` ``(B, H_t, S, D)`` in float32, and with
     ``masked`` also ``query_mask``, boolean ``(B, L)``. Its outputs are ``probs``, ``mixing``, ``residual``,
-    ``num_clipped``, ``num_degenerate``, and ``alphas_0``, ``alphas_1``, ... one per round, if the strategy has alphas.
+    ``num_clipped``, ``num_degenerate``, and ``alphas_0``, ``alphas_1``, ... one per round, for strategies with them.
 
     Args:
         options: as of a squeezed graph; the codec plays no part.

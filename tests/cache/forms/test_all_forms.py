@@ -207,7 +207,7 @@ def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, 
         assert error.describe() in output
     for form in listing.manifest.forms:
         rows = sum(form.num_rows(each.extent) for shard in range(4) for each in records_of(listing.manifest, shard))
-        assert f"{listing.coded_by_form[form.SUBJECT] / rows:.1f} bytes a position" in output
+        assert f"{listing.coded_by_form[form.SUBJECT] / rows:.1f} bytes per position" in output
         assert all(words in output for _, words in form.describe())
 
 

@@ -207,6 +207,6 @@ def test_the_commands(teacher: Path, tmp_path: Path) -> None:
         result = run.invoke(app, shown)
         assert result.exit_code == 0, result.output
     said = " ".join(planned.output.split())
-    assert "of these hidden float16: 48 bytes a position of the decoder" in said  # 2 states, 12 wide
+    assert "of these hidden float16: 48 bytes per position of the decoder" in said  # 2 states, 12 wide
     listed = " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
-    assert "48.0 bytes a position of the decoder" in listed
+    assert "48.0 bytes per position of the decoder" in listed

@@ -192,7 +192,7 @@ def test_the_smallest_that_is_exact_enough_is_advised() -> None:
     coarse = way("maps sqrt8-abs", 90, 0.009)
     assert taken(0.01, [coarse, *WAYS]) == "factored float16"  # as large, and more exact
     reasons = " ".join(advise(WAYS, SQRT8, 1e9, 0.01).reasons)
-    for said in ("90 bytes a token", "0.04%", "10% smaller than maps sqrt8-row, the default, which moves 0.40%"):
+    for said in ("90 bytes per token", "0.04%", "10% smaller than maps sqrt8-row, the default, which moves 0.40%"):
         assert said in reasons
     assert "factored int8 would be 33% smaller, but moves 1.20%" in reasons
 
@@ -207,7 +207,7 @@ def test_slow_storage_asks_for_compression_and_then_for_the_teacher() -> None:
 
 
 def test_the_form_turns_with_the_length(teacher: Path) -> None:
-    """Four heads of width 3 with as many key heads, merged to two: 2 L bytes a row against 8 (3 + 4) or 8 (2 x 3)."""
+    """Four heads of width 3 with as many key heads, to two: 2 L bytes per row against 8 (3 + 4) or 8 (2 x 3)."""
 
     def forecast(length: int) -> Forecast:
         tokens = np.random.default_rng(0).integers(0, 50, (4, length))
