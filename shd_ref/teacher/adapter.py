@@ -19,10 +19,10 @@ from shd_ref.attention import ROW_SUMS, check_option, check_temperature
 from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
-from shd_ref.merging.plans import MergePlan, merge_plan
+from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.bare import GRAPH_DTYPES, build_bare_model
-from shd_ref.teacher.rewrite.function import SqueezeOptions
+from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.session import open_session
 
 BACKENDS: Final[tuple[str, ...]] = ("onnxruntime", "onnx.reference")
@@ -36,29 +36,21 @@ class GraphCall:
     """A call of ``squeeze_heads`` as a graph and its inputs.
 
     Attributes:
-        options: what the graph computes; its plan is explicit.
+        rule: what the graph computes.
         feeds: the graph's inputs by name.
     """
 
-    options: SqueezeOptions
+    rule: MergeRule
     feeds: dict[str, NDArray[Any]]
 
     @property
-    def plan(self) -> MergePlan:
-        """The rounds that the graph runs."""
-        plan = self.options.plan
-        return () if isinstance(plan, str) else plan
-
-    @property
-    def key(self) -> tuple[SqueezeOptions, int, int, bool]:
+    def key(self) -> tuple[MergeRule, bool]:
         """All that a model depends on; its batch size and lengths are free."""
-        heads, width = self.feeds["teacher_probs"].shape[1], self.feeds["value_outputs"].shape[3]
-        return self.options, heads, width, "query_mask" in self.feeds
+        return self.rule, "query_mask" in self.feeds
 
     def build_model(self, *, dtype: str = "float32", opset: int = 18) -> onnx.ModelProto:
         """The model, see ``build_bare_model``."""
-        options, heads, width, masked = self.key
-        return build_bare_model(options, heads, width, dtype=dtype, masked=masked, opset=opset)
+        return build_bare_model(self.rule, dtype=dtype, masked="query_mask" in self.feeds, opset=opset)
 
 
 def make_call(
@@ -94,8 +86,8 @@ def make_call(
         raise NotImplementedError("the function solves alphas on the maps as given, before temperature")
     if temperature != 1.0 and row_sums == "at_most_one":
         raise NotImplementedError("the function softens rows that sum to one, and does not keep a row's mass")
-    options = SqueezeOptions(num_student_heads, rounds, strategy, alpha_rule, alpha_per, temperature, codec="float32")
-    return GraphCall(options, feeds)
+    width = feeds["value_outputs"].shape[3]
+    return GraphCall(MergeRule(num_heads, width, rounds, strategy, alpha_rule, alpha_per, temperature), feeds)
 
 
 class OnnxAdapter:
@@ -139,11 +131,11 @@ class OnnxAdapter:
         return {
             "probs": outputs["probs"],
             "mixing": outputs["mixing"],
-            "alphas": tuple(outputs[f"alphas_{n}"] for n in range(len(call.plan)) if f"alphas_{n}" in outputs),
+            "alphas": tuple(outputs[f"alphas_{n}"] for n in range(len(call.rule.rounds)) if f"alphas_{n}" in outputs),
             "residual": outputs["residual"],
             "num_clipped": int(outputs["num_clipped"]),
             "num_degenerate": int(outputs["num_degenerate"]),
-            "plan": call.plan,
+            "plan": call.rule.rounds,
         }
 
     def _solve_alpha(

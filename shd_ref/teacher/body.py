@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,7 @@ class Body:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
+        self.functions: dict[Hashable, onnx.FunctionProto] = {}
 
     def op(self, op_type: str, *inputs: str, **attributes: Any) -> str:
         """Append a node with one output."""

@@ -114,6 +114,14 @@ class InputSizes:
             for spec in ordered
         }
 
+    def growing(self, specs: Sequence[InputSpec], axis: str) -> dict[str, list[int]]:
+        """Places of the axes of every input that grow with one of ``batch`` and ``length``, by its name."""
+        more = replace(self, **{axis: getattr(self, axis) + 1}).shapes(specs)
+        return {
+            name: [place for place, size in enumerate(shape) if size != more[name][place]]
+            for name, shape in self.shapes(specs).items()
+        }
+
     def _size_of(self, name: str | None, spec: InputSpec, place: int, bound: dict[str, int]) -> int:
         if spec.part == "past" and (name is None or not _TOLD.search(_UNNAMED.sub("", name))):
             # A stack of keys and values, and of layers, stands before the batch; its size is fixed.
@@ -157,33 +165,19 @@ def past_problem(specs: Sequence[InputSpec]) -> str | None:
 
 def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None) -> tuple[InputSpec, ...]:
     """The inputs with their open axes of samples and of positions fixed; None leaves them as they are."""
-    sizes = InputSizes(2, 3)
-    shapes = sizes.shapes(specs)
-    grown = {
-        axis: replace(sizes, **{axis: size}).shapes(specs)
-        for axis, size in (("batch", sizes.batch + 1), ("length", sizes.length + 1))
-    }
-    fixed = []
-    for spec in specs:
-        shape = list(spec.shape)
-        for place, size in enumerate(shapes[spec.name]):
-            for axis, new in (("batch", batch), ("length", length)):
-                if new is not None and grown[axis][spec.name][place] != size:
-                    shape[place] = new
-        fixed.append(replace(spec, shape=tuple(shape)))
-    return tuple(fixed)
+    shapes = {spec.name: list(spec.shape) for spec in specs}
+    for axis, size in (("batch", batch), ("length", length)):
+        for name, places in InputSizes(2, 3).growing(specs, axis).items():
+            for place in () if size is None else places:
+                shapes[name][place] = size
+    return tuple(replace(spec, shape=tuple(shapes[spec.name])) for spec in specs)
 
 
 def batch_axes(specs: Sequence[InputSpec], sizes: InputSizes) -> dict[str, int | None]:
     """Which axis of every input counts samples, by its name; None for an input that all samples share."""
-    shapes, more = sizes.shapes(specs), replace(sizes, batch=sizes.batch + 1).shapes(specs)
-    axes: dict[str, int | None] = {}
-    for spec in specs:
-        pairs = zip(shapes[spec.name], more[spec.name], strict=True)
-        grown = [place for place, (size, larger) in enumerate(pairs) if size != larger]
-        fixed = len(spec.shape) > 1 and spec.shape[0] == sizes.batch
-        axes[spec.name] = grown[0] if grown else 0 if fixed else None
-    return axes
+    growing = sizes.growing(specs, "batch")
+    fixed = {spec.name: 0 if len(spec.shape) > 1 and spec.shape[0] == sizes.batch else None for spec in specs}
+    return {spec.name: next(iter(growing[spec.name]), fixed[spec.name]) for spec in specs}
 
 
 _SAME_NUMBERS: Final = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})

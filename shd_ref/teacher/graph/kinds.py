@@ -7,7 +7,7 @@ to the encoder, and so does one beside it on the encoder's inputs alone; every o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,8 +64,8 @@ def find_kinds(
         if decoder_mask is not None:
             raise _no_mask(decoder_mask, ())
         return SiteKinds({})
-    upstream = _Upstream(model)
-    below = [upstream.of(site.values) for site in crosses]  # what keys and values of cross attention are made from
+    upstream = _upstream_of(model)
+    below = [upstream(site.values) for site in crosses]  # what keys and values of cross attention are made from
     encoder_tensors = frozenset().union(*below)
     cross_maps = {site.probs for site in crosses}
     sequences = [spec.name for spec in specs if len(spec.shape) > 1]
@@ -78,7 +78,7 @@ def find_kinds(
     decoder = tuple(sorted(n for n in others if n not in masks or n.startswith("decoder_")))
     kinds: dict[int, str] = {}
     for site in readable:
-        made_of = upstream.of(site.probs)
+        made_of = upstream(site.probs)
         if site.cross:
             kinds[site.layer] = "cross"
         elif not cross_maps.isdisjoint(made_of):
@@ -103,19 +103,17 @@ def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
     )
 
 
-class _Upstream:
-    """Everything that a tensor is made from, its own name included; what only gives it a size is left out."""
+def _upstream_of(model: onnx.ModelProto) -> Callable[[str], frozenset[str]]:
+    """From a tensor to all that it is made from, itself included; what only gives it a size is left out."""
+    nodes = [node for node in model.graph.node if node.op_type not in ("Shape", "Size")]
+    sources = {name: node.input for node in nodes for name in node.output}
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        nodes = [node for node in model.graph.node if node.op_type not in ("Shape", "Size")]
-        self._sources = {name: node.input for node in nodes for name in node.output}
-
-    def of(self, tensor: str) -> frozenset[str]:
-        """Names of tensors and inputs."""
+    def upstream(tensor: str) -> frozenset[str]:
         seen, queue = {tensor}, [tensor]
         while queue:
-            for source in self._sources.get(queue.pop(), ()):
-                if source and source not in seen:
-                    seen.add(source)
-                    queue.append(source)
+            new = {source for source in sources.get(queue.pop(), ()) if source} - seen
+            seen |= new
+            queue += new
         return frozenset(seen)
+
+    return upstream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -275,8 +275,8 @@ class _Bounded:
                 f"{TOO_MUCH} {self.seconds:.0f} s, and does not: a loop inside it may have no end; export the model "
                 "without control flow, or run this on a faster machine",
             ) from error
-        if sum(array.nbytes for array in arrays) > self.bytes // 4:  # which are copies
-            raise MemoryError(_NO_MEMORY)
+        if sum(array.nbytes for array in arrays) > _LEAST_BYTES // 4 + (self.bytes - _LEAST_BYTES) // 2:
+            raise MemoryError(f"the memory for its outputs {_NO_MEMORY}")  # they are copies, beyond the session's
         return arrays
 
     def too_large(self) -> BoundError:
@@ -287,10 +287,15 @@ class _Bounded:
         )
 
 
-def runs_bounded(model: onnx.ModelProto, names: Sequence[str]) -> bool:
-    """Whether a graph runs on one tiny sample within the bounds of ``Probe``, before it runs without any.
+def check_bounds(
+    model: onnx.ModelProto, names: Sequence[str], feeds: Callable[[], Mapping[str, NDArray[Any]]]
+) -> None:
+    """Run a graph once within bounds, before it runs without any; errors of other kinds are left to that run.
 
-    False where it does not run on tiny samples: ``check_bounds`` then tries one of the user's.
+    Args:
+        model: from ``load_teacher``.
+        names: of the tensors that will be read.
+        feeds: gives one of the user's samples, for a graph that runs on no tiny one.
 
     Raises:
         BoundError: where it takes too long or too much memory.
@@ -300,27 +305,17 @@ def runs_bounded(model: onnx.ModelProto, names: Sequence[str]) -> bool:
     except BoundError:
         raise
     except ShdError:
-        return False
-    return True
-
-
-def check_bounds(model: onnx.ModelProto, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> None:
-    """Run a graph once on these inputs, within bounds for their sizes; other errors are left to the run itself.
-
-    Raises:
-        BoundError: where it takes too long or too much memory.
-    """
-    taken = {spec.name for spec in input_specs(model)}
-    feeds = {name: array for name, array in feeds.items() if name in taken}
-    longest = max((array.shape[1] for array in feeds.values() if array.ndim > 1), default=1)
-    session = _Bounded(model, tuple(dict.fromkeys(names)), InputSizes(1, longest), only_shapes=True)
-    try:
-        session.run(feeds)
-    except BoundError:
-        raise
-    except Exception as error:  # onnxruntime raises its own types, which share no base class
-        if _NO_MEMORY in str(error):
-            raise session.too_large() from error
+        taken = {spec.name for spec in input_specs(model)}
+        arrays = {name: array for name, array in feeds().items() if name in taken}
+        longest = max((array.shape[1] for array in arrays.values() if array.ndim > 1), default=1)
+        session = _Bounded(model, tuple(dict.fromkeys(names)), InputSizes(1, longest), only_shapes=True)
+        try:
+            session.run(arrays)
+        except BoundError:
+            raise
+        except Exception as error:  # onnxruntime raises its own types, which share no base class
+            if _NO_MEMORY in str(error):
+                raise session.too_large() from error
 
 
 def _remedy(specs: Sequence[InputSpec]) -> str:

@@ -16,7 +16,6 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
-from shd_ref.teacher.rewrite.function import SqueezeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
 from shd_ref.teacher.run.outputs import LayerOutputs
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, run_ahead, threads_for
@@ -78,10 +77,10 @@ def compare_with_reference(
         else dict.fromkeys((each.student_layer for each in squeezed.layers), query_mask)
     )
     layers = [LayerOutputs.read(each, outputs, masks[each.student_layer]) for each in squeezed.layers]
-    return Comparison.merged(compare_layers(squeezed.options, layers))
+    return Comparison.merged(compare_layers(layers))
 
 
-def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Comparison]:
+def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Comparison]:
     """``compare_with_reference`` on the typed outputs of a run, layer by layer.
 
     Raises:
@@ -90,15 +89,14 @@ def compare_layers(options: SqueezeOptions, outputs: Sequence[LayerOutputs], cal
     products = [
         each.probs.shape[-2] * each.probs.shape[-1] * projection_of(each.layer.site).shape[-1] for each in outputs
     ]
-    compare = functools.partial(_compare_layer, options=options)
     # Large ones one by one, each product on all threads.
     callers = 0 if max(products) > SMALL_PRODUCT else callers
     with threads_for(max(products)):
-        return [comparison for _, comparison in run_ahead(compare, outputs, callers)]
+        return [comparison for _, comparison in run_ahead(_compare_layer, outputs, callers)]
 
 
-def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
-    samples = [_compare_sample(each[number : number + 1], options) for number in range(len(each.alphas))]
+def _compare_layer(each: LayerOutputs) -> Comparison:
+    samples = [_compare_sample(each[number : number + 1]) for number in range(len(each.alphas))]
     return Comparison(
         map_difference=max(sample.map_difference for sample in samples),
         code_mismatch=_mean(sample.code_mismatch for sample in samples),
@@ -107,34 +105,34 @@ def _compare_layer(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
     )
 
 
-def _compare_sample(each: LayerOutputs, options: SqueezeOptions) -> Comparison:
-    layer, merged = each.layer, each.merged
+def _compare_sample(each: LayerOutputs) -> Comparison:
+    layer, merged, rule = each.layer, each.merged, each.layer.rule
     limits = load_tolerances()["graph"]
     dtype = layer.site.dtype or "float32"
     dtype = dtype if dtype in limits["probs"] else "float32"
-    products, outputs = _factor_products(each, options.strategy, dtype)
+    products, outputs = _factor_products(each, rule.strategy, dtype)
     mixing_of = functools.partial(
         solve_mixing,
         products,
         outputs,
-        layer.plan,
+        rule.rounds,
         query_mask=each.row_mask,
-        alpha_rule=options.alpha_rule,
-        alpha_per=options.alpha_per,
+        alpha_rule=rule.alpha_rule,
+        alpha_per=rule.alpha_per,
     )
-    mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (options.strategy, "constant"))
-    groups = plan_groups(layer.plan, products.shape[1])
+    mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (rule.strategy, "constant"))
+    groups = plan_groups(rule.rounds, products.shape[1])
     difference = wrong = 0.0
     for rows, probs in _tiles(each, dtype):
         weights = mixing if mixing.ndim == 3 else mixing[..., rows]
-        expected = mix_maps(soften_rows(probs, options.temperature, row_sums=layer.site.row_sums), weights)
+        expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), weights)
         found = merged[:, :, rows]
         difference = float(np.maximum(difference, np.abs(found - expected.astype(dtype)).max(initial=0.0)))
-        if options.codec != "float32":
+        if rule.codec != "float32":
             # bf16 is coded on the host, from the graph's float32 maps.
-            coded = each.codes if options.codec == "sqrt8-row" else None
-            codes = encode(options.codec, found) if coded is None else coded[:, :, rows]
-            wrong += int((codes != encode(options.codec, expected.astype(np.float32))).sum())
+            coded = each.codes if rule.codec == "sqrt8-row" else None
+            codes = encode(rule.codec, found) if coded is None else coded[:, :, rows]
+            wrong += int((codes != encode(rule.codec, expected.astype(np.float32))).sum())
     mismatch = wrong / max(merged.size, 1)
     for name, got in (("probs", difference), ("code_mismatch", mismatch)):
         limit = limits[name][dtype]
@@ -160,7 +158,7 @@ def _factor_products(each: LayerOutputs, strategy: str, dtype: str) -> tuple[Arr
     (_, heads, rows, _), d_v = probs.shape, values.shape[-1]
     projection = projection_of(each.layer.site).astype(np.float64).reshape(heads, d_v, -1)
     values = np.repeat(values, heads // values.shape[1], axis=1)
-    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(each.layer.plan, heads)
+    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(each.layer.rule.rounds, heads)
     width = d_v * max(map(len, groups))
     products, outputs = np.zeros((1, heads, rows, width)), np.zeros((1, heads, width, projection.shape[-1]))
     columns = np.zeros((heads, values.shape[2], width))  # of each head the values of its group

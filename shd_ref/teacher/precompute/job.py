@@ -251,7 +251,7 @@ class PrecomputeJob:
             if sound and each.layers:
                 # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
                 few = each.select(sorted({sound[0], sound[-1]}))
-                compared = compare_layers(each.graph.options, few.layers, work.callers)
+                compared = compare_layers(few.layers, work.callers)
                 maker = MAKERS[each.student.options.form]
                 for number in sound:
                     maker.compare(work, work.sample(each, number))

@@ -14,14 +14,12 @@ from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
-    SqueezeOptions,
     constant_alphas,
     every_row,
     factors_of_round,
     final_mixing,
     gram_matrices,
     list_rounds,
-    make_rule,
     membership_of,
     squeeze_function,
 )
@@ -38,36 +36,27 @@ _INT64: Final = onnx.TensorProto.INT64
 
 
 def build_bare_model(
-    options: SqueezeOptions,
-    num_heads: int,
-    width: int,
-    *,
-    dtype: str = "float32",
-    masked: bool = False,
-    opset: int = 18,
+    rule: MergeRule, *, dtype: str = "float32", masked: bool = False, opset: int = 18
 ) -> onnx.ModelProto:
-    """A model that computes ``squeeze_heads`` with these options, for any batch size and any lengths.
+    """A model that computes ``squeeze_heads`` by this rule, for any batch size and any lengths.
 
     Its inputs are ``teacher_probs`` ``(B, H_t, L, S)`` and ``value_outputs`` ``(B, H_t, S, D)`` in float32, and with
     ``masked`` also ``query_mask``, boolean ``(B, L)``. Its outputs are ``probs``, ``mixing``, ``residual``,
     ``num_clipped``, ``num_degenerate``, and ``alphas_0``, ``alphas_1``, ... one per round, for strategies with them.
 
     Args:
-        options: as of a squeezed graph; the codec plays no part.
-        num_heads: H_t.
-        width: D.
+        rule: of which the codec plays no part, and ``d_v`` is D.
         dtype: to which the graph casts maps and value outputs before anything else.
         masked: whether there is a query mask.
         opset: version of the standard operators.
     """
-    rule = make_rule(options, num_heads, width)
     body = Body("", opset)
     maps, values = (body.op("Cast", name, to=GRAPH_DTYPES[dtype]) for name in ("teacher_probs", "value_outputs"))
     rows = body.op("Cast", "query_mask", to=FLOAT) if masked else every_row(body, maps)
     inputs = [maps]
     if rule.solves:
         # The value outputs are given: V = X, read through an identity for every head.
-        identities = np.tile(np.eye(width), (num_heads, 1))
+        identities = np.tile(np.eye(rule.d_v), (rule.num_heads, 1))
         inputs += [values, rows, *(body.weight(gram) for gram in gram_matrices(rule, identities))]
     function = squeeze_function(rule, opset)
     results = body.call(function, inputs)

@@ -15,23 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import SMALLEST_PROB, SQRT8_LEVELS
-from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
+from shd_ref.merging.plans import MergePlan, merge_pool, plan_groups
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Array32, Body
 from shd_ref.teacher.packages import onnx
 from shd_ref.tolerances import degenerate_threshold
-
-
-@dataclass(frozen=True)
-class SqueezeOptions:
-    """What is computed for every layer; the arguments of ``squeeze_graph`` after checking."""
-
-    num_student_heads: int
-    plan: str | MergePlan
-    strategy: str
-    alpha_rule: str
-    alpha_per: str
-    temperature: float
-    codec: str
 
 
 @dataclass(frozen=True)
@@ -41,11 +28,11 @@ class MergeRule:
     num_heads: int
     d_v: int
     rounds: MergePlan
-    strategy: str
-    alpha_rule: str
-    alpha_per: str
-    temperature: float
-    codec: str
+    strategy: str = "shd"
+    alpha_rule: str = "least_squares"
+    alpha_per: str = "map"
+    temperature: float = 1.0
+    codec: str = "float32"
 
     @property
     def name(self) -> str:
@@ -94,21 +81,6 @@ def list_rounds(rule: MergeRule) -> list[Round]:
         rounds.append(Round(pairs, tuple(pool)))
         pool = merge_pool(pool, pairs)
     return rounds
-
-
-def make_rule(options: SqueezeOptions, num_heads: int, d_v: int, rounds: MergePlan | None = None) -> MergeRule:
-    """The merge of a layer with so many heads, so wide, along its own rounds where given."""
-    rounds = merge_plan(num_heads, options.num_student_heads, options.plan if rounds is None else rounds)
-    return MergeRule(
-        num_heads,
-        d_v,
-        rounds,
-        options.strategy,
-        options.alpha_rule,
-        options.alpha_per,
-        options.temperature,
-        options.codec,
-    )
 
 
 def gram_matrices(rule: MergeRule, output_projection: NDArray[Any]) -> list[Array32]:

@@ -79,7 +79,6 @@ def replace_attention(
         [row_mask_input] * len(sites) if row_mask_input is None or isinstance(row_mask_input, str) else row_mask_input
     )
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(of_sites)}
-    functions: dict[MergeRule, onnx.FunctionProto] = {}
     squeezed = []
     for number, site in enumerate(sites):
         body.prefix = f"{FUNCTION_DOMAIN}/{number}/"
@@ -88,7 +87,7 @@ def replace_attention(
         context = unmerged
         if rules is not None:
             rule = rules[number]
-            merged = call_squeeze(body, functions, rule, site, maps, values, masks[of_sites[number]])["merged"]
+            merged = call_squeeze(body, rule, site, maps, values, masks[of_sites[number]])["merged"]
             per_head = body.op("Gather", merged, body.const(_group_of_heads(rule)), axis=1)
             context = _context(body, per_head, values)
             _substitute(replaced, site.probs, _as_in_site(body, site, per_head))
@@ -97,7 +96,7 @@ def replace_attention(
             body.output(value, name, FLOAT, rank=4)
         squeezed.append(ReplacedSite(site, *names))
     body.outputs.append(named[output])
-    return ReplacedGraph(assemble_graph(replaced, body, functions.values()), tuple(squeezed), output)
+    return ReplacedGraph(assemble_graph(replaced, body), tuple(squeezed), output)
 
 
 def _context(body: Body, maps: str, values: str) -> str:

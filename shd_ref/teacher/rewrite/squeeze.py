@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -21,11 +21,9 @@ from shd_ref.teacher.opening.model import copy_skeleton, restore_weights
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
-    SqueezeOptions,
     constant_alphas,
     every_row,
     gram_matrices,
-    make_rule,
     squeeze_function,
 )
 from shd_ref.teacher.rewrite.sites import add_factors, add_spans, batch_heads
@@ -42,7 +40,7 @@ class SqueezedLayer:
     Attributes:
         student_layer: the student's layer, from 0.
         site: the teacher's attention it learns from.
-        plan: the rounds that are run.
+        rule: the merge.
         names: of its outputs, by role. ``codes`` ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for
             the other codecs; ``alphas``, float32 ``(B, num_pairs)`` or ``(B, num_pairs, L)``: all rounds in plan
             order, before clipping, 1/2 where degenerate or not counted (``num_pairs`` is 0 for the strategy
@@ -54,7 +52,7 @@ class SqueezedLayer:
 
     student_layer: int
     site: AttentionSite
-    plan: MergePlan
+    rule: MergeRule
     names: Mapping[str, str]
 
 
@@ -65,14 +63,12 @@ class SqueezedGraph:
     Attributes:
         model: the graph.
         layers: its outputs for each student layer.
-        options: what was made of the attention.
         check_outputs: whether it also outputs what the reference needs.
         targets: float32 outputs beside the attention: logits and hidden states.
     """
 
     model: onnx.ModelProto
     layers: tuple[SqueezedLayer, ...]
-    options: SqueezeOptions
     check_outputs: bool
     targets: TargetTensors
 
@@ -89,8 +85,7 @@ def squeeze_graph(
     alpha_per: str = "map",
     temperature: float = 1.0,
     codec: str = "sqrt8-row",
-    row_mask_input: str | None = None,
-    row_mask_inputs: Mapping[int, str | None] | None = None,
+    row_mask_input: str | Mapping[int, str | None] | None = None,
     check_outputs: bool = False,
     factors: Mapping[int, SiteFactors] | None = None,
     targets: TargetTensors | None = None,
@@ -112,8 +107,8 @@ def squeeze_graph(
         alpha_per: ``"map"`` or ``"row"``.
         temperature: T_a; alphas come from the maps as they are, and mix the softened ones.
         codec: ``sqrt8-row`` codes in the graph; ``float32`` and ``bf16`` output float32 maps.
-        row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all.
-        row_mask_inputs: in place of ``row_mask_input``: by student layer, where rows are not of one sequence.
+        row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all. Or one
+            by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
         factors: by student layer: output the teacher's queries and keys in place of codes.
         targets: logits and hidden states, from ``find_targets`` on this model, to output in float32 too.
@@ -129,33 +124,22 @@ def squeeze_graph(
     _check_layers(model, layers, has_targets=bool(targets))
     if not isinstance(plan, str):
         plan = merge_plan(layers[0][1].num_heads or 0, num_student_heads, plan)
-    options = SqueezeOptions(
-        num_student_heads, plan, strategy, alpha_rule, alpha_per, check_temperature(temperature), codec
-    )
+    temperature = check_temperature(temperature)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
-    functions: dict[MergeRule, onnx.FunctionProto] = {}
+    named = row_mask_input if isinstance(row_mask_input, Mapping) else dict.fromkeys(dict(layers), row_mask_input)
+    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
     squeezed = []
-    names = dict.fromkeys((student for student, _ in layers), row_mask_input) | dict(row_mask_inputs or {})
-    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(names.values())}
     for student_layer, site in layers:
-        check_sinks(site, codec, options.temperature)
+        check_sinks(site, codec, temperature)
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
-        # Both numbers are known for supported sites.
-        rule = make_rule(options, site.num_heads or 0, site.d_v or 0, (plans or {}).get(student_layer))
-        layer = _squeeze_layer(
-            body,
-            functions,
-            rule,
-            student_layer,
-            site,
-            masks[names[student_layer]],
-            check_outputs,
-            has_codes=check_outputs or not factors,
-        )
+        heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
+        rounds = merge_plan(heads, num_student_heads, (plans or {}).get(student_layer, plan))
+        rule = MergeRule(heads, d_v, rounds, strategy, alpha_rule, alpha_per, temperature, codec)
+        hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
+        layer = _squeeze_layer(body, rule, student_layer, site, masks[named[student_layer]], hidden)
         squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
-    found = _output_targets(body, targets or TargetTensors())
-    assembled = assemble_graph(model, body, functions.values())
-    return SqueezedGraph(assembled, tuple(squeezed), options, check_outputs, found)
+    outputs = _output_targets(body, targets or TargetTensors())
+    return SqueezedGraph(assemble_graph(model, body), tuple(squeezed), check_outputs, outputs)
 
 
 def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
@@ -174,17 +158,15 @@ def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
 
 def _squeeze_layer(
     body: Body,
-    functions: dict[MergeRule, onnx.FunctionProto],
     rule: MergeRule,
     student_layer: int,
     site: AttentionSite,
     row_mask: str | None,
-    check_outputs: bool,
-    has_codes: bool,
+    hidden: Collection[str],
 ) -> SqueezedLayer:
-    """Call the merge function on one site and make its results graph outputs."""
+    """Call the merge function on one site and make its results graph outputs, but for the hidden ones."""
     probs, values = site_tensors(body, site)
-    results = call_squeeze(body, functions, rule, site, probs, values, row_mask)
+    results = call_squeeze(body, rule, site, probs, values, row_mask)
     results |= {name: body.op("Cast", source, to=FLOAT) for name, source in (("probs", probs), ("values", values))}
     if not rule.solves:
         results["alphas"] = constant_alphas(body, rule, probs)
@@ -193,12 +175,11 @@ def _squeeze_layer(
         "degenerate": onnx.TensorProto.BOOL,
     }
     names = {name: f"{body.prefix}{name}" for name in results}
-    hidden = {*(() if check_outputs else ("probs", "values", "merged")), *(() if has_codes else ("codes",))}
     for name, source in results.items():
         if name not in hidden:
             by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
             body.output(source, names[name], kinds.get(name, FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
-    return SqueezedLayer(student_layer, site, rule.rounds, names)
+    return SqueezedLayer(student_layer, site, rule, names)
 
 
 def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
@@ -223,33 +204,20 @@ def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
 
 
 def call_squeeze(
-    body: Body,
-    functions: dict[MergeRule, onnx.FunctionProto],
-    rule: MergeRule,
-    site: AttentionSite,
-    probs: str,
-    values: str,
-    row_mask: str | None,
+    body: Body, rule: MergeRule, site: AttentionSite, probs: str, values: str, row_mask: str | None
 ) -> dict[str, str]:
-    """Call the merge function on the tensors of a site, after adding it to ``functions`` where it is new."""
+    """Call the merge function on the tensors of a site; equal rules share one, made at its first use."""
     inputs = [probs]
     if rule.solves:
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         inputs += [values, row_mask or every_row(body, probs), *grams]
     shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
-    return body.call(_share_function(functions, shared, body.opset), inputs)
-
-
-def _share_function(
-    functions: dict[MergeRule, onnx.FunctionProto], rule: MergeRule, opset: int
-) -> onnx.FunctionProto:
-    """The function of a rule, made and given a unique name at its first use."""
-    if rule not in functions:
-        function = squeeze_function(rule, opset)
-        if any(function.name == other.name for other in functions.values()):  # plans differ by layer
-            function.name += f"_{len(functions)}"
-        functions[rule] = function
-    return functions[rule]
+    if shared not in body.functions:
+        function = squeeze_function(shared, body.opset)
+        if any(function.name == other.name for other in body.functions.values()):  # plans differ by layer
+            function.name += f"_{len(body.functions)}"
+        body.functions[shared] = function
+    return body.call(body.functions[shared], inputs)
 
 
 def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | None:
@@ -267,7 +235,7 @@ def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | N
     return body.op("Cast", body.op("Cast", name, to=onnx.TensorProto.BOOL), to=FLOAT)
 
 
-def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.FunctionProto]) -> onnx.ModelProto:
+def assemble_graph(model: onnx.ModelProto, body: Body) -> onnx.ModelProto:
     """The model with new outputs and functions, without nodes and inputs that no output needs."""
     grown = copy_skeleton(model)
     grown.ir_version = max(grown.ir_version, _MIN_IR_VERSION)
@@ -276,7 +244,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body, functions: Iterable[onnx.
     del grown.graph.output[:]
     grown.graph.output.extend(body.outputs)
     grown.opset_import.append(onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1))
-    grown.functions.extend(functions)
+    grown.functions.extend(body.functions.values())
     pruned = ir.from_proto(grown)
     pruned.graph.sort()
     remove_unused(pruned.graph)
@@ -360,7 +328,7 @@ def unite_graphs(graphs: Sequence[SqueezedGraph]) -> tuple[onnx.ModelProto, tupl
     united.CopyFrom(graphs[0].model)
     renamed = [graphs[0]]
     for graph in graphs[1:]:
-        prefix = f"{_PREFIX}{graph.options.num_student_heads}-heads/"
+        prefix = f"{_PREFIX}{len(graph.layers[0].rule.groups)}-heads/"
         model = _with_prefix(graph.model, prefix)
         _append(united, model)
         layers = tuple(

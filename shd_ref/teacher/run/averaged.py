@@ -14,7 +14,7 @@ from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
-from shd_ref.teacher.graph.shapes import check_bounds, runs_bounded
+from shd_ref.teacher.graph.shapes import check_bounds
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
@@ -43,7 +43,6 @@ class LogitsTeacher:
         try:
             self.model = load_teacher(path)
             self._targets = _find_logits(self.model, options.logits_output)
-            self._is_bounded = runs_bounded(self.model, [str(self._targets.logits)])
         except ShdError as error:
             raise _named(error, self.who) from error
         self._options, self._run_options = options, run
@@ -71,24 +70,19 @@ class LogitsTeacher:
                 f"{self.who} must take {unread[0]}, as the first teacher does, or padding would change its logits; "
                 f"it takes {', '.join(sorted(self._specs))}: export it with its mask",
             )
-        for name in inputs.names:
-            spec = self._specs.get(name)
-            if spec is None:
-                continue
-            first = inputs.spec(name)
-            axes = zip(spec.shape, first.shape, strict=False)
-            fits = len(spec.shape) == len(first.shape) and all(
-                not isinstance(own, int) or own == other for own, other in axes
-            )
-            if not fits:
+        for name in self._specs.keys() & set(inputs.names):
+            own, first = self._specs[name].shape, inputs.spec(name).shape
+            axes = zip(own, first, strict=False)
+            if len(own) != len(first) or any(isinstance(axis, int) and axis != other for axis, other in axes):
                 raise ShdError(
                     "inputs-invalid",
-                    f"{self.who} must take {name} as the first teacher does, {list(first.shape)}; it takes "
-                    f"{list(spec.shape)}: export it with open axes",
+                    f"{self.who} must take {name} as the first teacher does, {list(first)}; it takes {list(own)}: "
+                    "export it with open axes",
                 )
-        if not self._is_bounded:
-            shortest = inputs.batch([int(inputs.lengths.argmin())])
-            check_bounds(self.model, [str(self._targets.logits)], self._feeds(shortest))
+        try:
+            check_bounds(self.model, [str(self._targets.logits)], lambda: self._feeds(inputs.shortest()))
+        except ShdError as error:
+            raise _named(error, self.who) from error
 
     def check_classes(self, size: int, *, exact: bool) -> None:
         """Refuse another number of classes, as soon as this teacher's are known."""

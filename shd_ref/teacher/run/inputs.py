@@ -249,6 +249,10 @@ class ModelInputs:
         second = decoder_lengths if self.decoder_mask is not None else ()
         return Batch(tuple(indices), lengths, self.with_supplied(arrays), second)
 
+    def shortest(self) -> Batch:
+        """One sample, of the fewest positions."""
+        return self.batch([int(self.lengths.argmin())])
+
     def unmasked(self, batch: Batch) -> Batch:
         """The same batch with every position counted, padding too."""
         if self.mask is None:

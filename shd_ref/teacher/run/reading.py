@@ -52,7 +52,7 @@ class AttentionReader:
             body.prefix = f"{FUNCTION_DOMAIN}/{number}/"
             for name, tensor in zip(self._names(number), site_tensors(body, site), strict=True):
                 body.output(body.op("Cast", tensor, to=FLOAT), name, FLOAT, rank=4)
-        graph = assemble_graph(model, body, ())
+        graph = assemble_graph(model, body)
         self._session = open_session(graph, provider=provider, num_threads=num_threads, weights=weights)
 
     def read(self, number: int, batch: Batch) -> tuple[NDArray[Any], NDArray[np.float64]]:

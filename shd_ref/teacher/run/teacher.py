@@ -21,7 +21,7 @@ from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
 from shd_ref.teacher.graph.inputs import count_rows, input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs, runs_bounded
+from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
@@ -105,6 +105,9 @@ class TeacherRun:
         # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
         self._sha256 = run_beside(functools.partial(hash_teacher, teacher), self.callers, daemon=True)
         sites, specs = find_sites(self.model), input_specs(self.model)
+        endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
+        if endless is not None:  # also where no attention is asked for
+            raise ShdError("graph-unsupported", endless)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
         self.targets = self._find_targets(sites)
@@ -116,8 +119,6 @@ class TeacherRun:
         self.factors = choose_stored(self.model, self.layers, self.site_kinds, options)
         self.num_teacher_heads = common_heads(self.layers)
         given = [self._given_plans(each) for each in students]
-        read = [name for _, site in self.layers for name in (site.probs, site.values)] + list(self.targets.titles)
-        is_bounded = self._runs_bounded(sites, read)
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
         self.inputs = ModelInputs(
@@ -132,9 +133,8 @@ class TeacherRun:
             rows=count_rows(self.model),
         )
         check_lengths(self.layers, self.mask_of_rows, self.mask_of_keys)
-        shortest = [int(self.inputs.lengths.argmin())]
-        if not is_bounded:
-            check_bounds(self.model, read, self.inputs.batch(shortest).arrays)
+        read = [name for _, site in self.layers for name in (site.probs, site.values)] + list(self.targets.titles)
+        check_bounds(self.model, read, lambda: self.inputs.shortest().arrays)
         for other in self.others:
             other.fit(self.inputs)
         self.bare, self.weights = take_weights(self.model)
@@ -334,17 +334,6 @@ class TeacherRun:
             self._target_columns = max(self._target_columns or 0, sum(columns))
         return values
 
-    def _runs_bounded(self, sites: Sequence[AttentionSite], tensors: Sequence[str]) -> bool:
-        """Whether the graph ran within bounds once; a session of its own has none. False where it ran on nothing yet.
-
-        Raises:
-            ShdError: ``graph-unsupported`` where it takes too long or too much memory.
-        """
-        for site in sites:  # it did when its sites were looked for
-            if site.reason is not None and TOO_MUCH in site.reason:
-                raise ShdError("graph-unsupported", site.reason)
-        return runs_bounded(self.model, tensors)
-
     def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
         options = self.options
         own = [site for site in sites if self.site_kinds.kind(site) in (None, "decoder")]
@@ -498,7 +487,7 @@ class TeacherRun:
             alpha_per=options.alpha_per,
             temperature=options.temperature,
             codec="float32" if options.is_factored else options.codec,
-            row_mask_inputs={layer: self.mask_of_rows(site) for layer, site in self.layers},
+            row_mask_input={layer: self.mask_of_rows(site) for layer, site in self.layers},
             check_outputs=check_outputs,
             factors=dict(zip(layers, self.factors, strict=True)) if self.factors else None,
             targets=targets,

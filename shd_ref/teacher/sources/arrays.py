@@ -128,15 +128,13 @@ class _CompressedNpz(Source):
         self.columns = tuple(members)
         self._path = path
         self._members = members
-        counts = {name: member.shape[0] if member.shape else 0 for name, member in members.items()}
-        if len(set(counts.values())) != 1 or 0 in counts.values():
-            raise self.refuse(f"arrays must share one first axis of at least 1 sample; got {counts}")
+        self._count = common_length(self, {name: member.shape for name, member in members.items()})
         for name, member in members.items():
             if member.fortran_order and len(member.shape) > 1:
                 raise self.refuse(f"{name} must be in C order where it is compressed: save it with numpy.savez")
 
     def __len__(self) -> int:
-        return next(iter(self._members.values())).shape[0]
+        return self._count
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """All rows in order, with these columns."""

@@ -23,11 +23,11 @@ from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of, select_sites
 from shd_ref.teacher.graph.inputs import count_rows
 from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.graph.shapes import frozen_specs
+from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import take_weights
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rewrite.function import MergeRule, SqueezeOptions, make_rule
+from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
@@ -176,6 +176,8 @@ class _FidelityTest:
             decoder_mask=kinds.decoder_mask,
             rows=count_rows(self.model),
         )
+        read = [self.output, *(name for site in self.sites for name in (site.probs, site.values))]
+        check_bounds(self.model, read, lambda: self.inputs.shortest().arrays)
         self._kinds = kinds
         self._masks = [self._mask_of_rows(site) for site in self.sites]
         # Without kinds the output's rows are the inputs', else a decoder's.
@@ -207,17 +209,8 @@ class _FidelityTest:
 
     def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
         """The merge of every site."""
-        options = SqueezeOptions(
-            setting.num_student_heads,
-            "progressive",
-            setting.strategy,
-            "least_squares",
-            setting.alpha_per,
-            1.0,
-            "float32",
-        )
         return tuple(
-            make_rule(options, site.num_heads or 0, site.d_v or 0, rounds)
+            MergeRule(site.num_heads or 0, site.d_v or 0, rounds, setting.strategy, alpha_per=setting.alpha_per)
             for site, rounds in zip(self.sites, self._plans_of(setting), strict=True)
         )
 

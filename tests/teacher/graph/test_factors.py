@@ -49,7 +49,7 @@ def check_factors(model: onnx.ModelProto, feeds: dict[str, NDArray[Any]], allowe
     names = ("queries", "keys", "probs")
     for name, tensor in zip(names, (*add_factors(body, factors), site_tensors(body, factors.site)[0]), strict=True):
         body.output(body.op("Cast", tensor, to=FLOAT), name, FLOAT, rank=4)
-    grown = assemble_graph(model, body, ())
+    grown = assemble_graph(model, body)
     session = open_session(grown.SerializeToString(), num_threads=1)
     inputs = {value.name for value in session.get_inputs()}
     outputs = session.run(list(names), {name: array for name, array in feeds.items() if name in inputs})

@@ -21,12 +21,13 @@ from support.attention_graphs import (
     run_session,
 )
 
+from shd_ref import merge_plan
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import Comparison, compare_with_reference
-from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
+from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
@@ -410,8 +411,7 @@ def test_a_teacher_runs_on_mixed_maps_that_are_replaced(heads: int, tmp_path: Pa
     onnx.save(attention_on_inputs(change_probs=mixed_by_product), tmp_path / "teacher.onnx")
     model = load_teacher(tmp_path / "teacher.onnx")
     site, feeds, output = only_site(model), inputs_of(rows=3, keys=5), model.graph.output[0].name
-    options = SqueezeOptions(heads, "progressive", "shd", "least_squares", "map", 1.0, "float32")
-    rules = [make_rule(options, 2, site.d_v or 0)]
+    rules = [MergeRule(2, site.d_v or 0, merge_plan(2, heads))]
     replaced = replace_attention(model, [site], rules, output=output)
     names = [output, replaced.sites[0].context, replaced.sites[0].unmerged]
     result, context, unmerged = open_session(replaced.model, num_threads=1).run(names, feeds)

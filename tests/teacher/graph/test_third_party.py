@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import run_session
 
+from shd_ref import merge_plan
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.compare import compare_with_reference
-from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
+from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
@@ -99,14 +100,13 @@ def test_the_teacher_runs_on_its_own_attention_put_back(shared_data: Path, name:
     sites = find_sites(model)
     output = model.graph.output[0].name
     heads = {site.num_heads or 0 for site in sites}.pop()
-    options = SqueezeOptions(heads, "progressive", "shd", "least_squares", "row", 1.0, "float32")
-    rules = [make_rule(options, heads, site.d_v or 0) for site in sites]
+    rules = [MergeRule(heads, site.d_v or 0, (), alpha_per="row") for site in sites]
     replaced = replace_attention(model, sites, rules, output=output)
     session = open_session(replaced.model.SerializeToString(), num_threads=1)
     feeds = random_feeds(session)
     (own,) = open_session(model.SerializeToString(), num_threads=1).run([output], feeds)
     np.testing.assert_allclose(session.run([output], feeds)[0], own, rtol=1e-5, atol=1e-5)
     if heads > 1:
-        fewer = [make_rule(replace(options, num_student_heads=1), heads, site.d_v or 0) for site in sites]
+        fewer = [replace(rule, rounds=merge_plan(heads, 1)) for rule in rules]
         squeezed = open_session(replace_attention(model, sites, fewer, output=output).model.SerializeToString())
         assert not np.allclose(squeezed.run([output], feeds)[0], own, rtol=1e-5, atol=1e-5)

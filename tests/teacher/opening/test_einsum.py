@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder
 
-from shd_ref.teacher.opening.einsum import rewrite_einsum
+from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.session import open_session
 
 SIZES = dict(zip("bhlsdmkgijn", (2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6), strict=True))
@@ -28,6 +30,13 @@ def model_of(equation: str, shapes: list[list[Any]] | None = None) -> onnx.Model
     return build.model(dict(zip(names, ((TensorProto.FLOAT, shape) for shape in shapes), strict=True)), [output])
 
 
+def rewrite_einsum(model: onnx.ModelProto) -> onnx.ModelProto:
+    """As a teacher's file is read."""
+    with TemporaryDirectory() as folder:
+        onnx.save(model, Path(folder) / "teacher.onnx")
+        return load_teacher(Path(folder) / "teacher.onnx")
+
+
 def run(model: onnx.ModelProto, feeds: dict[str, NDArray[np.float32]]) -> NDArray[Any]:
     (output,) = open_session(model, num_threads=1).run(None, feeds)
     return np.asarray(output)
@@ -35,9 +44,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, NDArray[np.float32]]) -> NDArra
 
 def check(equation: str, *, is_rewritten: bool = True, **sizes: int) -> None:
     model = model_of(equation)
-    before = model.SerializeToString()
     rewritten = rewrite_einsum(model)
-    assert model.SerializeToString() == before
     assert any(node.op_type == "Einsum" for node in rewritten.graph.node) is not is_rewritten
     rng = np.random.default_rng(0)
     all_sizes = SIZES | sizes

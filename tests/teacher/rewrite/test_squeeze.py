@@ -63,19 +63,20 @@ def run(graph: SqueezedGraph, feeds: Arrays, backend: str = "onnxruntime") -> Ar
 
 def assert_agrees(graph: SqueezedGraph, outputs: Arrays, *, mask: bool, with_codes: bool = True) -> None:
     """Maps, codes, alphas and degenerate flags against the reference, given the same maps and values."""
-    options, query_mask = graph.options, MASK.astype(bool) if mask else None
+    query_mask = MASK.astype(bool) if mask else None
     for layer in graph.layers:
+        rule = layer.rule
         assert layer.site.output_projection is not None
         expected = squeeze_heads(
             outputs[layer.names["probs"]],
             value_outputs(outputs[layer.names["values"]], layer.site.output_projection),
-            options.num_student_heads,
-            plan=layer.plan,
-            strategy=options.strategy,
+            len(rule.groups),
+            plan=rule.rounds,
+            strategy=rule.strategy,
             query_mask=query_mask,
-            temperature=options.temperature,
-            alpha_rule=options.alpha_rule,
-            alpha_per=options.alpha_per,
+            temperature=rule.temperature,
+            alpha_rule=rule.alpha_rule,
+            alpha_per=rule.alpha_per,
         )
         np.testing.assert_allclose(outputs[layer.names["merged"]], expected.probs, **TOLERANCE["probs"])
         alphas = outputs[layer.names["alphas"]]

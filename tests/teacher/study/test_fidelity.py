@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
-from shd_ref import ShdError, plan_groups, squeeze_heads
+from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
 from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.rewrite.function import SqueezeOptions, make_rule
+from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
 from shd_ref.teacher.run.options import PLANS, RunOptions
@@ -66,8 +66,12 @@ def run_replaced(
 ) -> Any:
     sites = find_sites(model)
     strategy, alpha_per = weights
-    options = SqueezeOptions(heads, "progressive", strategy, "least_squares", alpha_per, 1.0, "float32")
-    rules = [make_rule(options, site.num_heads or 0, site.d_v or 0) for site in sites]
+    rules = [
+        MergeRule(
+            site.num_heads or 0, site.d_v or 0, merge_plan(site.num_heads or 0, heads), strategy, alpha_per=alpha_per
+        )
+        for site in sites
+    ]
     output = model.graph.output[-1].name
     graph = replace_attention(model, sites, rules, output=output, row_mask_input="mask")
     session = open_session(graph.model.SerializeToString())

@@ -47,6 +47,8 @@ from shd_ref.teacher.packages import ir
 _AXES: Final = (-4, -3, -2, -1)
 _HEADS: Final = -3
 """Axes of a map (B, H, L, S), from the end."""
+_FLOAT_FORM: Final = "use the float or the QDQ form of the model"
+_EAGER: Final = "re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
 _SCORE_CARRIERS: Final = LOGIT_OPS | {"Abs", "Exp", "Pow", "Relu", "Sigmoid", "Softmax", "Softplus"}
 """Between ``Q K^T`` and what is divided by its sum."""
 
@@ -127,7 +129,7 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
     elif node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
         yield from _walk_map(_Start(node, node.inputs[0]), met)
     elif node.op_type == "QLinearSoftmax":
-        yield _quantised(node, "its softmax gives integers (QLinearSoftmax)")
+        yield Walk(node, f"its softmax gives integers (QLinearSoftmax): {_FLOAT_FORM}")
     elif (logits := read_log_softmax(node)) is not None:
         yield from _walk_map(_Start(node, logits), met)
     elif (quotient := read_quotient(node)) is not None and not quotient.is_of_map():
@@ -157,88 +159,73 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
     meetings = _meet_values(softmax.outputs[0])
     if not meetings or (meetings[0].trail.quotient is not None and not start.is_over_last_axis):
         return  # of the latter the quotient is told
-    all_met.update(each.product for each in meetings)
-    met = meetings[0]
-    product = met.product
-    if product.op_type in INTEGER_PRODUCTS:
-        yield _quantised(softmax, f"map and values meet in {product.op_type}")
+    all_met.update(meeting.product for meeting in meetings)
+    reason = _why_unreadable(start, meetings)
+    if reason is not None:
+        yield Walk(softmax, reason)
         return
-    if product.op_type in OPAQUE_PRODUCTS:
-        yield _refused(softmax, f"map and values meet in {product.op_type}")
-        return
-    if not start.is_over_last_axis:
-        yield _refused(softmax, "its softmax is not over the last axis")
-        return
-    if met.trail.is_mixed and (met.trail.mixing is None or met.trail.axes != _AXES):
-        yield Walk(
-            softmax,
-            "its maps are mixed after the softmax in a way that is not a matrix over heads, so what multiplies the "
-            "values is not made of them alone: choose other layers, or export a model without it",
-        )
-        return
-    if met.trail.axes[-1] != -1:
-        yield _refused(softmax, "the map is transposed on its way to the values")
-        return
-    if met.place != 0 or not _is_plain(product):
-        yield _refused(softmax, f"map and values meet in {product.op_type} with the map transposed or scaled")
-        return
-    tensors = {id(other.values) for other in meetings}
-    if len(tensors) > 1:
-        yield Walk(
-            softmax,
-            f"its map multiplies {len(tensors)} tensors, as where layers share a map "
-            "or one attends in parts, so what one of them gives is not all that the map makes: choose other layers "
-            "(--sites), or export the model with one product of map and values",
-        )
-        return
+    product, trail = meetings[0].product, meetings[0].trail
     raw_map, raw_values = operands(product)
-    raw_map = met.trail.source if met.trail.is_mixed else raw_map
+    raw_map = trail.source if trail.is_mixed else raw_map
     probs, values = before_rounding(raw_map), before_rounding(raw_values)
     projection = follow_to_projection(product.outputs[0])
-    common: dict[str, Any] = {"node": softmax, "probs": probs, "values": values, "context": product.outputs[0]}
     scores = trace_back(start.made_of, _SCORE_CARRIERS, is_value_product)
+    reason = projection.reason
     if scores is None and _is_product(values):
-        yield Walk(
-            reason="it is linear attention: keys and values are multiplied first, so what its softmax gives is a "
-            "feature of a query and no attention to keys: choose other layers (--sites), or another teacher",
-            **common,
+        reason = (
+            "it is linear attention: keys and values are multiplied first, so what its softmax gives is a feature of "
+            "a query and no attention to keys: choose other layers (--sites), or another teacher"
         )
+    walk = Walk(softmax, reason, probs=probs, values=values, context=product.outputs[0])
+    if reason is not None:
+        yield walk
         return
-    if projection.reason is not None:
-        yield Walk(reason=projection.reason, **common)
-        return
-    quotients = [each for each in (start.quotient, met.trail.quotient) if each is not None]
-    cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, _is_slice) is not None
-    yield Walk(
-        logits=start.logits if met.trail.quotient is None else None,
+    quotients = [quotient for quotient in (start.quotient, trail.quotient) if quotient is not None]
+    cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, lambda node: node.op_type == "Slice")
+    yield replace(
+        walk,
+        logits=start.logits if trail.quotient is None else None,
         projection=projection,
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else is_cross(scores),
-        sinks=cut or (bool(quotients) and not quotients[-1].sums_to_one),
+        sinks=cut is not None or (bool(quotients) and not quotients[-1].sums_to_one),
         repeats=list_repeats(values),
-        mixing=met.trail.mixing,
-        **common,
+        mixing=trail.mixing,
     )
+
+
+def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
+    """Why a map that meets values cannot be read from the graph; None where it can."""
+    product, trail = meetings[0].product, meetings[0].trail
+    if product.op_type in INTEGER_PRODUCTS:
+        return f"map and values meet in {product.op_type}: {_FLOAT_FORM}"
+    if product.op_type in OPAQUE_PRODUCTS:
+        return f"map and values meet in {product.op_type}: {_EAGER}"
+    if not start.is_over_last_axis:
+        return f"its softmax is not over the last axis: {_EAGER}"
+    if trail.is_mixed and (trail.mixing is None or trail.axes != _AXES):
+        return (
+            "its maps are mixed after the softmax in a way that is not a matrix over heads, so what multiplies the "
+            "values is not made of them alone: choose other layers, or export a model without it"
+        )
+    if trail.axes[-1] != -1:
+        return f"the map is transposed on its way to the values: {_EAGER}"
+    if meetings[0].place != 0 or not _is_plain(product):
+        return f"map and values meet in {product.op_type} with the map transposed or scaled: {_EAGER}"
+    tensors = {id(meeting.values) for meeting in meetings}
+    if len(tensors) > 1:
+        return (
+            f"its map multiplies {len(tensors)} tensors, as where layers share a map or one attends in parts, so "
+            "what one of them gives is not all that the map makes: choose other layers (--sites), or export the "
+            "model with one product of map and values"
+        )
+    return None
 
 
 def _is_product(values: ir.Value) -> bool:
     """Whether a tensor is a product of computed ones, moved or not."""
     node = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
     return node is not None and is_value_product(node)
-
-
-def _quantised(softmax: ir.Node, why: str) -> Walk:
-    return Walk(softmax, f"{why}: use the float or the QDQ form of the model")
-
-
-def _refused(softmax: ir.Node, why: str) -> Walk:
-    return Walk(
-        softmax, f"{why}: re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
-    )
-
-
-def _is_slice(node: ir.Node) -> bool:
-    return node.op_type == "Slice"
 
 
 @dataclass(frozen=True)
