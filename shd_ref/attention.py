@@ -168,12 +168,7 @@ def check_probs(
 
 
 def as_float(
-    value: ArrayLike,
-    name: str,
-    *,
-    ndim: int | None = None,
-    allow_minus_inf: bool = False,
-    layer: int | None = None,
+    value: ArrayLike, name: str, *, ndim: int | None = None, allow_minus_inf: bool = False, layer: int | None = None
 ) -> Array:
     """A finite float64 copy of the argument, or the error that names where it is not (MAP-5)."""
     given = np.asarray(value)
@@ -207,9 +202,7 @@ def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -
     mask = np.asarray(value)
     if mask.dtype != np.bool_:
         raise ShdError(
-            "argument-dtype",
-            f"{name} must be boolean (True = counts / may attend); got dtype {mask.dtype}",
-            "MAP-7",
+            "argument-dtype", f"{name} must be boolean (True = counts / may attend); got dtype {mask.dtype}", "MAP-7"
         )
     if shape is not None and mask.shape != shape:
         raise ShdError("argument-shape", f"{name} must have shape {shape}; got {mask.shape}", "MAP-7")

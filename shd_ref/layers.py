@@ -9,9 +9,7 @@ from shd_ref.integers import as_index
 
 
 def layer_map(
-    num_teacher_layers: int,
-    num_student_layers: int,
-    pairs: Iterable[tuple[int, int]] | None = None,
+    num_teacher_layers: int, num_student_layers: int, pairs: Iterable[tuple[int, int]] | None = None
 ) -> tuple[tuple[int, int], ...]:
     """Pairs ``(student_layer, teacher_layer)``, both zero-based (LAYER-1..6).
 

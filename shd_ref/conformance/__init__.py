@@ -7,8 +7,7 @@ reference only to name a mistake.
 """
 
 from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing, OwnDtype
-from shd_ref.conformance.known_failures import KnownFailures
-from shd_ref.conformance.report import Report, Result, Status
+from shd_ref.conformance.report import KnownFailures, Report, Result, Status
 from shd_ref.conformance.runner import ConformanceError, cases, check, judge
 
 __all__ = [

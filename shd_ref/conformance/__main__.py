@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shd_ref.conformance.known_failures import KnownFailures, KnownFailuresError
 from shd_ref.conformance.program import Program, ProgramError, make_request
-from shd_ref.conformance.report import Report
+from shd_ref.conformance.report import KnownFailures, KnownFailuresError, Report
 from shd_ref.conformance.runner import cases, judge
 from shd_ref.conformance.specification import DTYPES
 from shd_ref.conformance.vectors import VectorError

@@ -33,8 +33,8 @@ from shd_ref.conformance.adapter import (
     as_adapter,
     take_output,
 )
+from shd_ref.conformance.program import decode_argument, encode_answer
 from shd_ref.conformance.specification import DTYPES
-from shd_ref.conformance.wire import decode_argument, encode_answer
 
 
 def main(path: str) -> None:

@@ -10,21 +10,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from shd_ref.conformance.adapter import (
-    Adapter,
-    BrokenError,
-    Missing,
-    RefusedError,
-    Subject,
-    as_adapter,
-    take_output,
-)
+from shd_ref.conformance.adapter import Adapter, BrokenError, Missing, RefusedError, Subject, as_adapter, take_output
 from shd_ref.conformance.chain import Pair, check_chain, check_effect
 from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, compare_output
-from shd_ref.conformance.known_failures import KnownFailures
 from shd_ref.conformance.laws import LAWS, Law, LawBrokenError, Trial
 from shd_ref.conformance.mistakes import recognise, recognise_call
-from shd_ref.conformance.report import Finding, Report, Result, Status, describe
+from shd_ref.conformance.report import Finding, KnownFailures, Report, Result, Status, describe
 from shd_ref.conformance.specification import DTYPES, vectors_folder
 from shd_ref.conformance.vectors import Case, decode_expected, load_cases
 

@@ -19,9 +19,7 @@ PLAN_KINDS: tuple[str, ...] = ("progressive", "balanced")
 
 
 def merge_plan(
-    num_teacher_heads: int,
-    num_student_heads: int,
-    kind: str | Iterable[Iterable[Sequence[int]]] = "progressive",
+    num_teacher_heads: int, num_student_heads: int, kind: str | Iterable[Iterable[Sequence[int]]] = "progressive"
 ) -> MergePlan:
     """The rounds of pairwise merges that lead from the teacher's heads to the student's (PLAN-1..8).
 
@@ -85,9 +83,7 @@ def check_plan(
         for head in used:
             if not 0 <= head < heads:
                 raise ShdError(
-                    "plan-invalid",
-                    f"plan round {number} must use positions 0..{heads - 1}; got {head}",
-                    "PLAN-7",
+                    "plan-invalid", f"plan round {number} must use positions 0..{heads - 1}; got {head}", "PLAN-7"
                 )
             if used.count(head) > 1:
                 raise ShdError(

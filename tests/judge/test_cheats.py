@@ -133,7 +133,7 @@ def test_memory_is_watched_through_the_pipe_too(
 
 
 def test_arguments_reach_a_module_as_the_judge_has_them(tmp_path: Path) -> None:
-    from shd_ref.conformance.wire import decode_argument, encode
+    from shd_ref.conformance.program import decode_argument, encode
 
     numbers = np.array([[np.nan, np.inf, -0.0], [5e-324, 1 / 3, -np.inf]])
     arguments: list[Any] = [

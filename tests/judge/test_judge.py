@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 from judge.mutants import MUTANTS, read_chapter, table
-from judge.mutants.mutant import (
-    SHOWN_BY,
-    Mutant,
-    apply,
-    built,
-    failures,
-    items_by_id,
-    items_on,
-    parse_chapter,
-    run,
-)
+from judge.mutants.mutant import SHOWN_BY, Mutant, apply, built, failures, items_by_id, items_on, parse_chapter, run
 from judge.mutants.pattern import locals_of, rewrite
 
 from shd_ref.conformance import OUTPUTS, Status, cases

@@ -12,9 +12,8 @@ import pytest
 import shd_ref
 from shd_ref.conformance import OUTPUTS, judge
 from shd_ref.conformance.laws import LAWS, refusals
-from shd_ref.conformance.recipes import make_array
 from shd_ref.conformance.specification import DTYPES, load_sentences, vectors_folder
-from shd_ref.conformance.vectors import VectorError, load_cases, round_to
+from shd_ref.conformance.vectors import VectorError, load_cases, make_array, round_to
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS = ROOT / "specs" / "schemas"

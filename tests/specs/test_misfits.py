@@ -59,10 +59,7 @@ CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
         | {"ridge": 1e-3},
     ),
     "mix_queries": (shrink, {**HEADS, "query_size": np.arange(1.0, 5.0)}),
-    "fold_norm": (
-        shrink,
-        {"matrix": numbers(5, 3), "scale": numbers(5), "shift": numbers(5), "bias": numbers(3)},
-    ),
+    "fold_norm": (shrink, {"matrix": numbers(5, 3), "scale": numbers(5), "shift": numbers(5), "bias": numbers(3)}),
     "principal_axes": (shrink, {"moment": square(6), "width": 3, "norm": "layer"}),
     "kept_scale": (shrink, {"moment": square(6), "basis": numbers(6, 3)}),
     "kept_layers": (shrink, {"num_teacher_layers": 6, "layers": 3}),

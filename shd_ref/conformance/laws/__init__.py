@@ -1,7 +1,7 @@
 """Laws: facts about an implementation's own answers, on seeded inputs.
 
-``law.py`` says what a law is; one file a chapter holds its laws, ``pairs`` those of two options together, and
-``refusals`` those of errors. A new law goes into its chapter's file and that file's ``LAWS``. Imports NumPy, and the
+``law.py`` says what a law is; one file a chapter holds its laws, ``pair_*.py`` those of options together, and
+``refus*.py`` those of errors. A new law goes into its chapter's file and that file's ``LAWS``. Imports NumPy, and the
 judge's files beside this folder.
 """
 
@@ -12,13 +12,13 @@ from shd_ref.conformance.laws import (
     learning,
     maps,
     merging,
-    pairs,
+    pair_maps,
+    pair_merging,
     plans,
     refusals,
     shapes,
     student,
     symmetries,
-    thresholds,
 )
 from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial
 
@@ -28,14 +28,14 @@ LAWS: tuple[Law, ...] = (
     *alphas.LAWS,
     *merging.LAWS,
     *learning.LAWS,
-    *pairs.LAWS,
+    *pair_maps.LAWS,
+    *pair_merging.LAWS,
     *refusals.LAWS,
     *shapes.LAWS,
     *calls.LAWS,
     *layouts.LAWS,
     *student.LAWS,
     *symmetries.LAWS,
-    *thresholds.LAWS,
 )
 """Every law of ``specs/shd.md``, by chapter."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing, RefusedError, take_output
 from shd_ref.conformance.compare import as_numbers
-from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, broken, exactly
+from shd_ref.conformance.laws.law import Array, Trial, as_array, broken, exactly, law
 from shd_ref.conformance.variants import compute
 
 _MASK = np.array([[True, False, True], [True, True, False]])
@@ -65,14 +65,8 @@ CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
         {"temperature": 3.0, "row_sums": "at_most_one"},
     ),
     "value_outputs": (_projected, {}),
-    "merge_plan": (
-        lambda _, seed: {"num_teacher_heads": 9 + seed % 2, "num_student_heads": 3},
-        {"kind": "balanced"},
-    ),
-    "plan_groups": (
-        lambda _, seed: {"plan": [[[0, 1], [2 + seed % 2, 4]], [[1, 2]]], "num_teacher_heads": 5},
-        {},
-    ),
+    "merge_plan": (lambda _, seed: {"num_teacher_heads": 9 + seed % 2, "num_student_heads": 3}, {"kind": "balanced"}),
+    "plan_groups": (lambda _, seed: {"plan": [[[0, 1], [2 + seed % 2, 4]], [[1, 2]]], "num_teacher_heads": 5}, {}),
     "solve_alpha": (_pair, {"rule": "as_printed", "query_mask": _MASK}),
     "compose_mixing": (
         lambda trial, seed: {
@@ -368,34 +362,20 @@ def same(before: Mapping[str, Array], after: Mapping[str, Array], what: str, *, 
 
 LAWS = (
     *(
-        Law(
-            f"law/results-survive-{operation.replace('_', '-')}",
-            (operation,),
-            ("NUM-2", "NUM-9"),
+        law(f"results-survive-{operation.replace('_', '-')}", operation, "NUM-2 NUM-9",
             "A later call, of this or another operation, changes no earlier result and leaves nothing behind.",
-            partial(_survive, operation),
-        )
+            partial(_survive, operation))
         for operation in OUTPUTS
     ),
     *(
-        Law(
-            f"law/resembling-calls-{operation.replace('_', '-')}",
-            (operation,),
-            ("NUM-2", "MAP-15"),
+        law(f"resembling-calls-{operation.replace('_', '-')}", operation, "NUM-2 MAP-15",
             "Calls whose arrays have their bytes in common, or all but one number, are not taken for each other.",
-            partial(_resembling, operation),
-            dtypes=("float64", "float32"),
-        )
+            partial(_resembling, operation), dtypes=("float64", "float32"))
         for operation in _NUMBERS
     ),
     *(
-        Law(
-            f"law/alike-calls-{operation.replace('_', '-')}",
-            (operation,),
-            ("NUM-2", spec),
-            "Calls that differ in an order alone are not taken for each other.",
-            partial(_alike, operation),
-        )
+        law(f"alike-calls-{operation.replace('_', '-')}", operation, ("NUM-2", spec),
+            "Calls that differ in an order alone are not taken for each other.", partial(_alike, operation))
         for operation, spec in (
             ("merge_plan", "PLAN-7"),
             ("plan_groups", "PLAN-6"),
@@ -403,4 +383,4 @@ LAWS = (
             ("squeeze_heads", "MIX-16"),
         )
     ),
-)
+)  # fmt: skip

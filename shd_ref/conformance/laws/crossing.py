@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shd_ref.conformance.laws.law import Array, Trial
-from shd_ref.conformance.recipes import draw_integers
+from shd_ref.conformance.vectors import draw_integers
 
 Choice: TypeAlias = Mapping[str, str]  # an option's name to the value taken
 

@@ -1,14 +1,19 @@
-"""The formulas of the chapters LOSS, GRAD and TOKEN in float64: what laws over many options compare answers with."""
+"""What the student's operations and ``diagnose`` must answer, found in plain formulas and by other means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.laws.law import Array
+from shd_ref.conformance.compare import as_plain
+from shd_ref.conformance.laws.law import Array, Trial, as_array, exactly
+from shd_ref.conformance.specification import agreement
+from shd_ref.tolerances import degenerate_threshold
 
 
 @dataclass(frozen=True)
@@ -147,22 +152,180 @@ def _slope(rows: Rows, inputs: Mapping[str, Any]) -> Array:
     divergence = inputs.get("divergence", "kl")
     if divergence == "kl":
         return np.asarray(p.sum(-1, keepdims=True) * q - p)
-    r = {
-        "reverse_kl": rows.log_q - _log(p),
-        "js": (rows.log_q - _log((p + q) / 2)) / 2,
-        "mse": 2 * (q - p),
-    }[divergence]
+    r = {"reverse_kl": rows.log_q - _log(p), "js": (rows.log_q - _log((p + q) / 2)) / 2, "mse": 2 * (q - p)}[
+        divergence
+    ]
     return np.asarray(q * (r - (q * r).sum(-1, keepdims=True)))
 
 
-def in_words(inputs: Mapping[str, Any]) -> str:
-    """The options of a call for a report: numbers and words as they are, arrays by their shapes."""
+_ALL = ("shd", "constant", "hard", "mean")
+_FACES = 6  # keys, and a sink, of which all faces are tried at once
 
-    def word(value: Any) -> str:
-        if isinstance(value, np.ndarray):
-            return str(list(value.shape))
-        if isinstance(value, Sequence) and value and isinstance(value[0], np.ndarray):
-            return f"{len(value)} layers"
-        return repr(value) if not isinstance(value, list) else f"a list of {len(value)}"
 
-    return ", ".join(f"{name}={word(value)}" for name, value in inputs.items())
+def check_diagnosis(trial: Trial, inputs: Mapping[str, Any], say: str) -> None:
+    """One call of ``diagnose``, against optima found here and against the implementation's own ``squeeze_heads``."""
+    got = trial.call("diagnose", **inputs)
+    maps, outputs = (inputs[name].astype(np.float64) for name in ("teacher_probs", "value_outputs"))
+    mask = inputs.get("query_mask")
+    weight = np.ones(maps.shape[::2]) if mask is None else mask.astype(np.float64)
+    options = {name: value for name, value in inputs.items() if name != "strategies"}
+    names = inputs.get("strategies") or _ALL
+    exactly(sorted(got["strategies"]), sorted(names), f"the strategies {say}")
+    squeezed = {name: trial.call("squeeze_heads", **options, strategy=name) for name in names}
+    plan = as_plain(next(iter(squeezed.values()))["plan"])
+    exactly(got["plan"], plan, f"the plan {say}")
+    groups = _groups(plan, maps.shape[1])
+    merged = np.stack([outputs[:, group].sum(1) for group in groups], axis=1)  # (B, H_s, S, D)
+    target = np.stack([(maps[:, group] @ outputs[:, group]).sum(1) for group in groups], axis=1)  # (B, H_s, L, D)
+    size = (target**2 * weight[:, None, :, None]).sum((1, 2, 3))
+    atol, _ = agreement(trial.subject.dtype, "residual")
+    rounding = atol**2 * (outputs**2).sum((1, 2, 3))
+
+    def relative(errors: Array, answer: Array) -> Array:
+        """The squared head residual; the answer's own where 0 and infinite are both right (ORACLE-1)."""
+        total = (errors * weight[:, None]).sum((1, 2))
+        square = np.where(size > 0, total / np.where(size > 0, size, 1.0), np.where(total > 0, np.inf, 0.0))
+        either = (size == 0) & (total <= rounding) & ((answer == 0) | np.isposinf(answer))
+        return np.where(either, answer**2, square)
+
+    allowed = np.broadcast_to((maps > 0).any(1, keepdims=True), (len(maps), len(groups), *maps.shape[2:]))
+    errors = {
+        "unconstrained": _to_span(merged, target),
+        "stochastic": _to_hull(merged, target, allowed, sink=inputs.get("row_sums") == "at_most_one"),
+    }
+    squares = {name: relative(error, as_array(got[name], name)) for name, error in errors.items()}
+    for name, square in squares.items():
+        trial.agree(got[name], np.sqrt(square), "residual", f"the {name} optimum {say}", times=2)
+    for name in names:
+        report = got["strategies"][name]
+        field = report.get if isinstance(report, Mapping) else partial(getattr, report)
+        probs = as_array(squeezed[name]["probs"], "probs")
+        head = as_array(field("head_residual"), "head_residual")
+        square = relative(((probs @ merged - target) ** 2).sum(-1), head)
+        trial.agree(head, np.sqrt(square), "residual", f"the head residual of {name} {say}", times=2)
+        wanted = as_array(squeezed[name]["residual"], "residual")
+        trial.agree(field("residual"), wanted, "residual", f"the residual of {name} {say}")
+        for bound, least in squares.items():
+            what = f"the ratio over_{bound} of {name} {say}"
+            trial.agree(field(f"over_{bound}"), ratio_of(square, least), "residual", what, times=8)
+
+
+def _groups(plan: Any, heads: int) -> list[list[int]]:
+    pool = [[head] for head in range(heads)]
+    for one_round in plan:
+        used = {head for pair in one_round for head in pair}
+        pool = [pool[p] + pool[q] for p, q in one_round] + [g for i, g in enumerate(pool) if i not in used]
+    return pool
+
+
+def ratio_of(square: Array, least: Array) -> Array:
+    """ORACLE-6."""
+    over, under = (np.where(x <= degenerate_threshold(), 0.0, x) for x in (square, least))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.sqrt(over / under)
+    return np.where(over == under, 1.0, ratio)
+
+
+def _to_span(points: Array, target: Array) -> Array:
+    """Squared distance of every row from the span of its head's value outputs ``(B, H_s, S, D)``."""
+    basis, values, _ = np.linalg.svd(np.swapaxes(points, -1, -2), full_matrices=False)  # (B, H_s, D, k)
+    basis = basis * (values > 1e-9 * values[..., :1])[..., None, :]
+    rest = target - (target @ basis) @ np.swapaxes(basis, -1, -2)
+    distance: Array = (rest**2).sum(-1)
+    return distance
+
+
+def _to_hull(points: Array, target: Array, allowed: Any, *, sink: bool) -> Array:
+    """Squared distance of every row from the hull of its allowed keys."""
+    moved = points[:, :, None] - target[:, :, :, None]  # (B, H_s, L, S, D)
+    if sink:
+        moved = np.concatenate([moved, -target[:, :, :, None]], axis=3)
+        allowed = np.concatenate(
+            [allowed, np.ones((*allowed.shape[:-1], 1), dtype=bool) & allowed.any(-1)[..., None]], -1
+        )
+    gram = moved @ np.swapaxes(moved, -1, -2)
+    weights = _try_faces(gram, allowed) if gram.shape[-1] <= _FACES else np.zeros(allowed.shape)
+    slopes = (gram @ weights[..., None])[..., 0]
+    gap = (weights * slopes).sum(-1) - np.where(allowed, slopes, np.inf).min(-1)
+    size = np.trace(gram, axis1=-2, axis2=-1)
+    unproven = (gap > 1e-14 * size) | (weights.sum(-1) == 0)
+    for row in np.argwhere(unproven & allowed.any(-1)):
+        place = tuple(row)
+        kept = np.flatnonzero(allowed[place])
+        weights[place][kept] = _best_simplex(gram[place][np.ix_(kept, kept)])
+    reached = ((weights[..., None] * moved).sum(-2) ** 2).sum(-1)
+    best: Array = np.where(allowed.any(-1), reached, (target**2).sum(-1))  # a row without a key stays zero
+    return best
+
+
+def _try_faces(gram: Array, allowed: Array) -> Array:
+    """For all rows at once the best of the minima of all faces that lie inside of them; what has none is zero."""
+    keys = gram.shape[-1]
+    best: Array = np.zeros(allowed.shape)
+    least = np.full(allowed.shape[:-1], np.inf)
+    for count in range(1, keys + 1):
+        for face in combinations(range(keys), count):
+            # On a face the minimum has equal slopes: gram c = t 1 with sum(c) = 1, so c goes with gram^-1 1.
+            inner = gram[..., face, :][..., face]
+            scale = np.maximum(np.trace(inner, axis1=-2, axis2=-1), 1e-300)[..., None, None]
+            system = np.ones((*inner.shape[:-2], count + 1, count + 1))
+            system[..., :count, :count] = inner / scale
+            system[..., count, count] = 0.0
+            right = np.zeros((*inner.shape[:-2], count + 1, 1))
+            right[..., count, 0] = 1.0
+            try:
+                found = np.linalg.solve(system, right)[..., :count, 0]
+            except np.linalg.LinAlgError:
+                continue  # dependent points somewhere: smaller faces, or a proof by slopes, have the minimum
+            found = found / found.sum(-1, keepdims=True)  # of points that nearly depend only the directions are right
+            value = (found * (inner @ found[..., None])[..., 0]).sum(-1)
+            better = (found >= 0).all(-1) & allowed[..., face].all(-1) & (value < least)
+            spread = np.zeros(allowed.shape)
+            spread[..., face] = found
+            best, least = np.where(better[..., None], spread, best), np.where(better, value, least)
+    return best
+
+
+def _best_simplex(gram: Array) -> Array:
+    """The weights of the smallest ``c^T gram c`` on the simplex, whose slopes prove that there are none smaller.
+
+    Corners are taken in while one has a smaller slope than the weights have (Karush-Kuhn-Tucker), and left where the
+    minimum of those in use has a weight below 0.
+
+    Raises:
+        ArithmeticError: rounding kept it from a proof.
+    """
+    weights: Array = np.zeros(len(gram))
+    used = [int(np.diag(gram).argmin())]
+    weights[used] = 1.0
+    gap = np.inf
+    for _ in range(8 * len(gram) + 8):
+        slopes = gram @ weights
+        corner = int(slopes.argmin())
+        gap = float(weights @ slopes - slopes[corner]) / max(float(np.trace(gram)), 1e-300)
+        if gap <= 1e-15 or (corner in used and gap <= 1e-12):
+            break
+        used = [*used, corner] if corner not in used else used
+        while True:
+            # On a face the minimum has equal slopes: inner c = t 1 with sum(c) = 1.
+            system = np.ones((len(used) + 1, len(used) + 1))
+            system[-1, -1] = 0.0
+            size = max(float(np.diag(gram)[used].max()), 1e-300)
+            system[:-1, :-1] = gram[np.ix_(used, used)] / size
+            wanted = np.linalg.lstsq(system, np.append(np.zeros(len(used)), 1.0), rcond=1e-15)[0][:-1]
+            if wanted.min() >= 0:
+                break
+            now = weights[used]
+            falling = wanted < 0
+            steps = now[falling] / (now[falling] - wanted[falling])
+            wanted = now + steps.min() * (wanted - now)
+            wanted[np.flatnonzero(falling)[steps.argmin()]] = 0.0
+            weights[:] = 0.0
+            weights[used] = np.maximum(wanted, 0.0)
+            used = [i for i in used if weights[i] > 0]
+        weights[:] = 0.0
+        weights[used] = wanted
+    if gap > 1e-12:
+        raise ArithmeticError("the judge found no proof that these weights are the best")
+    best: Array = weights / weights.sum()
+    return best

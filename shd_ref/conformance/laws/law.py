@@ -1,23 +1,18 @@
-"""What a law is, and what its text is written with."""
+"""What a law is, what its text is written with, and how it asks for what must be refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.conformance.adapter import (
-    OUTPUTS,
-    Subject,
-    take_output,
-)
+from shd_ref.conformance.adapter import OUTPUTS, Missing, RefusedError, Subject, take_output
 from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, as_plain, compare_close
-from shd_ref.conformance.recipes import make_array
 from shd_ref.conformance.specification import DTYPES, agreement
-from shd_ref.conformance.vectors import round_to
+from shd_ref.conformance.vectors import make_array, round_to
 
 Array: TypeAlias = NDArray[Any]
 
@@ -62,6 +57,19 @@ class Law:
     def flags(self) -> Mapping[str, str]:
         """None: a law hunts every mistake that breaks it."""
         return {}
+
+
+def law(
+    name: str,
+    operations: str | tuple[str, ...],
+    spec: str | tuple[str, ...],
+    comment: str,
+    statement: Callable[[Trial], None],
+    dtypes: tuple[str, ...] = DTYPES,
+) -> Law:
+    """A law by its name, with operations and sentences as words."""
+    called, cited = (words.split() if isinstance(words, str) else words for words in (operations, spec))
+    return Law(f"law/{name}", tuple(called), tuple(cited), comment, statement, dtypes)
 
 
 @dataclass(frozen=True)
@@ -185,3 +193,58 @@ def broken(what: str, problem: str, wanted: Any, got: Any) -> LawBrokenError:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else abbreviate(value)
+
+
+def in_words(inputs: Mapping[str, Any]) -> str:
+    """The options of a call for a report: numbers and words as they are, arrays by their shapes."""
+
+    def word(value: Any) -> str:
+        if isinstance(value, np.ndarray):
+            return str(list(value.shape))
+        if isinstance(value, Sequence) and value and isinstance(value[0], np.ndarray):
+            return f"{len(value)} layers"
+        return repr(value) if not isinstance(value, list) else f"a list of {len(value)}"
+
+    return ", ".join(f"{name}={word(value)}" for name, value in inputs.items())
+
+
+VALUE, SHAPE, DTYPE = ("argument-value",), ("argument-shape",), ("argument-dtype",)
+FINITE, SUMS, MISMATCH = ("not-finite",), ("not-a-distribution",), ("support-mismatch",)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call, and the codes of which any is right; without one it must be answered."""
+
+    what: str
+    codes: tuple[str, ...]
+    operation: str
+    inputs: Mapping[str, Any]
+
+
+def ask(trial: Trial, asked: Asked) -> str:
+    """The message of the refusal; empty where an answer was right."""
+    code, message = "", ""
+    try:
+        trial.subject.run(asked.operation, asked.inputs)
+    except RefusedError as refusal:
+        code, message = refusal.code, str(refusal)
+    if (code in asked.codes) if asked.codes else not code:
+        return message
+    problem = "must be refused" if not code else "has another code" if asked.codes else "must not be refused"
+    what = f"{asked.operation} with {asked.what} ({in_words(asked.inputs)})"
+    raise broken(what, problem, " or ".join(asked.codes) or "an answer", message or "an answer")
+
+
+def ask_all(trial: Trial, calls: Iterable[Asked]) -> None:
+    """Every call; missing where the implementation lacks the options for all of them."""
+    missing: Missing | None = None
+    answered = False
+    for asked in calls:
+        try:
+            ask(trial, asked)
+            answered = True
+        except Missing as reason:
+            missing = reason
+    if missing and not answered:
+        raise missing

@@ -15,8 +15,7 @@ import numpy as np
 
 from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing
 from shd_ref.conformance.laws.calls import CALLS, numbers_of, same
-from shd_ref.conformance.laws.law import Array, Law, Trial
-from shd_ref.conformance.laws.refusals.asking import DTYPE, Asked, ask, ask_all
+from shd_ref.conformance.laws.law import DTYPE, Array, Asked, Law, Trial, ask, ask_all, law
 
 _Change = Callable[[Array], Array]
 
@@ -204,10 +203,7 @@ def _refused(operation: str, trial: Trial) -> Iterator[Asked]:
         mask = name.endswith("mask")
         kinds = (np.uint8, np.int8, np.int32, np.float16) if mask else (np.bool_, np.complex64)
         for kind in kinds if _arrays_of(value) else ():
-            given = {
-                **inputs,
-                name: _changed(value, partial(_on_arrays, partial(_cast, kind))),
-            }
+            given = {**inputs, name: _changed(value, partial(_on_arrays, partial(_cast, kind)))}
             yield Asked(f"{name} of {np.dtype(kind).name}", DTYPE, operation, given)
 
 
@@ -231,22 +227,15 @@ def _laws(operation: str) -> Iterator[Law]:
     arrays = operation not in ("merge_plan", "plan_groups", "layer_map")
     if arrays:
         comment = f"What an array of {operation} is in memory changes nothing."
-        yield Law(
-            f"law/layouts-{name}", (operation,), ("MAP-15", "MAP-8"), comment, partial(_agree, operation, _laid)
-        )
+        yield law(f"layouts-{name}", operation, "MAP-15 MAP-8", comment, partial(_agree, operation, _laid))
         comment = f"What is no real number, and a mask that is not boolean, is refused by {operation}."
-        yield Law(
-            f"law/kinds-refused-{name}",
-            (operation,),
-            ("MAP-5", "MAP-7", "ERR-1"),
-            comment,
-            partial(_not_numbers, operation),
-        )
+        yield law(f"kinds-refused-{name}", operation, "MAP-5 MAP-7 ERR-1", comment,
+                  partial(_not_numbers, operation))  # fmt: skip
     comment = f"The same numbers of another kind give the same answer of {operation}."
     spec = ("MAP-5", "MAP-15", "NUM-1", "ERR-6") if arrays else ("ERR-6",)
     statement = partial(_agree, operation, _kinds)
     # In half precision an integer is not rounded to what the float of the same law is.
-    yield Law(f"law/number-kinds-{name}", (operation,), spec, comment, statement, dtypes=("float64", "float32"))
+    yield law(f"number-kinds-{name}", operation, spec, comment, statement, dtypes=("float64", "float32"))
 
 
 LAWS = tuple(law for operation in OUTPUTS for law in _laws(operation))

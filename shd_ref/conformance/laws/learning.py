@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shd_ref.conformance.compare import Difference, compare_close
-from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, as_array, exactly, require
+from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, as_array, exactly, law, require
 from shd_ref.conformance.specification import agreement
 
 _MASK = np.array([[True, True, False, True], [True, False, False, False]])
@@ -372,146 +372,50 @@ def _aligned(trial: Trial) -> None:
 def _law(
     name: str, operations: tuple[str, ...], spec: tuple[str, ...], comment: str, statement: Any, **more: Any
 ) -> Law:
-    return Law(f"law/{name}", operations, spec, comment, statement, **more)
+    return law(name, operations, spec, comment, statement, **more)
 
 
 _LOSS, _GRADIENT = ("shd_loss",), ("shd_loss_gradient",)
 
 LAWS = (
-    Law(
-        "law/loss-zero-iff-equal",
-        _LOSS,
-        ("LOSS-1", "LOSS-11", "LOSS-17"),
-        "Every divergence is 0 for equal maps and above 0 for others.",
-        _zero_iff_equal,
-    ),
-    Law(
-        "law/loss-one-hot",
-        _LOSS,
-        ("LOSS-1", "LOSS-12"),
-        "For one-hot rows the loss is -log Q.",
-        _one_hot,
-    ),
-    Law(
-        "law/loss-uniform-student",
-        _LOSS,
-        ("LOSS-1",),
+    law("loss-zero-iff-equal", _LOSS, "LOSS-1 LOSS-11 LOSS-17",
+        "Every divergence is 0 for equal maps and above 0 for others.", _zero_iff_equal),
+    law("loss-one-hot", _LOSS, "LOSS-1 LOSS-12", "For one-hot rows the loss is -log Q.", _one_hot),
+    law("loss-uniform-student", _LOSS, "LOSS-1",
         "Against a uniform student the loss is log S minus the teacher's entropy, which is part of it.",
-        _uniform,
-    ),
-    Law("law/loss-divergences", _LOSS, ("LOSS-11", "LOSS-12"), "Each divergence is its formula.", _divergences),
-    Law(
-        "law/loss-uncounted-rows",
-        _LOSS,
-        ("LOSS-4", "LOSS-11"),
-        "What stands in rows that do not count does not matter.",
-        _uncounted,
-    ),
-    Law(
-        "law/loss-batch-mean",
-        _LOSS,
-        ("LOSS-4", "NUM-3"),
-        "The mean is over the counted rows of the whole batch, not over samples.",
-        _batch_mean,
-    ),
-    Law(
-        "law/loss-zero-rows",
-        _LOSS,
-        ("LOSS-4", "LOSS-16", "MAP-2"),
-        "Rows without mass do not count, and never make NaN.",
-        _masked_rows,
-    ),
-    Law("law/loss-empty-mask", _LOSS, ("LOSS-7",), "Without a counted row the loss is exactly 0.", _empty),
-    Law(
-        "law/loss-beta-and-mean",
-        _LOSS,
-        ("LOSS-2", "LOSS-5"),
-        "beta multiplies, and reduction='mean' divides by the number of maps.",
-        _scaled,
-    ),
-    Law(
-        "law/loss-layers",
-        _LOSS,
-        ("LOSS-2", "LOSS-3", "LOSS-5", "LOSS-16", "LOSS-18"),
-        "The loss of several layers is the sum of theirs, and the mean divides by all maps.",
-        _layers,
-    ),
-    Law(
-        "law/loss-temperature",
-        _LOSS,
-        ("TEMP-4", "LOSS-16"),
-        "The temperature divides the student's logits and is not a factor of the loss.",
-        _temperature,
-    ),
-    Law(
-        "law/loss-attn-mask",
-        _LOSS,
-        ("LOSS-12", "LOSS-16", "MAP-7"),
-        "A masked key is one with logit -inf, and large logits give a finite loss.",
-        _attn_mask,
-    ),
-    Law(
-        "law/loss-far-logits",
-        ("shd_loss", "shd_loss_gradient"),
-        ("LOSS-16", "MAP-2"),
-        "Masked keys are left out of the student's softmax, however large their logits are.",
-        _far_logits,
-    ),
-    Law(
-        "law/loss-sinks",
-        _LOSS,
-        ("LOSS-10", "LOSS-11", "MAP-9"),
-        "A row with half its mass in a sink is compared by its distribution and weighs half.",
-        _sinks,
-    ),
-    Law(
-        "law/gradient-finite-differences",
-        ("shd_loss", "shd_loss_gradient"),
-        ("LOSS-8", "GRAD-1", "GRAD-2", "LOSS-14"),
-        "The gradient is the slope of the implementation's own loss.",
-        _finite_differences,
-        dtypes=("float64",),
-    ),
-    Law(
-        "law/gradient-formula",
-        _GRADIENT,
-        ("LOSS-8", "GRAD-1"),
-        "The gradient of KL is beta (s Q - P) / (n T) on counted rows.",
-        _formula,
-    ),
-    Law(
-        "law/gradient-zeros",
-        _GRADIENT,
-        ("LOSS-7", "LOSS-8", "GRAD-3"),
-        "The gradient is exactly 0 on uncounted rows and masked keys, and sums to 0 over keys.",
-        _zero_gradient,
-    ),
-    Law(
-        "law/gradient-layers",
-        _GRADIENT,
-        ("GRAD-9", "LOSS-3"),
-        "A list of layers gives a list of gradients, each that of its layer.",
-        _gradient_layers,
-    ),
-    Law(
-        "law/gradient-queries-and-keys",
-        ("shd_loss_gradient_qk",),
-        ("GRAD-4", "GRAD-5", "GRAD-6"),
-        "Gradients of queries and keys follow from dz by the chain rule, shared key heads summed.",
-        _chain_rule,
-    ),
-    Law(
-        "law/support-intersected",
-        ("intersect_support", "shd_loss"),
-        ("LOSS-14", "LOSS-15"),
-        "Mass outside of the student's support is dropped, reported, and the row scaled back.",
-        _intersected,
-    ),
-    Law(
-        "law/tokens-aligned",
-        ("align_tokens",),
-        ("TOKEN-1", "TOKEN-2", "TOKEN-3"),
-        "Listed positions are kept in order, rows scaled back, and what was dropped is reported.",
-        _aligned,
-    ),
-)
+        _uniform),
+    law("loss-divergences", _LOSS, "LOSS-11 LOSS-12", "Each divergence is its formula.", _divergences),
+    law("loss-uncounted-rows", _LOSS, "LOSS-4 LOSS-11", "What stands in rows that do not count does not matter.",
+        _uncounted),
+    law("loss-batch-mean", _LOSS, "LOSS-4 NUM-3",
+        "The mean is over the counted rows of the whole batch, not over samples.", _batch_mean),
+    law("loss-zero-rows", _LOSS, "LOSS-4 LOSS-16 MAP-2", "Rows without mass do not count, and never make NaN.",
+        _masked_rows),
+    law("loss-empty-mask", _LOSS, "LOSS-7", "Without a counted row the loss is exactly 0.", _empty),
+    law("loss-beta-and-mean", _LOSS, "LOSS-2 LOSS-5",
+        "beta multiplies, and reduction='mean' divides by the number of maps.", _scaled),
+    law("loss-layers", _LOSS, "LOSS-2 LOSS-3 LOSS-5 LOSS-16 LOSS-18",
+        "The loss of several layers is the sum of theirs, and the mean divides by all maps.", _layers),
+    law("loss-temperature", _LOSS, "TEMP-4 LOSS-16",
+        "The temperature divides the student's logits and is not a factor of the loss.", _temperature),
+    law("loss-attn-mask", _LOSS, "LOSS-12 LOSS-16 MAP-7",
+        "A masked key is one with logit -inf, and large logits give a finite loss.", _attn_mask),
+    law("loss-far-logits", "shd_loss shd_loss_gradient", "LOSS-16 MAP-2",
+        "Masked keys are left out of the student's softmax, however large their logits are.", _far_logits),
+    law("loss-sinks", _LOSS, "LOSS-10 LOSS-11 MAP-9",
+        "A row with half its mass in a sink is compared by its distribution and weighs half.", _sinks),
+    law("gradient-finite-differences", "shd_loss shd_loss_gradient", "LOSS-8 GRAD-1 GRAD-2 LOSS-14",
+        "The gradient is the slope of the implementation's own loss.", _finite_differences, dtypes=("float64",)),
+    law("gradient-formula", _GRADIENT, "LOSS-8 GRAD-1",
+        "The gradient of KL is beta (s Q - P) / (n T) on counted rows.", _formula),
+    law("gradient-zeros", _GRADIENT, "LOSS-7 LOSS-8 GRAD-3",
+        "The gradient is exactly 0 on uncounted rows and masked keys, and sums to 0 over keys.", _zero_gradient),
+    law("gradient-layers", _GRADIENT, "GRAD-9 LOSS-3",
+        "A list of layers gives a list of gradients, each that of its layer.", _gradient_layers),
+    law("gradient-queries-and-keys", "shd_loss_gradient_qk", "GRAD-4 GRAD-5 GRAD-6",
+        "Gradients of queries and keys follow from dz by the chain rule, shared key heads summed.", _chain_rule),
+    law("support-intersected", "intersect_support shd_loss", "LOSS-14 LOSS-15",
+        "Mass outside of the student's support is dropped, reported, and the row scaled back.", _intersected),
+    law("tokens-aligned", "align_tokens", "TOKEN-1 TOKEN-2 TOKEN-3",
+        "Listed positions are kept in order, rows scaled back, and what was dropped is reported.", _aligned),
+)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shd_ref.conformance.chain import soften_maps
-from shd_ref.conformance.laws.law import Law, Trial, as_array, exactly, require
+from shd_ref.conformance.laws.law import Trial, as_array, exactly, law, require
 from shd_ref.tolerances import row_sum_tolerance
 
 _MASK = np.array([[True, False, True, True, False], [False, True, False, False, True], [False] * 5])
@@ -184,104 +184,36 @@ def _repeatable(trial: Trial) -> None:
 
 
 LAWS = (
-    Law(
-        "law/softmax-is-a-distribution",
-        ("softmax",),
-        ("MAP-1",),
-        "Softmax is at least 0, sums to one over keys, and is exp(z) over its sum.",
-        _rows_sum_to_one,
-    ),
-    Law(
-        "law/softmax-masked-keys",
-        ("softmax",),
-        ("MAP-2", "MAP-7"),
+    law("softmax-is-a-distribution", "softmax", "MAP-1",
+        "Softmax is at least 0, sums to one over keys, and is exp(z) over its sum.", _rows_sum_to_one),
+    law("softmax-masked-keys", "softmax", "MAP-2 MAP-7",
         "Masked keys get exactly 0, fully masked rows exactly zeros, and -inf means what attn_mask=False means.",
-        _masked_keys,
-    ),
-    Law(
-        "law/softmax-mask-broadcasts",
-        ("softmax",),
-        ("MAP-10",),
-        "A mask of fewer or singleton axes stands for all positions.",
-        _mask_broadcasts,
-    ),
-    Law(
-        "law/softmax-shift",
-        ("softmax",),
-        ("MAP-1",),
+        _masked_keys),
+    law("softmax-mask-broadcasts", "softmax", "MAP-10",
+        "A mask of fewer or singleton axes stands for all positions.", _mask_broadcasts),
+    law("softmax-shift", "softmax", "MAP-1",
         "A constant added to a row of logits changes nothing, and logits of any size give finite results.",
-        _shift,
-    ),
-    Law(
-        "law/softmax-temperature",
-        ("softmax",),
-        ("TEMP-2",),
-        "The temperature divides the logits.",
-        _temperature,
-    ),
-    Law(
-        "law/soften-is-softmax",
-        ("soften",),
-        ("TEMP-2", "TEMP-7"),
-        "Softened maps are softmax(log(A) / T); at T = 1 they are the maps as given.",
-        _soften,
-    ),
-    Law(
-        "law/soften-rows",
-        ("soften",),
-        ("TEMP-2", "TEMP-6"),
-        "Fully masked rows stay zero, and a row with mass keeps it at any temperature.",
-        _soften_rows,
-    ),
-    Law(
-        "law/soften-sinks",
-        ("soften",),
-        ("TEMP-5", "MAP-9"),
-        "With row_sums='at_most_one' a row is softened as a distribution and keeps its own mass.",
-        _soften_sinks,
-    ),
-    Law(
-        "law/soften-near-sums",
-        ("soften",),
-        ("TEMP-2", "TEMP-5", "TEMP-7"),
+        _shift),
+    law("softmax-temperature", "softmax", "TEMP-2", "The temperature divides the logits.", _temperature),
+    law("soften-is-softmax", "soften", "TEMP-2 TEMP-7",
+        "Softened maps are softmax(log(A) / T); at T = 1 they are the maps as given.", _soften),
+    law("soften-rows", "soften", "TEMP-2 TEMP-6",
+        "Fully masked rows stay zero, and a row with mass keeps it at any temperature.", _soften_rows),
+    law("soften-sinks", "soften", "TEMP-5 MAP-9",
+        "With row_sums='at_most_one' a row is softened as a distribution and keeps its own mass.", _soften_sinks),
+    law("soften-near-sums", "soften", "TEMP-2 TEMP-5 TEMP-7",
         "A row whose sum is off by less than ROW_SUM is divided by it, or keeps it where rows may have sinks.",
-        _soften_near_sums,
-        dtypes=("float64",),  # that of float32 allows as much as ROW_SUM
-    ),
-    Law(
-        "law/softmax-far-logits",
-        ("softmax",),
-        ("MAP-1", "MAP-2"),
-        "Masked keys are left out, however large their logits are beside the others.",
-        _far_logits,
-    ),
-    Law(
-        "law/softmax-least-logits",
-        ("softmax",),
-        ("MAP-1", "MAP-2"),
-        "The least number that a dtype has is a logit like any other.",
-        _least_logits,
-        dtypes=("float64", "float32"),
-    ),
-    Law(
-        "law/value-outputs-are-attention",
-        ("value_outputs",),
-        ("MAP-6", "MAP-11"),
+        _soften_near_sums, dtypes=("float64",)),
+    law("softmax-far-logits", "softmax", "MAP-1 MAP-2",
+        "Masked keys are left out, however large their logits are beside the others.", _far_logits),
+    law("softmax-least-logits", "softmax", "MAP-1 MAP-2",
+        "The least number that a dtype has is a logit like any other.", _least_logits,
+        dtypes=("float64", "float32")),
+    law("value-outputs-are-attention", "value_outputs", "MAP-6 MAP-11",
         "The sum of A_t X_t is attention with grouped queries: heads side by side, times the output projection.",
-        _value_outputs,
-    ),
-    Law(
-        "law/inputs-unchanged",
-        ("softmax", "soften", "squeeze_heads", "shd_loss"),
-        ("MAP-8",),
-        "No call changes its arguments.",
-        _inputs_unchanged,
-    ),
-    Law(
-        "law/equal-calls-agree",
-        ("squeeze_heads",),
-        ("NUM-2",),
-        "Two equal calls agree, with any other call between them.",
-        _repeatable,
-    ),
-)
+        _value_outputs),
+    law("inputs-unchanged", "softmax soften squeeze_heads shd_loss", "MAP-8", "No call changes its arguments.",
+        _inputs_unchanged),
+    law("equal-calls-agree", "squeeze_heads", "NUM-2",
+        "Two equal calls agree, with any other call between them.", _repeatable),
+)  # fmt: skip

@@ -11,8 +11,8 @@ import numpy as np
 from shd_ref.conformance.chain import check_chain, soften_maps
 from shd_ref.conformance.compare import Difference, as_plain
 from shd_ref.conformance.laws.alphas import near_ends
-from shd_ref.conformance.laws.bounds import check_diagnosis, ratio_of
-from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial, as_array, exactly
+from shd_ref.conformance.laws.formulas import check_diagnosis, ratio_of
+from shd_ref.conformance.laws.law import Law, LawBrokenError, Trial, as_array, exactly, law
 from shd_ref.conformance.laws.maps import temperatures
 from shd_ref.conformance.variants import compute
 
@@ -298,7 +298,7 @@ _Statement = Callable[[Trial], None]
 
 def _squeeze_law(name: str, spec: tuple[str, ...], comment: str, seed: int, **options: Any) -> Law:
     statement: _Statement = partial(_squeeze, seed=seed, **options)
-    return Law(f"law/squeeze-{name}", ("squeeze_heads",), spec, comment, statement)
+    return law(f"squeeze-{name}", "squeeze_heads", spec, comment, statement)
 
 
 _CHAIN = ("NUM-6", "NUM-7", "MIX-4", "MIX-9", "MIX-11", "MIX-13", "ALPHA-5")
@@ -377,99 +377,35 @@ LAWS = (
         sinks=True,
         temperature=2.0,
     ),
-    Law(
-        "law/squeeze-near-ends",
-        ("squeeze_heads",),
-        (*_CHAIN, "MIX-5"),
-        "Alphas that are nearly 0, 1/2 or 1, or far from all of them, are taken for nothing else.",
-        _near_ends,
-        dtypes=("float64", "float32"),
-    ),
-    Law(
-        "law/squeeze-temperatures",
-        ("squeeze_heads",),
-        (*_CHAIN, "TEMP-2", "TEMP-3"),
-        "A temperature near 1 is not 1, and one far from it neither hardens nor levels maps.",
-        _temperatures,
-        dtypes=("float64", "float32"),
-    ),
-    Law(
-        "law/squeeze-identity",
-        ("squeeze_heads",),
-        ("PLAN-3", "MIX-4"),
-        "As many student heads as teacher heads is the identity.",
-        _identity,
-    ),
-    Law(
-        "law/squeeze-equal-heads",
-        ("squeeze_heads",),
-        ("ALPHA-6", "MIX-9", "MIX-14"),
-        "Equal heads merge to themselves, and count as degenerate.",
-        _equal_heads,
-    ),
-    Law(
-        "law/squeeze-batch",
-        ("squeeze_heads",),
-        ("MIX-10", "NUM-3"),
-        "A sample has the same results alone as in a batch.",
-        _batch,
-    ),
-    Law(
-        "law/squeeze-uncounted-rows",
-        ("squeeze_heads",),
-        ("ALPHA-7", "MIX-8"),
+    law("squeeze-near-ends", "squeeze_heads", (*_CHAIN, "MIX-5"),
+        "Alphas that are nearly 0, 1/2 or 1, or far from all of them, are taken for nothing else.", _near_ends,
+        dtypes=("float64", "float32")),
+    law("squeeze-temperatures", "squeeze_heads", (*_CHAIN, "TEMP-2", "TEMP-3"),
+        "A temperature near 1 is not 1, and one far from it neither hardens nor levels maps.", _temperatures,
+        dtypes=("float64", "float32")),
+    law("squeeze-identity", "squeeze_heads", "PLAN-3 MIX-4",
+        "As many student heads as teacher heads is the identity.", _identity),
+    law("squeeze-equal-heads", "squeeze_heads", "ALPHA-6 MIX-9 MIX-14",
+        "Equal heads merge to themselves, and count as degenerate.", _equal_heads),
+    law("squeeze-batch", "squeeze_heads", "MIX-10 NUM-3", "A sample has the same results alone as in a batch.",
+        _batch),
+    law("squeeze-uncounted-rows", "squeeze_heads", "ALPHA-7 MIX-8",
         "What stands in rows that do not count changes neither the other rows nor the residual.",
-        _squeeze_uncounted,
-    ),
-    Law(
-        "law/two-heads",
-        ("squeeze_heads",),
-        ("MIX-5",),
-        "For two heads neither constant nor hard does better than shd.",
-        _two_heads,
-    ),
-    Law(
-        "law/squeeze-runs-its-plan",
-        ("merge_plan", "squeeze_heads"),
-        ("MIX-16", "MIX-9"),
-        "Without a plan squeeze_heads runs the progressive one, and reports it.",
-        _plan_names,
-    ),
-    Law(
-        "law/compose-mixing",
-        ("squeeze_heads", "compose_mixing"),
-        ("MIX-13", "MIX-3"),
-        "The mixing matrix is the composition of the alphas.",
-        _composition,
-    ),
-    Law(
-        "law/compose-deep",
-        ("compose_mixing",),
-        ("MIX-13", "PLAN-4"),
-        "The weights of seven rounds multiply, however small they become.",
-        _deep,
-    ),
-    Law("law/mix-heads", ("mix_heads",), ("MIX-3",), "Merged maps are the weighted sums of the maps.", _mixes),
-    Law(
-        "law/softened-before-mixing",
-        ("squeeze_heads",),
-        ("TEMP-2", "TEMP-3"),
-        "C is solved at temperature 1 and mixes maps that were softened head by head.",
-        _softened_first,
-    ),
-    Law(
-        "law/oracles-bound",
-        ("diagnose", "squeeze_heads"),
-        ("ORACLE-1", "ORACLE-2", "ORACLE-3", "ORACLE-4", "ORACLE-5"),
-        "No strategy beats the row-stochastic optimum, and that not the unconstrained one.",
-        _oracles,
-    ),
-    Law(
-        "law/oracles-of-odd-outputs",
-        ("diagnose", "squeeze_heads"),
-        ("ORACLE-1", "ORACLE-2", "ORACLE-3", "ORACLE-6", "MIX-8"),
+        _squeeze_uncounted),
+    law("two-heads", "squeeze_heads", "MIX-5", "For two heads neither constant nor hard does better than shd.",
+        _two_heads),
+    law("squeeze-runs-its-plan", "merge_plan squeeze_heads", "MIX-16 MIX-9",
+        "Without a plan squeeze_heads runs the progressive one, and reports it.", _plan_names),
+    law("compose-mixing", "squeeze_heads compose_mixing", "MIX-13 MIX-3",
+        "The mixing matrix is the composition of the alphas.", _composition),
+    law("compose-deep", "compose_mixing", "MIX-13 PLAN-4",
+        "The weights of seven rounds multiply, however small they become.", _deep),
+    law("mix-heads", "mix_heads", "MIX-3", "Merged maps are the weighted sums of the maps.", _mixes),
+    law("softened-before-mixing", "squeeze_heads", "TEMP-2 TEMP-3",
+        "C is solved at temperature 1 and mixes maps that were softened head by head.", _softened_first),
+    law("oracles-bound", "diagnose squeeze_heads", "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-4 ORACLE-5",
+        "No strategy beats the row-stochastic optimum, and that not the unconstrained one.", _oracles),
+    law("oracles-of-odd-outputs", "diagnose squeeze_heads", "ORACLE-1 ORACLE-2 ORACLE-3 ORACLE-6 MIX-8",
         "Outputs that vanish, that no map comes near, or that lie in fewer directions than there are features.",
-        _odd_outputs,
-        dtypes=("float64", "float32"),
-    ),
-)
+        _odd_outputs, dtypes=("float64", "float32")),
+)  # fmt: skip

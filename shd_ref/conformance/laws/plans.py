@@ -11,7 +11,30 @@ import numpy as np
 
 from shd_ref.conformance.chain import Pair
 from shd_ref.conformance.compare import as_plain
-from shd_ref.conformance.laws.law import Law, Trial, exactly, require
+from shd_ref.conformance.laws.law import Trial, exactly, law, require
+from shd_ref.conformance.laws.pair_rows import (
+    COUNTS,
+    EXPLICIT,
+    LEFT,
+    MASKS,
+    PER,
+    ROUNDS,
+    SAMPLES,
+    SINKS,
+    WIDE,
+    Row,
+    cover,
+    each,
+    maps_of,
+    numbers_of,
+    options_of,
+    ordered,
+    ordered_rows,
+    pair_law,
+    row_mask,
+    say,
+    whole_pool,
+)
 from shd_ref.conformance.variants import compute
 
 _COUNTS = ((16, 6), (12, 6), (25, 16), (40, 32), (9, 3), (6, 3), (7, 7), (1, 1), (5, 1), (11, 4), (8, 5))
@@ -172,55 +195,101 @@ def _largest_sum(scores: dict[tuple[int, int], float], heads: int, count: int) -
     return best(frozenset(range(heads)), heads - 2 * count)
 
 
-LAWS = (
-    Law(
-        "law/plan-progressive",
-        ("merge_plan",),
-        ("PLAN-5", "PLAN-3", "PLAN-4"),
+_RULES = (
+    law("plan-progressive", "merge_plan", "PLAN-5 PLAN-3 PLAN-4",
         "A round merges the first min(floor(H/2), H - H_s) adjacent pairs, until H_s heads are left.",
-        _progressive,
-    ),
-    Law(
-        "law/plan-balanced",
-        ("merge_plan",),
-        ("PLAN-8", "PLAN-4"),
-        "Balanced plans make contiguous groups whose sizes differ by at most one, the larger first.",
-        _balanced,
-    ),
-    Law(
-        "law/plan-groups",
-        ("merge_plan", "plan_groups"),
-        ("PLAN-6", "PLAN-4"),
-        "The groups are what comes of following the rounds: merged heads first, then the untouched.",
-        _groups,
-    ),
-    Law(
-        "law/plan-explicit",
-        ("merge_plan", "plan_groups"),
-        ("PLAN-7", "PLAN-4", "PLAN-6"),
+        _progressive),
+    law("plan-balanced", "merge_plan", "PLAN-8 PLAN-4",
+        "Balanced plans make contiguous groups whose sizes differ by at most one, the larger first.", _balanced),
+    law("plan-groups", "merge_plan plan_groups", "PLAN-6 PLAN-4",
+        "The groups are what comes of following the rounds: merged heads first, then the untouched.", _groups),
+    law("plan-explicit", "merge_plan plan_groups", "PLAN-7 PLAN-4 PLAN-6",
         "Explicit rounds come back as they are, and their groups list the first member's heads first.",
-        _explicit,
-    ),
-    Law("law/plan-identity", ("merge_plan",), ("PLAN-3",), "Equal counts give the empty plan.", _identity),
-    Law(
-        "law/plan-matched",
-        ("matched_plan",),
-        ("PLAN-9", "PLAN-10", "PLAN-11", "PLAN-12", "PLAN-13", "NUM-8"),
-        "No set of pairs scores higher than the one that a matched round lists.",
-        _matched,
-    ),
-    Law(
-        "law/layers-meet",
-        ("layer_map",),
-        ("LAYER-1", "LAYER-3", "LAYER-6"),
-        "Layers are paired by rounding s L_t / L_s to nearest, halves up, and the last layers meet.",
-        _layers,
-    ),
-    Law(
-        "law/layers-explicit",
-        ("layer_map",),
-        ("LAYER-4", "LAYER-5"),
+        _explicit),
+    law("plan-identity", "merge_plan", "PLAN-3", "Equal counts give the empty plan.", _identity),
+    law("plan-matched", "matched_plan", "PLAN-9 PLAN-10 PLAN-11 PLAN-12 PLAN-13 NUM-8",
+        "No set of pairs scores higher than the one that a matched round lists.", _matched),
+    law("layers-meet", "layer_map", "LAYER-1 LAYER-3 LAYER-6",
+        "Layers are paired by rounding s L_t / L_s to nearest, halves up, and the last layers meet.", _layers),
+    law("layers-explicit", "layer_map", "LAYER-4 LAYER-5",
         "Explicit pairs come back in student order; layers may be missing and teachers may serve several.",
-        _explicit_layers,
-    ),
+        _explicit_layers),
+)  # fmt: skip
+
+
+def _plans(trial: Trial) -> None:
+    rows = cover({"kind": ("progressive", "balanced", "explicit"), "rounds": ROUNDS, "heads left": LEFT}, whole_pool)
+
+    def check(number: int, row: Row) -> None:
+        heads, students = COUNTS[row["rounds"], row["heads left"]]
+        kind = EXPLICIT[heads, students] if row["kind"] == "explicit" else row["kind"]
+        counts: dict[str, Any] = {"num_teacher_heads": heads, "num_student_heads": students}
+        wanted = compute("merge_plan", {**counts, "kind": kind})["plan"]
+        given = {} if kind == "progressive" and number % 2 else {"kind": kind}
+        exactly(trial.call("merge_plan", **counts, **given)["plan"], wanted, f"the plan {say(row)}")
+
+    each(rows, check)
+
+
+def _groups_pairs(trial: Trial) -> None:
+    def check(_: int, row: Row) -> None:
+        heads, students = COUNTS[row["rounds"], row["heads left"]]
+        plan = ordered(EXPLICIT[heads, students], row["order"])
+        wanted = compute("plan_groups", {"plan": plan, "num_teacher_heads": heads})["groups"]
+        got = trial.call("plan_groups", plan=plan, num_teacher_heads=heads)["groups"]
+        exactly(got, wanted, f"the groups {say(row)}")
+
+    each(ordered_rows(rounds=ROUNDS, **{"heads left": LEFT}), check)
+
+
+@cache
+def _matched_rows() -> list[Row]:
+    def allowed(row: Row) -> bool:
+        deep = row.get("rounds") == "4 or more" and row.get("heads left", "one") != "one"
+        return whole_pool(row) and not deep  # of 17 heads and more there are too many sets of pairs to compare
+
+    return cover(
+        {
+            "by": ("residual", "similarity"),
+            "alpha_per": PER,
+            "row_sums": SINKS,
+            "query_mask": MASKS,
+            "rounds": ROUNDS,
+            "heads left": LEFT,
+            "items": ("1", "several"),
+            "samples": tuple(SAMPLES),
+            "zero rows": ("none", "some"),
+            "numbers": ("short", "full"),
+        },
+        allowed,
+    )
+
+
+_MATCHED = {**COUNTS, ("3", "several, unevenly"): (9, 2)}
+
+
+def _matched_pairs(trial: Trial) -> None:
+    def check(number: int, row: Row) -> None:
+        heads, students = _MATCHED[row["rounds"], row["heads left"]]
+        batch, seed = SAMPLES[row["samples"]], 3001 + 11 * number
+        calibration = []
+        for item in range(1 if row["items"] == "1" else 3):
+            rows, keys = ((3, 5), (4, 4), (5, 3))[item]
+            maps = maps_of(trial, seed + item, row, batch, heads, rows, keys)
+            outputs = numbers_of(trial, seed + 5 + item, row, batch, heads, keys, 3)
+            mask = row_mask(row["query_mask"], batch, rows)
+            calibration.append((maps, outputs) if mask is None else (maps, outputs, mask))
+        options = options_of(row, {"by": "residual", "alpha_per": "map", "row_sums": "one"})
+        answer = trial.call("matched_plan", calibration=calibration, num_student_heads=students, **options)
+        check_matched(trial, as_plain(answer["plan"]), calibration, students, row["by"], row["alpha_per"])
+
+    each(_matched_rows(), check)
+
+
+_PAIRS = (
+    pair_law("merge_plan", "PLAN-1 PLAN-3 PLAN-5 PLAN-7 PLAN-8", _plans),
+    pair_law("plan_groups", "PLAN-4 PLAN-6", _groups_pairs),
+    pair_law("matched_plan", "PLAN-9 PLAN-10 PLAN-11 PLAN-12 PLAN-13", _matched_pairs, dtypes=WIDE),
 )
+
+LAWS = (*_RULES, *_PAIRS)

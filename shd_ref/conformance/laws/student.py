@@ -18,15 +18,8 @@ from shd_ref.conformance.laws.crossing import (
     loss_calls,
     positions,
 )
-from shd_ref.conformance.laws.formulas import (
-    aligned,
-    gradient_of,
-    gradient_qk_of,
-    in_words,
-    intersected,
-    loss_of,
-)
-from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, exactly, require
+from shd_ref.conformance.laws.formulas import aligned, gradient_of, gradient_qk_of, intersected, loss_of
+from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, exactly, in_words, law, require
 
 _COUNT = 104  # calls in which every two values of two options meet
 _PATIENCE = 32  # calls that one may lack the options for before the operation is taken as missing
@@ -325,37 +318,37 @@ _SHORT = {
 
 
 def _laws_of(operation: str) -> Iterator[Law]:
-    def law(name: str, comment: str, calls: Callable[[Trial], Iterable[Mapping[str, Any]]], **more: Any) -> Law:
+    def make(name: str, comment: str, calls: Callable[[Trial], Iterable[Mapping[str, Any]]], **more: Any) -> Law:
         def statement(trial: Trial) -> None:
             _for_each(trial, operation, calls(trial), _CHECKS[operation])
 
-        return Law(f"law/{_SHORT[operation]}-{name}", (operation,), _SPEC[operation], comment, statement, **more)
+        return law(f"{_SHORT[operation]}-{name}", operation, _SPEC[operation], comment, statement, **more)
 
     learned = operation in ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
-    yield law(
+    yield make(
         "options",
         f"{operation} follows its formula wherever two of its options meet.",
         lambda trial: _option_calls(operation, trial),
     )
     if learned:
-        yield law(
+        yield make(
             "sizes",
             f"{operation} follows its formula for many samples, heads, rows, keys and layers.",
             lambda trial: _size_calls(operation, trial),
         )
-        yield law(
+        yield make(
             "magnitudes",
             f"{operation} follows its formula for large and small numbers, and for rows of very different size.",
             lambda trial: _scale_calls(operation, trial),
         )
     else:
-        yield law(
+        yield make(
             "sizes",
             f"{operation} follows its formula for many samples, heads, rows and keys.",
             lambda trial: _kept_sizes(operation, trial),
         )
     if operation != "shd_loss_gradient_qk":
-        yield law(
+        yield make(
             "little-left",
             f"{operation} follows its formula where a row keeps or loses little of its mass.",
             lambda trial: _little_left(operation, trial),
@@ -368,27 +361,12 @@ def _wide(trial: Trial) -> None:
 
 
 LAWS = (
-    *(law for operation in _CHECKS for law in _laws_of(operation)),
-    Law(
-        "law/gradient-qk-wide",
-        ("shd_loss_gradient_qk",),
-        ("GRAD-4", "GRAD-5", "NUM-1"),
-        "Gradients of queries and keys follow from dz for any number of features and key heads.",
-        _wide,
-    ),
-    Law(
-        "law/layers-every-count",
-        ("layer_map",),
-        ("LAYER-1", "LAYER-3", "LAYER-6"),
-        "Default layer maps are those of the rule for all counts up to 24.",
-        _every_layer_map,
-    ),
-    Law(
-        "law/layers-long-lists",
-        ("layer_map",),
-        ("LAYER-4", "LAYER-5"),
-        "Explicit pairs come back in student order, however many there are.",
-        _long_layer_lists,
-    ),
-)
+    *(one for operation in _CHECKS for one in _laws_of(operation)),
+    law("gradient-qk-wide", "shd_loss_gradient_qk", "GRAD-4 GRAD-5 NUM-1",
+        "Gradients of queries and keys follow from dz for any number of features and key heads.", _wide),
+    law("layers-every-count", "layer_map", "LAYER-1 LAYER-3 LAYER-6",
+        "Default layer maps are those of the rule for all counts up to 24.", _every_layer_map),
+    law("layers-long-lists", "layer_map", "LAYER-4 LAYER-5",
+        "Explicit pairs come back in student order, however many there are.", _long_layer_lists),
+)  # fmt: skip
 """Laws of the student's side over many calls."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shd_ref.conformance.compare import as_numbers, as_plain
-from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, broken, exactly, require
+from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, broken, exactly, law, require
 
 _WIDE = ("float64", "float32")
 _Inputs = dict[str, Any]
@@ -308,21 +308,16 @@ def _renamed_laws() -> Iterator[Law]:
         ("matched", ("matched_plan",), ("PLAN-9", "PLAN-12"), _matched_renamed),
         ("gram", ("gram_tensor", "value_outputs"), ("GRAM-1", "MAP-6"), _gram_renamed),
     ):
-        yield Law(f"law/renumbered-{name}", operations, spec, comment, statement, _WIDE)
+        yield law(f"renumbered-{name}", operations, spec, comment, statement, _WIDE)
 
 
 def _laws() -> Iterator[Law]:
     for operation in dict.fromkeys(one.operation for one in _TURNED):
         chosen = [one for one in _TURNED if one.operation == operation]
         spec = tuple(dict.fromkeys(spec for one in chosen for spec in one.spec.split()))
-        yield Law(
-            f"law/turned-{operation.replace('_', '-')}",
-            (operation,),
-            spec,
-            "The order of samples, rows, keys and features means nothing, nor does the batch that a sample is in.",
-            partial(_statement, chosen=chosen),
-            _WIDE,
-        )
+        yield law(f"turned-{operation.replace('_', '-')}", operation, spec,
+                  "The order of samples, rows, keys and features means nothing, nor does a sample's batch.",
+                  partial(_statement, chosen=chosen), _WIDE)  # fmt: skip
 
 
 LAWS = (*_laws(), *_renamed_laws())

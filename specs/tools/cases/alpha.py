@@ -379,11 +379,7 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
         )
     for name, query_mask in (("keys", lengths(3, [2])), ("samples", lengths(2, [2, 2])), ("axis", mask([1, 1]))):
         book.invalid(
-            f"mask-{name}",
-            "query_mask is (B, L)",
-            "MAP-7",
-            shape,
-            inputs={**good, "query_mask": query_mask},
+            f"mask-{name}", "query_mask is (B, L)", "MAP-7", shape, inputs={**good, "query_mask": query_mask}
         )
     for name, query_mask in (("integers", array([[1, 0]], "int64")), ("numbers", array([[1, 0]]))):
         book.invalid(

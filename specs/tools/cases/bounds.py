@@ -108,21 +108,14 @@ def matched_plan() -> Book:
         "padded rows enter neither the scores nor the alphas of the merged pool",
         "PLAN-12 PLAN-13 ALPHA-7",
         "alpha-padded-rows",
-        inputs={
-            "calibration": [item(random_model(2, 5, 3, 4, 2, 3383), lengths(3, [1, 3]))],
-            "num_student_heads": 2,
-        },
+        inputs={"calibration": [item(random_model(2, 5, 3, 4, 2, 3383), lengths(3, [1, 3]))], "num_student_heads": 2},
     )
     book.valid(
         "second-round-per-row",
         "the pool of the second round is merged with one alpha a row",
         "PLAN-13 ALPHA-9",
         "alpha-per-ignored",
-        inputs={
-            "calibration": [item(random_model(2, 5, 3, 4, 2, 3473))],
-            "num_student_heads": 2,
-            "alpha_per": "row",
-        },
+        inputs={"calibration": [item(random_model(2, 5, 3, 4, 2, 3473))], "num_student_heads": 2, "alpha_per": "row"},
     )
     book.valid(
         "sinks",
@@ -367,7 +360,4 @@ def diagnose() -> Book:
     return book
 
 
-BOOKS = (
-    matched_plan,
-    diagnose,
-)
+BOOKS = (matched_plan, diagnose)

@@ -327,7 +327,4 @@ def shd_loss_gradient_qk() -> Book:
     return book
 
 
-BOOKS = (
-    shd_loss_gradient,
-    shd_loss_gradient_qk,
-)
+BOOKS = (shd_loss_gradient, shd_loss_gradient_qk)

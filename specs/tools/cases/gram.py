@@ -125,33 +125,21 @@ def solve_alpha_from_gram() -> Book:
         "outside [0, 1] before the clip",
         "GRAM-2",
         "alpha-unclipped",
-        inputs={
-            "gram": small_gram([[[1, 0]], [[0, 1]]], [[[2], [0]], [[0], [1]]]),
-            "p": 0,
-            "q": 1,
-        },
+        inputs={"gram": small_gram([[[1, 0]], [[0, 1]]], [[[2], [0]], [[0], [1]]]), "p": 0, "q": 1},
     )
     book.valid(
         "degenerate",
         "equal maps",
         "GRAM-3",
         "degenerate-value degenerate-nan",
-        inputs={
-            "gram": small_gram([[[1, 0]], [[1, 0]]], [[[2], [0]], [[0], [1]]]),
-            "p": 0,
-            "q": 1,
-        },
+        inputs={"gram": small_gram([[[1, 0]], [[1, 0]]], [[[2], [0]], [[0], [1]]]), "p": 0, "q": 1},
     )
     book.valid(
         "degenerate-outputs",
         "X_p + X_q has equal rows",
         "GRAM-3",
         "degenerate-value degenerate-nan",
-        inputs={
-            "gram": small_gram([[[1, 0]], [[0, 1]]], [[[2], [-1]], [[1], [4]]]),
-            "p": 0,
-            "q": 1,
-        },
+        inputs={"gram": small_gram([[[1, 0]], [[0, 1]]], [[[2], [-1]], [[1], [4]]]), "p": 0, "q": 1},
     )
     book.valid(
         "empty",
@@ -247,24 +235,14 @@ def merge_gram() -> Book:
         "every sample has its alpha",
         "GRAM-4",
         f"{flags} alpha-batch-shared",
-        inputs={
-            "gram": numbers([2, 2, 2, 2, 2], 99, -32, 32, 2),
-            "p": 1,
-            "q": 0,
-            "alpha": array([0.125, 0.75]),
-        },
+        inputs={"gram": numbers([2, 2, 2, 2, 2], 99, -32, 32, 2), "p": 1, "q": 0, "alpha": array([0.125, 0.75])},
     )
     book.valid(
         "per-row",
         "every row has its alpha",
         "GRAM-4",
         f"{flags} alpha-per-ignored",
-        inputs={
-            "gram": numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2),
-            "p": 0,
-            "q": 1,
-            "alpha": array([[0.125, 1]]),
-        },
+        inputs={"gram": numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2), "p": 0, "q": 1, "alpha": array([[0.125, 1]])},
     )
     for name, p, q in (("same", 0, 0), ("outside", 0, 3), ("negative", -1, 0)):
         book.invalid(
@@ -346,8 +324,4 @@ def beside(first: Nested, second: Nested) -> Nested:
     return [beside(a, b) for a, b in zip(first, second, strict=True)]
 
 
-BOOKS = (
-    gram_tensor,
-    solve_alpha_from_gram,
-    merge_gram,
-)
+BOOKS = (gram_tensor, solve_alpha_from_gram, merge_gram)

@@ -119,9 +119,7 @@ def shared_valid_cases() -> list[tuple[str, str, str, str, dict[str, Any]]]:
             "LOSS-6",
             "masked-row-nan loss-padded-rows",
             pair_layers(
-                array([[[[0.5, 0.5], [0.25, 0.75]]]]),
-                array([[[[0, INF], [0, 1]]]]),
-                loss_mask=mask([[0, 1]]),
+                array([[[[0.5, 0.5], [0.25, 0.75]]]]), array([[[[0, INF], [0, 1]]]]), loss_mask=mask([[0, 1]])
             ),
         ),
         (
@@ -130,9 +128,7 @@ def shared_valid_cases() -> list[tuple[str, str, str, str, dict[str, Any]]]:
             "MAP-3 LOSS-4",
             "loss-padded-rows",
             pair_layers(
-                array([[[[0.5, 0.25], [0.25, 0.75]]]]),
-                array([[[[2, 0], [0, 1]]]]),
-                loss_mask=mask([[0, 1]]),
+                array([[[[0.5, 0.25], [0.25, 0.75]]]]), array([[[[2, 0], [0, 1]]]]), loss_mask=mask([[0, 1]])
             ),
         ),
         ("half-beta", "beta multiplies", "LOSS-2", "beta-ignored", pair_layers(TEACHER, STUDENT, beta=0.5)),
@@ -168,9 +164,7 @@ def shared_valid_cases() -> list[tuple[str, str, str, str, dict[str, Any]]]:
             "LOSS-5 LOSS-18 LOSS-7",
             "mean-over-live-maps layers-averaged reduction-ignored",
             pair_layers(
-                [TEACHER, array([[[[0, 0], [0, 0]]]])],
-                [STUDENT, array([[[[1, 0], [2, 0]]]])],
-                reduction="mean",
+                [TEACHER, array([[[[0, 0], [0, 0]]]])], [STUDENT, array([[[[1, 0], [2, 0]]]])], reduction="mean"
             ),
         ),
         (

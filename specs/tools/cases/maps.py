@@ -354,11 +354,7 @@ def bad_maps(book: Book, name: str, rest: dict[str, Any], *, head_axis: bool = T
 
     bad = "not-a-distribution"
     book.invalid(
-        f"{prefix}complex-map",
-        "a complex map",
-        "MAP-5",
-        "argument-dtype",
-        inputs=given([0.5, 0.5, 0], "complex128"),
+        f"{prefix}complex-map", "a complex map", "MAP-5", "argument-dtype", inputs=given([0.5, 0.5, 0], "complex128")
     )
     book.invalid(
         f"{prefix}negative",

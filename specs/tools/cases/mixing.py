@@ -14,10 +14,7 @@ PROBS = {"rule": "close", "quantity": "probs"}
 def compose_mixing() -> Book:
     """MIX-13."""
     book = Book(
-        "compose_mixing",
-        ("mixing",),
-        lambda **given: {"mixing": heads.compose_mixing(**given)},
-        {"mixing": MIXING},
+        "compose_mixing", ("mixing",), lambda **given: {"mixing": heads.compose_mixing(**given)}, {"mixing": MIXING}
     )
     flags = "alpha-swapped pool-in-place pool-untouched-first"
     plans: list[tuple[str, int, Any, Any, str]] = [
@@ -231,10 +228,7 @@ def mix_heads() -> Book:
             invalid,
             flags="row-sum-bound",
             dtypes=[dtype],
-            inputs={
-                "teacher_probs": probs([1, 3, 2, 4], 101, 9, 2, 6),
-                "mixing": array([[[0.5, 0.5, 2.0**-bits]]]),
-            },
+            inputs={"teacher_probs": probs([1, 3, 2, 4], 101, 9, 2, 6), "mixing": array([[[0.5, 0.5, 2.0**-bits]]])},
         )
     book.valid(
         "just-inside-float64",
@@ -269,11 +263,7 @@ def mix_heads() -> Book:
             inputs={"teacher_probs": array([[[[1, 0]], [row]]]), "mixing": array([[[0.25, 0.75]]])},
         )
     book.invalid(
-        "mixing-axes",
-        "C of two axes",
-        "MIX-3",
-        "argument-shape",
-        inputs={**good, "mixing": array([[0.25, 0.75]])},
+        "mixing-axes", "C of two axes", "MIX-3", "argument-shape", inputs={**good, "mixing": array([[0.25, 0.75]])}
     )
     book.invalid(
         "axes",
@@ -289,13 +279,7 @@ def mix_heads() -> Book:
         "not-finite",
         inputs={"teacher_probs": array([[[["nan", 0]], [[0, 1]]]]), "mixing": array([[[0.25, 0.75]]])},
     )
-    book.invalid(
-        "mixing-nan",
-        "NaN in C",
-        "MAP-5",
-        "not-finite",
-        inputs={**good, "mixing": array([[["nan", 0.75]]])},
-    )
+    book.invalid("mixing-nan", "NaN in C", "MAP-5", "not-finite", inputs={**good, "mixing": array([[["nan", 0.75]]])})
     book.invalid(
         "complex-map",
         "a complex map",
@@ -313,7 +297,4 @@ def mix_heads() -> Book:
     return book
 
 
-BOOKS = (
-    compose_mixing,
-    mix_heads,
-)
+BOOKS = (compose_mixing, mix_heads)

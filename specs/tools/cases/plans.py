@@ -183,13 +183,7 @@ def plan_groups() -> Book:
         "plan-invalid",
         inputs={"plan": [[[False, True]]], "num_teacher_heads": 4},
     )
-    book.invalid(
-        "no-heads",
-        "a count of 0",
-        "PLAN-1",
-        "argument-value",
-        inputs={"plan": [], "num_teacher_heads": 0},
-    )
+    book.invalid("no-heads", "a count of 0", "PLAN-1", "argument-value", inputs={"plan": [], "num_teacher_heads": 0})
     return book
 
 

@@ -449,11 +449,7 @@ def _refused_by_squeeze_heads(book: Book) -> None:
             "num_student_heads": 1,
         },
     )
-    bad_maps(
-        book,
-        "teacher_probs",
-        {"value_outputs": numbers([1, 1, 3, 2], 703, -8, 8, 1), "num_student_heads": 1},
-    )
+    bad_maps(book, "teacher_probs", {"value_outputs": numbers([1, 1, 3, 2], 703, -8, 8, 1), "num_student_heads": 1})
 
 
 BOOKS = (squeeze_heads,)

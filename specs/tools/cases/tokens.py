@@ -48,13 +48,7 @@ def align_tokens() -> Book:
         compare={"probs": EXACT},
         inputs={**good, "rows": [0, 3]},
     )
-    book.valid(
-        "columns-alone",
-        "columns go",
-        "TOKEN-2",
-        "align-not-rescaled",
-        inputs={**good, "columns": [0, 2]},
-    )
+    book.valid("columns-alone", "columns go", "TOKEN-2", "align-not-rescaled", inputs={**good, "columns": [0, 2]})
     book.valid(
         "order-wanted",
         "lists are in the order wanted",
@@ -157,12 +151,7 @@ def intersect_support() -> Book:
         kept, dropped = loss.intersect_support(**given)
         return {"supervision": kept, "dropped": dropped}
 
-    book = Book(
-        "intersect_support",
-        ("supervision", "dropped"),
-        answer,
-        {"supervision": MAPS, "dropped": CLOSE},
-    )
+    book = Book("intersect_support", ("supervision", "dropped"), answer, {"supervision": MAPS, "dropped": CLOSE})
     teacher = array([[[[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0, 0, 1]]]])
     flags = "intersect-not-rescaled support-ignored"
     book.valid(
@@ -257,7 +246,4 @@ def intersect_support() -> Book:
     return book
 
 
-BOOKS = (
-    align_tokens,
-    intersect_support,
-)
+BOOKS = (align_tokens, intersect_support)

@@ -329,9 +329,7 @@ _GRAM = (
     Option("alpha_per", ("map", "row"), lambda inputs: "row" if inputs["gram"].ndim == 6 else "map"),
     Option("heads of the pool", ("2", "3", "more"), _pool),
     Option(
-        "positions",
-        ("p < q, the last", "p > q, the last", "p < q, not the last", "p > q, not the last"),
-        _positions,
+        "positions", ("p < q, the last", "p > q, the last", "p < q, not the last", "p > q, not the last"), _positions
     ),
     batch("gram"),
     NUMBERS,

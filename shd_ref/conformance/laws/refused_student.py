@@ -9,8 +9,21 @@ from typing import Any
 import numpy as np
 
 from shd_ref.conformance.adapter import Missing
-from shd_ref.conformance.laws.law import Array, Law, Trial, broken
-from shd_ref.conformance.laws.refusals.asking import FINITE, MISMATCH, SHAPE, SUMS, VALUE, Asked, ask, ask_all
+from shd_ref.conformance.laws.law import (
+    FINITE,
+    MISMATCH,
+    SHAPE,
+    SUMS,
+    VALUE,
+    Array,
+    Asked,
+    Law,
+    Trial,
+    ask,
+    ask_all,
+    broken,
+    law,
+)
 from shd_ref.conformance.laws.student import check_answer
 from shd_ref.tolerances import load_tolerances
 
@@ -403,7 +416,7 @@ def _law(name: str, operation: str, spec: tuple[str, ...], comment: str, wrong: 
     def statement(trial: Trial) -> None:
         ask_all(trial, wrong(trial, operation))
 
-    return Law(f"law/{_SHORT[operation]}-{name}", (operation,), spec, comment, statement, **more)
+    return law(f"{_SHORT[operation]}-{name}", operation, spec, comment, statement, **more)
 
 
 def _laws_of(operation: str) -> Iterator[Law]:
@@ -418,21 +431,12 @@ def _laws_of(operation: str) -> Iterator[Law]:
     yield _law("bad-shapes", operation, spec, shapes, _bad_shapes)
     options = "Options that are not in their list, and numbers out of their range, are refused."
     yield _law("bad-options", operation, ("MAP-9", "ERR-6", "ERR-7"), options, _bad_options)
-    yield Law(
-        f"law/{_SHORT[operation]}-near-sums",
-        (operation,),
-        ("MAP-3", "MAP-9", "LOSS-10"),
-        "Rows whose sums are off by less than ROW_SUM are taken as they are.",
-        lambda trial: _near_sums(trial, operation),
-        dtypes=("float64", "float32"),  # arrays of the others come as float32
-    )
-    yield Law(
-        f"law/{_SHORT[operation]}-places-named",
-        (operation,),
-        ("MAP-5", "LOSS-6") if operation in _LOSSES else ("MAP-5",),
-        "A message names the place of what it refuses.",
-        lambda trial: _named(trial, operation),
-    )
+    yield law(f"{_SHORT[operation]}-near-sums", operation, "MAP-3 MAP-9 LOSS-10",
+              "Rows whose sums are off by less than ROW_SUM are taken as they are.",
+              lambda trial: _near_sums(trial, operation), dtypes=("float64", "float32"))  # fmt: skip
+    yield law(f"{_SHORT[operation]}-places-named", operation,
+              ("MAP-5", "LOSS-6") if operation in _LOSSES else ("MAP-5",),
+              "A message names the place of what it refuses.", lambda trial: _named(trial, operation))  # fmt: skip
     if operation in _LOSSES:
         layers = "Every layer's values are checked."
         yield _law("bad-layers", operation, ("MAP-3", "MAP-5", "LOSS-3"), layers, _bad_layers)
@@ -442,19 +446,9 @@ def _laws_of(operation: str) -> Iterator[Law]:
 
 LAWS = (
     *(law for operation in _FIVE for law in _laws_of(operation)),
-    Law(
-        "law/tokens-bad-lists",
-        ("align_tokens",),
-        ("TOKEN-4", "ERR-6"),
-        "Every position of a list is checked.",
-        lambda trial: ask_all(trial, _bad_lists(trial)),
-    ),
-    Law(
-        "law/layers-bad-pairs",
-        ("layer_map",),
-        ("LAYER-2", "LAYER-4", "ERR-6"),
-        "Every explicit pair is checked.",
-        lambda trial: ask_all(trial, _bad_pairs(trial)),
-    ),
-)
+    law("tokens-bad-lists", "align_tokens", "TOKEN-4 ERR-6", "Every position of a list is checked.",
+        lambda trial: ask_all(trial, _bad_lists(trial))),
+    law("layers-bad-pairs", "layer_map", "LAYER-2 LAYER-4 ERR-6", "Every explicit pair is checked.",
+        lambda trial: ask_all(trial, _bad_pairs(trial))),
+)  # fmt: skip
 """Laws of the student's side."""

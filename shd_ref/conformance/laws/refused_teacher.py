@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.laws.law import Array, Law, Trial
-from shd_ref.conformance.laws.refusals.asking import DTYPE, FINITE, SHAPE, SUMS, Asked, ask_all
+from shd_ref.conformance.laws.law import DTYPE, FINITE, SHAPE, SUMS, Array, Asked, Law, Trial, ask_all, law
 from shd_ref.tolerances import row_sum_tolerance
 
 _WIDE = ("float64", "float32")
@@ -417,7 +416,7 @@ def _far(operation: str, trial: Trial) -> Iterator[Asked]:
 def _law(
     name: str, operation: str, spec: tuple[str, ...], comment: str, calls: Callable[[Trial], Iterator[Asked]]
 ) -> Law:
-    return Law(f"law/{name}", (operation,), spec, comment, lambda trial: ask_all(trial, calls(trial)))
+    return law(name, operation, spec, comment, lambda trial: ask_all(trial, calls(trial)))
 
 
 def _laws() -> Iterator[Law]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.laws.law import Array, Law, Trial
-from shd_ref.conformance.laws.refusals.asking import DTYPE, FINITE, SHAPE, SUMS, VALUE, Asked, ask_all
+from shd_ref.conformance.laws import refused_student, refused_teacher
+from shd_ref.conformance.laws.law import DTYPE, FINITE, SHAPE, SUMS, VALUE, Array, Asked, Trial, ask_all, law
 
 _Sizes = tuple[int, int, int, int]  # B, H, L, S
 _SIZES: Mapping[str, _Sizes] = {
@@ -210,13 +210,12 @@ def _refused(operation: str, trial: Trial) -> None:
     ask_all(trial, _asked(operation, trial))
 
 
-LAWS = tuple(
-    Law(
-        f"law/refused-with-{operation.replace('_', '-')}",
-        (operation,),
-        ("ERR-7", "ERR-1", "MAP-5", "MAP-7"),
+_IDLE = tuple(
+    law(f"refused-with-{operation.replace('_', '-')}", operation, "ERR-7 ERR-1 MAP-5 MAP-7",
         f"What {operation} must refuse it refuses under every other option, also where nothing would come of it.",
-        partial(_refused, operation),
-    )
+        partial(_refused, operation))
     for operation in _CALLS
-)
+)  # fmt: skip
+
+LAWS = (*refused_teacher.LAWS, *refused_student.LAWS, *_IDLE)
+"""All laws of what must be refused: on either side, and where another option leaves an argument without a use."""
