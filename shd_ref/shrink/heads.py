@@ -49,16 +49,16 @@ def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> 
         rank: at least 1. More than the forms have is filled with zeros.
     """
     basis, core = np.linalg.qr(np.concatenate(rights, axis=1))
-    ends = np.cumsum([part.shape[1] for part in rights])[:-1]
-    sides = [np.linalg.qr(part) for part in lefts]
-    cores = [side @ part.conj().T for (_, side), part in zip(sides, np.split(core, ends, axis=1), strict=True)]
+    ends = np.cumsum([matrix.shape[1] for matrix in rights])[:-1]
+    sides = [np.linalg.qr(matrix) for matrix in lefts]
+    cores = [side @ matrix.conj().T for (_, side), matrix in zip(sides, np.split(core, ends, axis=1), strict=True)]
     u, singular, v = np.linalg.svd(np.concatenate(cores), full_matrices=False)
     kept = min(rank, len(singular))
     half = np.sqrt(singular[:kept])
     right = basis @ v[:kept].conj().T
     turn = leading_phases(right)
-    rows = np.split(u[:, :kept] * (turn * half), np.cumsum([len(part) for part in cores])[:-1])
-    left = np.stack([side @ part for (side, _), part in zip(sides, rows, strict=True)])
+    rows = np.split(u[:, :kept] * (turn * half), np.cumsum([len(matrix) for matrix in cores])[:-1])
+    left = np.stack([side @ matrix for (side, _), matrix in zip(sides, rows, strict=True)])
     missing = rank - kept
     left = np.pad(left, ((0, 0), (0, 0), (0, missing)))
     right = np.pad(right * (turn * half), ((0, 0), (0, missing)))
@@ -239,7 +239,7 @@ def low_rank_heads(
         key_moment: mean of ``(x - m)^T (x - m)`` with m the mean row of each sample ``(D, D)``: the softmax ignores
             what is the same for every key. Not used with rotary positions. Default: from ``moment``.
         rotary: the teacher's positions.
-        ridge: see ``RIDGE`` of ``factors``.
+        ridge: see ``RIDGE``.
 
     Returns:
         Biases where the teacher has them: a key bias only with rotary positions, since it cancels without; the value

@@ -248,8 +248,8 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
 
 
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
-    given = [1.0] * teachers if weights is None else list(weights)
-    shares = [check_number(f"weights[{index}]", share, "KD-15", above=0) for index, share in enumerate(given)]
+    shares_given = [1.0] * teachers if weights is None else list(weights)
+    shares = [check_number(f"weights[{index}]", share, "KD-15", above=0) for index, share in enumerate(shares_given)]
     if not teachers or len(shares) != teachers:
         raise ShdError(
             "argument-value",

@@ -233,10 +233,10 @@ def rows_pass(
             divergence += tl.sum(tl.where(taught > 0.0, taught * surprise, 0.0), 1)
         if dk is not None:
             weighted = (difference * share[:, None]).to(queries.dtype)
-            part = tl.dot(tl.trans(weighted), queries, input_precision=PRECISION) * (factor * largest / HEADROOM)
+            product = tl.dot(tl.trans(weighted), queries, input_precision=PRECISION) * (factor * largest / HEADROOM)
             line = batch.to(tl.int64) * (student.num_heads // student.group_size) + head // student.group_size
             pointers, inside = locate_heads(dk, line * mask.num_keys, keys, keys < mask.num_keys, WIDTH, PADDED)
-            tl.atomic_add(pointers, part, mask=inside, sem="relaxed")
+            tl.atomic_add(pointers, product, mask=inside, sem="relaxed")
     line = tl.program_id(1).to(tl.int64) * mask.num_rows
     pointers, inside = locate_heads(dq, line, rows, exist, WIDTH, PADDED)
     tl.store(pointers, gradient * (weight * (factor / HEADROOM))[:, None], mask=inside)

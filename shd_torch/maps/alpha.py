@@ -51,22 +51,10 @@ def solve_alpha(
     ``a* = <u, u + w> / ||u + w||^2`` with ``u = (A_p - A_q) X_p`` and ``w = (A_p - A_q) X_q``. The objective is
     convex, so clipping gives the constrained optimum. Degenerate pairs get 1/2. Runs without gradient.
 
-    Args:
-        probs_p: A_p ``(B, L, S)``, rows summing to one (or zero where fully masked).
-        probs_q: A_q, same shape.
-        value_outputs_p: X_p ``(B, S, D)``, see ``value_outputs``.
-        value_outputs_q: X_q, same shape.
-        query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        rule: ``"least_squares"``, or ``"as_printed"`` for the misprinted N of the source (worse; for comparison).
-        alpha_per: ``"map"`` (one per sample) or ``"row"`` (one per sample and query row).
-        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks.
-        check: validate the values of the arguments, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.solve_alpha``.
 
     Returns:
         ``(B,)``, or ``(B, L)`` with ``alpha_per="row"``; float64 or float32.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
 
     Source: Eq. 5-9. Deviation: N as derived from Eq. 6, not as printed under Eq. 7 (D-1); per row (D-5).
     """

@@ -254,13 +254,13 @@ def match_layers(**arguments: Layers) -> tuple[list[Tensor], ...]:
     counts = {len(sequence) for sequence in layers}
     forms = {isinstance(value, Tensor) for value in arguments.values()}
     if len(counts) > 1 or len(forms) > 1 or 0 in counts:
-        given = ", ".join(
+        counted = ", ".join(
             f"{name}: {'one tensor' if isinstance(value, Tensor) else f'a list of {len(value)}'}"
             for name, value in arguments.items()
         )
         raise ShdError(
             "argument-shape",
-            f"{' and '.join(arguments)} must be one tensor each, or lists of one length, at least 1; got {given}",
+            f"{' and '.join(arguments)} must be one tensor each, or lists of one length, at least 1; got {counted}",
             "LOSS-3",
         )
     return layers

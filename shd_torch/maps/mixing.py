@@ -80,23 +80,7 @@ def squeeze_heads(
 ) -> SqueezeResult:
     """Merge a teacher's maps into as many as the student has heads (MIX-1..17); runs without gradient.
 
-    Args:
-        teacher_probs: A ``(B, H_t, L, S)``, after softmax, before dropout.
-        value_outputs: X ``(B, H_t, S, D)``, from ``value_outputs``.
-        num_student_heads: H_s, from 1 to H_t.
-        plan: a kind (``"progressive"``, the default, or ``"balanced"``) or explicit rounds of pairs.
-        strategy: ``shd`` (closed-form alphas), ``constant`` (1/2), ``hard`` (the better of 0 and 1),
-            ``mean`` (every map is the mean of all).
-        query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        temperature: T_a; C is solved on the maps as given and mixes the softened ones (TEMP-3).
-        alpha_rule: see ``solve_alpha``.
-        alpha_per: ``"map"`` or ``"row"``.
-        alpha_from: ``"teacher"``, or ``"softened"`` to solve on the softened maps (D-3).
-        row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, which are used as they are.
-        check: validate the values of the arguments, which costs a device sync.
-
-    Raises:
-        ShdError: any code of the meaning; see the spec's chapter ERR.
+    Arguments and errors are those of ``shd_ref.squeeze_heads``.
 
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5.
     """
@@ -142,17 +126,10 @@ def squeeze_heads(
 def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> Tensor:
     """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
 
-    Args:
-        teacher_probs: ``(B, H_t, L, S)``; rows may have any sum (sinks, rows that do not count).
-        mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
-        check: validate the values of the arguments, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.mix_heads``.
 
     Returns:
         ``(B, H_s, L, S)`` in the dtype of ``teacher_probs``.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution`` (a negative
-            probability), ``mixing-invalid``.
 
     Source: Eq. 5, for any number of heads at once.
     """
@@ -215,19 +192,10 @@ def compose_mixing(
 ) -> Tensor:
     """The mixing matrix of a plan and the alphas of its rounds (MIX-13).
 
-    Args:
-        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, as ``squeeze_heads`` returns them;
-            at least one, to determine B.
-        plan: the rounds.
-        num_teacher_heads: H_t.
-        check: test for NaN and infinity, which costs a device sync.
+    Arguments and errors are those of ``shd_ref.compose_mixing``.
 
     Returns:
         C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)``, float64 or float32.
-
-    Raises:
-        ShdError: ``plan-invalid``, ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``,
-            ``mixing-invalid`` (an alpha outside [0, 1]).
     """
     check_count("num_teacher_heads", num_teacher_heads)
     rounds = check_plan(plan, num_teacher_heads, num_teacher_heads - sum(len(one_round) for one_round in plan))

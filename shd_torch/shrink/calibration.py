@@ -163,7 +163,7 @@ def study_layer(
     gram = torch.zeros((heads,) * 4, dtype=torch.float64, device=device)
     augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
-    query, projection = (torch.from_numpy(part).to(device) for part in (weights.query, weights.output))
+    query, projection = (torch.from_numpy(tensor).to(device) for tensor in (weights.query, weights.output))
     bias = 0.0 if weights.query_bias is None else torch.from_numpy(weights.query_bias)[:, None].to(device)
     lengths = torch.zeros_like(sizes)
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -185,10 +185,10 @@ def study_layer(
             lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
             squares = squares + (read[3].double() * there).square().sum((0, 1))
             kept = (read[0], read[1], read[2], read[4] if len(read) > 4 else out, out)
-            for streams_of, part in zip(
+            for streams_of, tensor in zip(
                 (trace.inputs, trace.middles, trace.ffn_inputs, trace.ends, trace.outputs), kept, strict=True
             ):
-                streams_of.append(part)
+                streams_of.append(tensor)
     rows = int(augmented[-1, -1])
     if not rows:
         raise ShdError("argument-value", "data must hold a row that counts; got an attention_mask of zeros")

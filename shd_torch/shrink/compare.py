@@ -156,16 +156,16 @@ def pick_heads(choose: Choice) -> Squeezer:
         chosen = [list(heads) for heads in choose(weights, merge, statistics)]
         per = len(chosen) // num_kv_heads
         sharing = [chosen[start : start + per] for start in range(0, len(chosen), per)]
-        read = [[weights.reads[head] for heads in part for head in heads] for part in sharing]
+        read = [[weights.reads[head] for heads in group for head in heads] for group in sharing]
         scale = (head_dim / weights.head_dim) ** 0.5  # it undoes the scale of a head of another length
 
-        def fit(part: Array) -> Array:
+        def fit(rows: Array) -> Array:
             """``(..., d)`` filled with zeros, or cut, to the student's length."""
-            room = max(0, head_dim - part.shape[-1])
-            return np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, room)])[..., :head_dim]
+            room = max(0, head_dim - rows.shape[-1])
+            return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, room)])[..., :head_dim]
 
-        def mean(part: Array, sets: list[list[int]]) -> Array:
-            return fit(np.stack([part[heads].mean(0) for heads in sets]))
+        def mean(rows: Array, sets: list[list[int]]) -> Array:
+            return fit(np.stack([rows[heads].mean(0) for heads in sets]))
 
         query_bias, key_bias, value_bias = weights.query_bias, weights.key_bias, weights.value_bias
         made = HeadWeights(

@@ -235,8 +235,8 @@ def base_of(model: nn.Module) -> nn.Module:
 
 def find_part(module: nn.Module, path: str) -> Any:
     """The module or parameter at a dotted path, or the error that says which transformers layout was expected."""
-    part = _get_part(module, path)
-    if part is None:
+    member = _get_part(module, path)
+    if member is None:
         import transformers
 
         raise ShdError(
@@ -245,7 +245,7 @@ def find_part(module: nn.Module, path: str) -> Any:
             "known",
             "STUDENT-1",
         )
-    return part
+    return member
 
 
 def has_part(module: nn.Module, path: str) -> bool:

@@ -326,23 +326,23 @@ def _drop(ranking: Ranking, split: Split, num_layers: int, gated: bool) -> Dropp
     return Dropped(ranking.drop(attention=attention).attention)
 
 
-def _read_points(place: Path, head: dict[str, Any]) -> dict[str, float]:
+def _read_points(path: Path, head: dict[str, Any]) -> dict[str, float]:
     """Qualities by what was dropped, from an earlier run with the same arguments."""
-    if not place.exists():
+    if not path.exists():
         return {}
     try:
-        file = read_json(place)
+        file = read_json(path)
         stored = {name: file[name] for name in head}
         points = {json.dumps(point["dropped"]): float(point["quality"]) for point in file["points"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ShdError(
-            "read-failed", f"out must be new, or points of measure_splits; got {str(place)!r}: {error!r}"
+            "read-failed", f"out must be new, or points of measure_splits; got {str(path)!r}: {error!r}"
         ) from error
     other = [name for name, value in head.items() if stored[name] != value]
     if other:
         raise ShdError(
             "argument-value",
-            f"out must be new, or hold points of the same {other[0]}; got {stored[other[0]]} in {str(place)!r}, and "
+            f"out must be new, or hold points of the same {other[0]}; got {stored[other[0]]} in {str(path)!r}, and "
             f"now {head[other[0]]}: name another file",
         )
     return points

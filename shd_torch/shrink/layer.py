@@ -226,14 +226,14 @@ class _Fitter(NamedTuple):
     source: int
     own: list[Tensor]
 
-    def fit(self, name: str, place: str | None, goals: list[Tensor]) -> float | None:
+    def fit(self, name: str, goal_path: str | None, goals: list[Tensor]) -> float | None:
         """One matrix, towards the teacher's stream at a place of the layer (ALIGN-1, -2)."""
         work, module = self.work, find_part(self.target, name)
         fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
-        watched = [module] if place is None else [module, find_part(self.target, place)]
+        watched = [module] if goal_path is None else [module, find_part(self.target, goal_path)]
         runs = run_layer(self.target, self.own, work.batches, self.source, watched)
         for (out, read), goal, batch in zip(runs, goals, work.batches, strict=True):
-            stream = out if place is None else read[1]
+            stream = out if goal_path is None else read[1]
             before = stream.double() - module(read[0]).double()
             fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
         write_linear(module, *fit.solve())

@@ -185,8 +185,8 @@ class Branches(nn.Module):
         return images if images.sum() > 0 else -images
 
 
-@pytest.mark.parametrize("model", [OneSize(), Branches()], ids=["one-size", "branches"])
-def test_failed_exports_leave_nothing(model: nn.Module, tmp_path: Path) -> None:
+def test_failed_exports_leave_nothing(tmp_path: Path) -> None:
+    model = OneSize()
     with pytest.raises(ShdError, match=r"must (be traced|accept)") as caught:
         export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
     assert caught.value.code == "export-failed"
@@ -242,6 +242,7 @@ def test_a_failed_export_is_one_sentence(
     assert "\n" not in message
     assert "\x1b" not in message
     assert len(message) < 700
+    assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from support.exported_models import trace
 from support.students import precompute
 
 from shd_ref.cache import CacheReader, sample_key, trim_inputs, verify_cache
@@ -135,7 +136,10 @@ def test_records_hold_the_models_own_maps(name: str, tmp_path: Path) -> None:
     tensors = {each: torch.from_numpy(array) for each, array in data.items()}
     axes = {each: {0: "batch"} | ({1: case.axes[each]} if each in case.axes else {}) for each in data}
     teacher = tmp_path / "teacher.onnx"
-    export_teacher(model, tensors, teacher, dynamic=axes)
+    if name == "marian":  # BART's attention, which the newer exporter meets in Whisper: the older one is faster
+        trace(model, tensors, teacher)
+    else:
+        export_teacher(model, tensors, teacher, dynamic=axes)
 
     graph = load_teacher(teacher)
     sites = find_sites(graph)
