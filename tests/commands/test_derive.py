@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,6 +215,11 @@ def test_precompute_offers_every_option() -> None:
         assert (f"{option_of(field.name)} " in page) != inner, field.name
 
 
+@cache
+def page_of(command: str) -> str:
+    return CliRunner().invoke(load_app(), [command, "--help"], env=WIDE).output
+
+
 @pytest.mark.parametrize("page", ["docs/teachers.md", "docs/clusters.md", "docs/object-stores.md"])
 def test_options_that_pages_show_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
@@ -222,7 +227,7 @@ def test_options_that_pages_show_exist(page: str) -> None:
     assert len(lines) >= 3
     for line in lines:
         name, *words = shlex.split(line)
-        shown = CliRunner().invoke(load_app(), [name, "--help"], env=WIDE).output
+        shown = page_of(name)
         for word in words:
             assert not word.startswith("--") or word in shown, line
 

@@ -1,9 +1,8 @@
-"""The page about a cache: right numbers, nothing trusted, nothing fetched, and a browser that shows it."""
+"""The page about a cache: right numbers, nothing trusted, nothing fetched."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -36,7 +35,6 @@ from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
 
 NUM_SAMPLES, LENGTH = 9, 12
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}$\\frac{a}{b}$"
 
 
@@ -290,34 +288,3 @@ def test_pictures_hold_a_pixel_an_entry() -> None:
     assert picture.startswith("data:image/png;base64,iVBOR")
     assert map_picture(np.zeros((3, 3))).startswith("data:image/png;base64,")
     assert map_picture(np.array([[np.nan, np.inf], [-np.inf, 0.5]])).startswith("data:image/png;base64,")
-
-
-def browser() -> str:
-    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
-    if found is None:
-        pytest.skip(f"no browser found: none of {', '.join(BROWSERS)} is installed")
-    return found
-
-
-@pytest.mark.slow
-def test_a_browser_shows_it_without_a_complaint(made: Path, tmp_path: Path) -> None:
-    page, picture = tmp_path / "report.html", tmp_path / "report.png"
-    teacher = ("--teacher", made / "teacher.onnx", "--inputs", made / "data.npz", "--samples", 1)
-    assert invoke(made / "cache", "--out", page, *teacher).exit_code == 0
-    command = [
-        *(browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-        *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=420,3000", f"--screenshot={picture}"),
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert [
-        line for line in done.stderr.splitlines() if "CONSOLE" in line
-    ] == []  # what a policy refuses is said there
-    from matplotlib.image import imread
-
-    pixels = (imread(picture)[..., :3] * 255).astype(int)
-    assert pixels.shape[:2] == (3000, 420)
-    colours = {tuple(colour) for colour in pixels[::2, ::2].reshape(-1, 3).tolist()}
-    assert (68, 1, 84) in colours  # viridis at zero: the maps were drawn
-    assert len(colours) > 100

@@ -25,13 +25,9 @@ class FormForecast:
     """One way to store what supervises a student.
 
     Attributes:
-        form: of its records.
-        codec: of the form.
         asks: the fields of ``PrecomputeOptions`` that ask for it.
         bytes_per_sample: of the mean sample's record, all that it holds.
         bytes_per_token: the same for each position that counts.
-        bytes_longest: of the longest sample.
-        total_bytes: of the whole data set.
         zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
         break_even: bytes per second: a reader that is slower waits longer than the teacher would take.
         error: of the maps, or without attention of the logits, measured on the sampled rows.
@@ -56,13 +52,9 @@ class FormForecast:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """What to do: the number of the way to take, and ``"zstd"`` where plain codes are read too slowly.
 
-    Attributes:
-        form: its place among the ways that were forecast.
-        compression: ``"none"``, or ``"zstd"`` where plain codes are read too slowly.
-        pays: whether reading it is faster than running the teacher; else the teacher is to be run while training.
-        reasons: in sentences.
+    ``pays`` says whether reading it is faster than running the teacher; if not, the teacher runs while training.
     """
 
     form: int
@@ -139,15 +131,12 @@ class TrainingMemory:
     """Bytes of one step, in float32 with AdamW (mixed precision takes as much: halves beside float32 copies).
 
     Attributes:
-        batch_size: samples of the step.
-        length: positions of the longest of them.
-        student_parameters: how many the student has.
-        is_assumed: whether that is only the teacher's number, as none was given.
-        student: weights.
-        optimizer: gradients and both moments.
+        length: positions of the longest sample.
+        is_assumed: whether ``student_parameters`` is only the teacher's number, as none was given.
+        student, optimizer: weights; gradients and both moments.
         records: of the batch, each as large as the longest.
         term: of SHD: gradients of queries and keys of all taught layers, and one layer's work; about.
-        teacher: what a live one would hold in place of ``records``: weights, and its queries and keys of the batch.
+        teacher: of a live one instead of ``records``: weights, and its queries and keys of the batch.
     """
 
     batch_size: int
@@ -164,15 +153,8 @@ class TrainingMemory:
 def forecast_memory(
     work: TeacherRun, record_bytes: float, length: int, batch_size: int, student_parameters: int | None
 ) -> TrainingMemory:
-    """What a step takes.
-
-    Args:
-        work: the teacher.
-        record_bytes: of the longest sample.
-        length: its positions.
-        batch_size: samples of a step.
-        student_parameters: None for as many as the teacher has.
-    """
+    """What a step takes, from the bytes and positions of the longest sample; a student of unknown size is as large as
+    its teacher."""
     parameters, weights = count_weights(work.model)
     student = parameters if student_parameters is None else student_parameters
     weights += sum(count_weights(other.model)[1] for other in work.others)

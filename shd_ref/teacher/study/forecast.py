@@ -42,16 +42,7 @@ _REFUSALS: Final = ("argument-value", "graph-unsupported", "inputs-invalid")
 
 @dataclass(frozen=True)
 class TargetForecast:
-    """What a record holds of another subject than attention.
-
-    Attributes:
-        subject: ``SUBJECT`` of its form.
-        codec: of its form.
-        unit: what a row of it belongs to, such as a position of the decoder.
-        bytes_per_row: of each that counts.
-        total_bytes: of the whole data set.
-        error: measured on the sampled rows.
-    """
+    """Logits or hidden states of a record; ``unit`` is what a row belongs to, ``error`` is of the sampled rows."""
 
     subject: str
     codec: str
@@ -66,18 +57,13 @@ class Forecast:
     """What ``shd plan`` shows.
 
     Attributes:
-        num_samples: in the data set.
-        read_samples: of how many the lengths are known; the rest is extrapolated.
-        measured_samples: on how many the teacher ran: evenly spread over the lengths.
-        mean_length, max_length: positions.
+        num_samples, read_samples, measured_samples: in the data set; of how many the lengths are known, from which
+            the rest is extrapolated; on how many the teacher ran, evenly spread over the lengths.
         support: ``"full"`` or ``"causal"``; empty without attention.
-        teacher_seconds: a sample, of the teacher as it is, in batches as asked for.
-        squeeze_seconds: a sample, of the squeezed graph of the way that is advised.
+        teacher_seconds, squeeze_seconds: per sample, of the teacher as it is and of the advised way's graph.
         ways: all forms and codecs of attention that can hold what the teacher gives.
         beside: what the same records hold beside attention, where it is asked for; ``ways`` count its bytes.
         refused: those that cannot, and why.
-        advice: which to take.
-        memory: of a training step with it.
         remarks: see ``TeacherRun.remarks``.
         supplied: what is fed beside the data, in a line; empty for nothing.
     """
@@ -113,12 +99,7 @@ def forecast_cache(
 ) -> Forecast:
     """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
-    Args:
-        teacher: an ``.onnx`` file.
-        inputs: as for ``precompute``.
-        options: what to make of the teacher; form and codec do not matter.
-        run: how to run it.
-        plan: what is measured, and what for.
+    Arguments are those of ``precompute``, whose form and codec do not matter here; ``plan`` says what is measured.
 
     Raises:
         ShdError: as ``TeacherRun``; ``argument-value``, ``graph-unsupported``, ``not-finite``.
@@ -323,13 +304,7 @@ def _error_of(errors: Errors) -> CodecError:
 
 
 def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
-    """Bytes of records of some extents, as the form says, before compression.
-
-    Args:
-        form: any.
-        record: one of them, which tells whether optional parts are there.
-        extents: of the records.
-    """
+    """Bytes of records of some extents before compression; one of them tells whether optional parts are there."""
     floats = iter(form.floats(record))
     there = [part.dtype != F32 or next(floats) is not None for part in form.parts]
     widths = [(4 if part.dtype == F32 else 1) * held for part, held in zip(form.parts, there, strict=True)]
