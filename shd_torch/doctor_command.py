@@ -197,7 +197,7 @@ def _say_probe(probe: Probe) -> str:
     gain = f"gain {plus_minus(probe.gain, probe.margin)}"
     return (
         f"{gain} ({probe.measure} on {probe.held_out} held-out samples: {means}; {probe.options.seeds} pairs "
-        f"of {probe.options.steps} steps, beta {probe.options.beta:.1g}; 95% over seeds). {_say_power(probe)}"
+        f"of {probe.options.probe} steps, beta {probe.options.beta:.1g}; 95% over seeds). {_say_power(probe)}"
     )
 
 
@@ -206,6 +206,6 @@ def _say_power(probe: Probe) -> str:
     half = f"After half of the steps the gain was {np.mean(probe.halfway):.2g}"
     if probe.is_distinguishable:
         return half
-    steps = f"; if it grows with the steps, give --probe {2 * probe.options.steps}"
+    steps = f"; if it grows with the steps, give --probe {2 * probe.options.probe}"
     seeds = "" if probe.seeds_needed is None else f", or --seeds {probe.seeds_needed} for one of this size"
     return f"So many seeds tell a gain beyond {probe.margin or 0.0:.2g} from 0. {half}{steps}{seeds}"

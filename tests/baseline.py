@@ -52,7 +52,7 @@ REMOVED: Mapping[str, str] = {
     r"help: shd-torch shrink": "--fit-samples",
     r"names: shd_ref\.cache\.(make|write)_card|help: shd card": "a person writes a shared cache's page",
     r"help: shd: ": "the list of commands lacks card",
-    r"names: shd_torch\.doctor\.(Diagnosis|diagnose)": "sinks, forecasts, inheritance: see shd plan",
+    r"names: shd_torch\.doctor\.(Diagnosis|diagnose|Probe)": "sinks, forecasts, inheritance: see shd plan",
     r"(help: shd (plan|fidelity|precompute): |names: shd_ref\.diagnose)": "the strategy simplex",
     r"published: docs/study\.md: lacks ": "the arm of simplex",
     r"bytes: v1: squeeze_heads/(full-|temperature-)?simplex": "the strategy simplex",

@@ -6,9 +6,9 @@ Imports ``recipes``, ``teacher``, ``training``, ``shrink`` and the studies of ``
 ``diagnosis.py``.
 """
 
-from shd_torch.doctor.diagnosis import Diagnosis, Wishes, diagnose
+from shd_torch.doctor.diagnosis import Diagnosis, diagnose
 from shd_torch.doctor.differences import Difference
-from shd_torch.doctor.probe import Probe
+from shd_torch.doctor.probe import Probe, Wishes
 from shd_torch.doctor.verdict import Verdict
 
 __all__ = ["Diagnosis", "Difference", "Probe", "Verdict", "Wishes", "diagnose"]

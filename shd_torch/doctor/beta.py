@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from shd_torch.doctor.objective import Batch, Objective, cut_batches, inputs_of, student_terms
-from shd_torch.doctor.probe import train_students
+from shd_torch.doctor.probe import Wishes, train_students
 from shd_torch.recipes import scale_report
 from shd_torch.teacher import OnlineTeacher
 
@@ -52,9 +52,8 @@ def find_beta(
     student: Any,
     teacher: OnlineTeacher,
     data: Batch,
+    wishes: Wishes,
     *,
-    batch_size: int,
-    learning_rate: float,
     progress: Callable[[int, int], None] | None = None,
 ) -> BetaRange:
     """Betas by ``scale_report`` on real batches: medians over a few, before and after a short training without SHD.
@@ -64,15 +63,14 @@ def find_beta(
         student: at its start; it is trained.
         teacher: live.
         data: arrays by name ``(N, ...)``.
-        batch_size: samples of a step.
-        learning_rate: of the training.
+        wishes: batch size and learning rate.
         progress: called with steps done and in all.
 
     Raises:
         ShdError: as ``layer_kls`` and ``ScaleReport.weight_for``.
     """
     rows = torch.arange(len(next(iter(data.values()))))
-    looked = list(cut_batches(data, rows[: LOOKS * batch_size], batch_size))
+    looked = list(cut_batches(data, rows[: LOOKS * wishes.batch_size], wishes.batch_size))
 
     def look() -> float:
         """The beta at which both gradients are equally long."""
@@ -88,9 +86,8 @@ def find_beta(
         objective,
         data,
         rows,
+        wishes,
         steps=WARM_UP,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
         seed=0,
         done=None if progress is None else lambda step: progress(step, WARM_UP),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,36 +13,17 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.beta import BetaRange, find_beta
-from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
+from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.graph import Arrays, Progress, measure_graph, measure_model
-from shd_torch.doctor.objective import Objective, choose_objective, inputs_of
+from shd_torch.doctor.objective import Objective, choose_objective, inputs_of, mask_of
 from shd_torch.doctor.pair import Parts, Student, Teacher, parts_of, read_student, read_teacher
-from shd_torch.doctor.probe import Probe, ProbeOptions, check_probe, run_probe
+from shd_torch.doctor.probe import Probe, Wishes, check_probe, run_probe
 from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.online import layer_kls
 from shd_torch.training.recipe import is_causal_model
 from shd_torch.training.rows import IGNORED
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """Options of a diagnosis.
-
-    Attributes:
-        probe: steps of each student of a paired run; 0 for none.
-        seeds: pairs of students.
-        batch_size: samples of a step.
-        learning_rate: of the run.
-        beta: of the run; None takes the middle of the recommended range.
-    """
-
-    probe: int = 0
-    seeds: int = 5
-    batch_size: int = 16
-    learning_rate: float = 1e-3
-    beta: float | None = None
 
 
 @dataclass
@@ -110,6 +91,7 @@ class Diagnosis:
         if probe is not None:
             said = {name: getattr(probe, name) for name in ("gains", "gain", "margin", "seeds_needed")}
             document["probe"] = asdict(probe) | said | {"indistinguishable": not probe.is_distinguishable}
+            document["probe"]["options"]["steps"] = document["probe"]["options"].pop("probe")
         return document
 
 
@@ -137,7 +119,7 @@ def diagnose(
     wishes, tell = wishes or Wishes(), progress or (lambda *_: None)
     tell(0, 0, "models are read")
     count = None if data is None else len(next(iter(data.values())))
-    check_probe(wishes.probe, wishes.seeds, wishes.learning_rate, count)
+    check_probe(wishes, count)
     taught, learner = read_teacher(teacher), read_student(student)
     if wishes.probe and taught.model is None:
         raise ShdError(
@@ -148,16 +130,12 @@ def diagnose(
         )
     own = parts_of(learner.make(0))
     parts = None if taught.model is None else parts_of(taught.model)
-    found = Diagnosis(
-        teacher,
-        student,
-        parts,
-        own,
-        _differences(taught, learner, parts, own),
-        learner.has_weights,
-        learner.is_squeezed,
-    )
-    if data is not None and not any(one.effect == "blocks" for one in found.differences):
+    tokens = compare_tokenizers(taught.folder, learner.folder) if own.patches is None else []
+    by_parts = [] if parts is None else compare_parts(parts, own)
+    # Of tokenizers first: other tokens make all else vain.
+    differences = tuple(sorted([*tokens, *by_parts], key=lambda one: EFFECTS.index(one.effect)))
+    found = Diagnosis(teacher, student, parts, own, differences, learner.has_weights, learner.is_squeezed)
+    if data is not None and not any(one.effect == BLOCKS for one in found.differences):
         _measure(found, taught, learner, data, wishes, tell)
     found.verdict = judge(
         found.differences,
@@ -168,13 +146,6 @@ def diagnose(
         is_measurable=found.unmeasured is None,
     )
     return found
-
-
-def _differences(teacher: Teacher, student: Student, parts: Parts | None, own: Parts) -> tuple[Difference, ...]:
-    """Of tokenizers first: other tokens make all else vain."""
-    by_parts = [] if parts is None else compare_parts(parts, own)
-    tokens = compare_tokenizers(teacher.folder, student.folder) if own.patches is None else []
-    return tuple(sorted([*tokens, *by_parts], key=lambda one: ("blocks", "hurts", "note").index(one.effect)))
 
 
 def _measure(
@@ -219,7 +190,7 @@ def _measure(
         return
     start = student.make(0)
     few = {name: part[:2] for name, part in batch.items()}
-    live = _try_together(found, model, student, start, few)
+    live = _try_together(found, model, student, start, inputs_of(few))
     if live is None:
         return
     found.objective = choose_objective(start, model, few)
@@ -235,19 +206,16 @@ def _measure(
         start,
         live,
         batch,
-        batch_size=wishes.batch_size,
-        learning_rate=wishes.learning_rate,
+        wishes,
         progress=lambda done, total: tell(done, total, "steps to beta"),
     )
     if wishes.probe:
-        beta = found.beta.middle if wishes.beta is None else wishes.beta
-        options = ProbeOptions(wishes.probe, wishes.seeds, wishes.batch_size, wishes.learning_rate, beta)
         found.probe = run_probe(
             student.make,
             live,
             found.objective,
             batch,
-            options,
+            replace(wishes, beta=found.beta.middle if wishes.beta is None else wishes.beta),
             lambda done, total: tell(done, total, "steps of the probe"),
         )
 
@@ -255,12 +223,12 @@ def _measure(
 def _check_labels(labels: Tensor, student: Parts) -> None:
     """Refuse classes that the student lacks; of a text -100 is none."""
     classes = student.labels if labels.ndim == 1 else student.vocabulary
-    given = labels[labels != IGNORED]
-    if classes is not None and given.numel() and not 0 <= int(given.min()) <= int(given.max()) < classes:
+    counted = labels[labels != IGNORED]
+    if classes is not None and counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
         raise ShdError(
             "argument-value",
-            f"data must hold labels below the student's {classes} classes, or {IGNORED}; got {int(given.min())} to "
-            f"{int(given.max())}",
+            f"data must hold labels below the student's {classes} classes, or {IGNORED}; got {int(counted.min())} to "
+            f"{int(counted.max())}",
         )
 
 
@@ -325,33 +293,31 @@ def _find_other_rows(found: Diagnosis, model: Any) -> str | None:
 
 
 def _try_together(
-    found: Diagnosis, model: Any, student: Student, start: Any, batch: Mapping[str, Tensor]
+    found: Diagnosis, model: Any, student: Student, start: Any, inputs: Mapping[str, Any]
 ) -> OnlineTeacher | None:
     """The live teacher, after both ran on a batch; else ``found`` says why not.
 
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
-    one = inputs_of(batch)
-    live, taught, cannot = None, None, None
+    live, taught, problem = None, None, None
     try:
         live = live_teacher(found, model, student)
-        taught = live(**one)
+        taught = live(**inputs)
     except Exception as error:  # of the model's own code too, on data that it does not take
-        cannot = f"the teacher {_say_error(error)}"
+        problem = f"the teacher {_say_error(error)}"
         if not isinstance(error, ShdError) or found.fidelity is None or student.is_squeezed:
-            found.failure = cannot
+            found.failure = problem
             return None
-    mask = one["attention_mask"].bool() if "attention_mask" in one else None
     try:
         with torch.no_grad(), capture_attention(start, layers=None if taught is None else taught.layers) as captured:
-            start(**one)
+            start(**inputs)
         if taught is not None:
-            layer_kls(captured, taught, loss_mask=mask)
+            layer_kls(captured, taught, loss_mask=mask_of(inputs))
     except Exception as error:
         found.failure = f"the student {_say_error(error)}"
         return None
-    if cannot is not None:
-        found.untried = f"{cannot}; teach from a cache (shd-torch export, then shd precompute)"
+    if problem is not None:
+        found.untried = f"{problem}; teach from a cache (shd-torch export, then shd precompute)"
         return None
     return live
 

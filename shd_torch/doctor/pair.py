@@ -113,21 +113,19 @@ def read_student(source: str) -> Student:
 
 @dataclass(frozen=True)
 class Parts:
-    """Attributes:
-    name: of the class.
-    heads, kv_heads, layers, hidden: sizes.
-    parameters: how many numbers.
-    layer_scale: whether blocks are scaled channel by channel after their end.
-    registers: tokens beside class and patches.
-    class_token, distillation_token: whether there is one.
-    qk_norm: whether queries and keys of a head are normalised.
-    positions: ``learned``, ``rotary``, ``relative``, ``alibi`` or ``none``.
-    is_causal: whether a row sees earlier positions alone.
-    window: how many positions a row sees at most; None = all.
-    learned_sinks: whether rows may give attention to nothing.
-    vocabulary: classes of a text's tokens; None of images.
-    patches: of an image, with its size and channels; None of texts.
-    labels: classes of a classifier's head.
+    """Sizes of a model, and what else its attention depends on.
+
+    Attributes:
+        layer_scale: whether blocks are scaled channel by channel after their end.
+        registers: tokens beside class and patches.
+        qk_norm: whether queries and keys of a head are normalised.
+        positions: ``learned``, ``rotary``, ``relative``, ``alibi`` or ``none``.
+        is_causal: whether a row sees earlier positions alone.
+        window: how many positions a row sees at most; None = all.
+        learned_sinks: whether rows may give attention to nothing.
+        vocabulary: classes of a text's tokens; None of images.
+        patches: of an image, with its size and channels; None of texts.
+        labels: classes of a classifier's head.
     """
 
     name: str
@@ -218,5 +216,5 @@ def _any(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
 
 def _first(config: Any, *names: str) -> int | None:
     """The first of a configuration's numbers that is there."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), None)
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -22,26 +23,24 @@ LEAST_SAMPLES: Final = 20
 MOST_SEEDS: Final = 30
 """More are not advised."""
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
-class ProbeOptions:
-    """How to train.
+class Wishes:
+    """Options of a diagnosis.
 
     Attributes:
-        steps: of each student.
+        probe: steps of each student of a paired run; 0 for none.
         seeds: pairs of students.
         batch_size: samples of a step.
-        learning_rate: of AdamW, after a warm-up of a tenth of the steps.
-        beta: weight of SHD.
+        learning_rate: of the run.
+        beta: of the run; None takes the middle of the recommended range.
     """
 
-    steps: int
-    seeds: int
-    batch_size: int
-    learning_rate: float
-    beta: float
+    probe: int = 0
+    seeds: int = 5
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    beta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Probe:
         halfway: the gain by seed, after half of the steps.
     """
 
-    options: ProbeOptions
+    options: Wishes
     measure: str
     held_out: int
     without: tuple[float, ...]
@@ -100,18 +99,18 @@ class Probe:
         return next(needed, None)
 
 
-def check_probe(steps: int, seeds: int, learning_rate: float, num_samples: int | None) -> None:
+def check_probe(wishes: Wishes, num_samples: int | None) -> None:
     """Refuse a run that could say nothing, before anything is measured.
 
     Raises:
         ShdError: ``argument-value``.
     """
-    if not 0 < learning_rate < float("inf"):
-        raise ShdError("argument-value", f"learning_rate must be above 0; got {learning_rate}")
-    if not steps:
+    if not 0 < wishes.learning_rate < float("inf"):
+        raise ShdError("argument-value", f"learning_rate must be above 0; got {wishes.learning_rate}")
+    if not wishes.probe:
         return
-    if seeds < 2:
-        raise ShdError("argument-value", f"seeds must be at least 2, as one has no interval; got {seeds}")
+    if wishes.seeds < 2:
+        raise ShdError("argument-value", f"seeds must be at least 2, as one has no interval; got {wishes.seeds}")
     if num_samples is None:
         raise ShdError("argument-value", "data must be given for a probe, which trains on it; got none")
     if num_samples < LEAST_SAMPLES:
@@ -126,8 +125,8 @@ def run_probe(
     teacher: OnlineTeacher,
     objective: Objective,
     data: Batch,
-    options: ProbeOptions,
-    progress: Progress | None = None,
+    wishes: Wishes,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Probe:
     """Train pairs of students in lockstep, so that the teacher runs once for both.
 
@@ -136,7 +135,7 @@ def run_probe(
         teacher: live.
         objective: beside SHD.
         data: arrays by name ``(N, ...)``.
-        options: of the run.
+        wishes: how; with a beta.
         progress: called with steps done and in all.
 
     Raises:
@@ -145,36 +144,39 @@ def run_probe(
     count = len(next(iter(data.values())))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     judged = order[: min(max(int(HELD_OUT * count), 1), MOST_HELD_OUT)]
-    found: list[tuple[float, ...]] = []
+    ends: list[tuple[float, ...]] = []
     halfway: list[float] = []
-    for seed in range(options.seeds):
+
+    def judge(students: Sequence[Any]) -> tuple[float, ...]:
+        return _judge(students, teacher, objective, data, judged, wishes.batch_size)
+
+    for seed in range(wishes.seeds):
         students = [make(seed), make(seed)]
 
         def done(step: int, seed: int = seed, students: list[Any] = students) -> None:
-            if step == max(options.steps // 2, 1):
-                own, other = _judge(students, teacher, objective, data, judged, options.batch_size)
+            if step == max(wishes.probe // 2, 1):
+                own, other = judge(students)
                 halfway.append(own - other)
                 for student in students:
                     student.train()
             if progress is not None:
-                progress(seed * options.steps + step, options.seeds * options.steps)
+                progress(seed * wishes.probe + step, wishes.seeds * wishes.probe)
 
         train_students(
             students,
-            (None, options.beta),
+            (None, wishes.beta),
             teacher,
             objective,
             data,
             order[len(judged) :],
-            steps=options.steps,
-            batch_size=options.batch_size,
-            learning_rate=options.learning_rate,
+            wishes,
+            steps=wishes.probe,
             seed=seed,
             done=done,
         )
-        found.append(_judge(students, teacher, objective, data, judged, options.batch_size))
-    without, with_shd = zip(*found, strict=True)
-    return Probe(options, objective.measure, len(judged), without, with_shd, tuple(halfway))
+        ends.append(judge(students))
+    without, with_shd = zip(*ends, strict=True)
+    return Probe(wishes, objective.measure, len(judged), without, with_shd, tuple(halfway))
 
 
 @torch.no_grad()
@@ -200,25 +202,23 @@ def train_students(
     objective: Objective,
     data: Batch,
     rows: Tensor,
+    wishes: Wishes,
     *,
     steps: int,
-    batch_size: int,
-    learning_rate: float,
     seed: int,
     done: Callable[[int], None] | None = None,
 ) -> None:
-    """AdamW with a warm-up of a tenth of the steps and gradients cut to length 1.
+    """AdamW on the same batches for all, with a warm-up of a tenth of the steps and gradients cut to length 1.
 
     Args:
         students: are changed, and left in training mode.
         betas: the weight of SHD of each; None leaves it out.
-        teacher: live.
-        objective: beside SHD.
+        teacher: live; it runs once for all.
+        objective: the other terms.
         data: arrays by name ``(N, ...)``.
         rows: samples to train on.
+        wishes: batch size and learning rate.
         steps: of each student.
-        batch_size: samples of a step.
-        learning_rate: after the warm-up.
         seed: of the order of samples, and of dropout.
         done: called with steps done.
 
@@ -226,7 +226,7 @@ def train_students(
         ShdError: as ``layer_kls``.
     """
     warm = max(steps // 10, 1)
-    optimizers = [torch.optim.AdamW(student.parameters(), learning_rate) for student in students]
+    optimizers = [torch.optim.AdamW(student.parameters(), wishes.learning_rate) for student in students]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: min((step + 1) / warm, 1.0)) for each in optimizers
     ]
@@ -236,7 +236,7 @@ def train_students(
     with torch.random.fork_rng(devices=[]):
         while step < steps:
             shuffled = rows[torch.randperm(len(rows), generator=source)]
-            for batch in cut_batches(data, shuffled, batch_size):
+            for batch in islice(cut_batches(data, shuffled, wishes.batch_size), steps - step):
                 taught = teacher(**inputs_of(batch))
                 for student, optimizer, schedule, beta in zip(students, optimizers, schedules, betas, strict=True):
                     torch.manual_seed(1_000_003 * seed + step)
@@ -249,5 +249,3 @@ def train_students(
                 step += 1
                 if done is not None:
                     done(step)
-                if step == steps:
-                    break

@@ -76,7 +76,7 @@ def judge(
 
 
 def _of_probe(probe: Probe) -> tuple[str, str]:
-    steps = f"{probe.options.steps} steps and {probe.options.seeds} seeds"
+    steps = f"{probe.options.probe} steps and {probe.options.seeds} seeds"
     if not probe.is_distinguishable:
         needed = probe.seeds_needed
         more = "" if needed is None else f"; --seeds {needed} would tell a gain of this size"

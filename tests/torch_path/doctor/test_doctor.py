@@ -25,7 +25,6 @@ from shd_torch.doctor import Probe, Wishes, diagnose, diagnosis
 from shd_torch.doctor.beta import find_beta
 from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.pair import Parts, parts_of
-from shd_torch.doctor.probe import ProbeOptions
 from shd_torch.doctor.verdict import judge
 from shd_torch.doctor_command import read_data
 
@@ -120,7 +119,7 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 
 def probe_of(*gains: float) -> Probe:
-    options = ProbeOptions(10, len(gains), 4, 1e-3, 0.1)
+    options = Wishes(10, len(gains), 4, 1e-3, 0.1)
     return Probe(options, "cross_entropy", 9, tuple(1 + gain for gain in gains), tuple(1.0 for _ in gains), gains)
 
 
@@ -188,6 +187,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph is made of the teacher, which takes seconds."""
+    monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
+    monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: None)
+
+
 @pytest.mark.slow
 def test_a_pair_is_probed(pair: Path, short: None) -> None:
     """Students of a pair differ by SHD alone: at beta 0 not at all."""
@@ -207,8 +213,7 @@ def test_a_pair_is_probed(pair: Path, short: None) -> None:
     assert found["fidelity"]["num_student_heads"] == 2
 
 
-@pytest.mark.slow
-def test_texts_take_the_tokenizer_of_a_folder(pair: Path, tmp_path: Path, short: None) -> None:
+def test_texts_take_the_tokenizer_of_a_folder(pair: Path, tmp_path: Path, unmeasured: None) -> None:
     """The teacher's first, else the student's; rows of padding are masked."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -274,7 +279,7 @@ def test_betas_of_two_looks(
     monkeypatch.setattr(shd_torch.doctor.beta, "student_terms", lambda *_: None)
     teacher: Any = lambda **_: None  # noqa: E731
     data = {"input_ids": torch.zeros(6, 2)}
-    made = find_beta(None, torch.nn.Linear(1, 1), teacher, data, batch_size=3, learning_rate=1e-3)  # type: ignore[arg-type]
+    made = find_beta(None, torch.nn.Linear(1, 1), teacher, data, Wishes(batch_size=3))  # type: ignore[arg-type]
     assert (made.low, made.middle, made.high, made.first, made.later) == pytest.approx(expected)
 
 
@@ -299,12 +304,10 @@ def test_a_teacher_that_cannot_teach_live(pair: Path, tmp_path: Path, monkeypatc
     assert found.verdict.answer == "no"
 
 
-def test_a_student_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_student_without_a_head(tmp_path: Path, unmeasured: None) -> None:
     """It is judged by its last hidden states, where they have the teacher's shape; else by nothing."""
     from transformers import BertModel
 
-    monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: None)
-    monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
     for name, sizes in {
         "teacher": {},
         "student": {"heads": 2, "layers": 1},
@@ -326,8 +329,7 @@ def test_a_student_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "has no head" in str(found.untried)
 
 
-def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: None)
+def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, unmeasured: None) -> None:
     make_teacher("deit", heads=2, layers=1).float().save_pretrained(tmp_path / "deit")
     pictures = make_data("vit", samples=4)["pixel_values"].float().numpy()
     found = diagnose(str(pair / "vit"), str(tmp_path / "deit"), {"pixel_values": pictures})
@@ -381,8 +383,7 @@ def test_a_graph_is_a_teacher(pair: Path, short: None, tmp_path: Path) -> None:
     assert "num_teacher_heads=4; got 8" in verdict["because"]
 
 
-@pytest.mark.slow
-def test_tokens_and_labels_that_the_student_lacks(pair: Path, short: None, tmp_path: Path) -> None:
+def test_tokens_and_labels_that_the_student_lacks(pair: Path, unmeasured: None, tmp_path: Path) -> None:
     config = make_teacher("llama", heads=2, layers=1, vocab_size=12).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "few")
