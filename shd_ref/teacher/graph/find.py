@@ -172,8 +172,10 @@ def _site(
             else f"the number of heads cannot be determined: {probe_error}"
         )
     if measure is None:
-        counts = (int_attribute(walk.node, *names) for names in (("num_heads", "q_num_heads"), ("kv_num_heads",)))
-        measure = Measure(None, *counts)
+        measure = Measure(
+            num_heads=int_attribute(walk.node, "num_heads", "q_num_heads"),
+            num_kv_heads=int_attribute(walk.node, "kv_num_heads"),
+        )
     weight, terms = measure.output_projection, walk.projection.terms
     if reason is None and measure.layout is None:
         reason = (

@@ -89,10 +89,11 @@ def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Co
     products = [
         each.probs.shape[-2] * each.probs.shape[-1] * projection_of(each.layer.site).shape[-1] for each in outputs
     ]
-    # Large ones one by one, each product on all threads.
-    callers = 0 if max(products) > SMALL_PRODUCT else callers
-    with threads_for(max(products)):
-        return [comparison for _, comparison in run_ahead(_compare_layer, outputs, callers)]
+    largest = max(products)
+    with threads_for(largest if callers else 0):  # a run of one thread takes no more for its products
+        # Large ones one by one, each product on all threads.
+        ahead = run_ahead(_compare_layer, outputs, 0 if largest > SMALL_PRODUCT else callers)
+        return [comparison for _, comparison in ahead]
 
 
 def _compare_layer(each: LayerOutputs) -> Comparison:

@@ -314,7 +314,8 @@ class RunOptions:
 
     Attributes:
         samples_per_shard: None for shards of about 256 MiB, and at least 16 of them.
-        num_threads: None for one per core. ``precompute`` runs two batches at once where it has two threads or more.
+        num_threads: None for one per core. ``precompute`` runs two batches at once where it has two threads or more,
+            and starts no thread where it has one.
         shards: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
     """
 

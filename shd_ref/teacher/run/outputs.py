@@ -13,7 +13,7 @@ from shd_ref.cache import Extent
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.targets import TargetTensors
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
+from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import PrecomputeOptions
 
@@ -166,14 +166,12 @@ class StudentOutputs:
 
     Attributes:
         student: whose supervision it is.
-        graph: what was run; its names are those of the session.
         batch: what was fed.
         layers: by student layer.
         targets: logits and hidden states, the same for all students.
     """
 
     student: Student
-    graph: SqueezedGraph
     batch: Batch
     layers: tuple[LayerOutputs, ...]
     targets: TargetOutputs

@@ -197,7 +197,6 @@ class TeacherRun:
         return tuple(
             StudentOutputs(
                 student,
-                graph,
                 batch,
                 tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers),
                 targets,

@@ -40,7 +40,7 @@ class ArraySource(IndexedSource):
         return {column: np.asarray(self._arrays[column][index]) for column in columns}
 
 
-def common_length(source: IndexedSource, shapes: Mapping[str, Sequence[int]]) -> int:
+def common_length(source: Source, shapes: Mapping[str, Sequence[int]]) -> int:
     """The number of rows that all arrays share; ``inputs-invalid`` where they do not."""
     counts = {column: shape[0] if len(shape) else 0 for column, shape in shapes.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():

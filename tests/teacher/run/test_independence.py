@@ -35,7 +35,7 @@ HEADS, WIDTH = 2, 6
 Change = Callable[[GraphBuilder, str], str]
 
 SEQUENCE_FIRST = "batch_first=True"
-WINDOWS = "maps a sample"
+WINDOWS = "maps per sample"
 MIXED = "evaluation mode .*without layers"
 RANDOM = "differ from run to run"
 OTHER_AXIS = "takes the samples on the first axis"
