@@ -162,12 +162,12 @@ def _number(value: Any) -> str:
 
 def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     fidelity, squeezed = found.fidelity, found.squeezed
-    start = "squeezed" if found.is_squeezed else "weights of its folder" if found.has_weights else "random weights"
+    start = "squeezed" if found.is_squeezed else "weights from its folder" if found.has_weights else "random weights"
     if found.teacher_parts is not None:
         yield "teacher", found.teacher_parts.name
     yield "student", f"{found.student_parts.name}, {start}"
     if found.unmeasured is not None:
-        yield "fidelity", f"not measured, as no graph could be made of the teacher: {found.unmeasured}"
+        yield "fidelity", f"not measured, as the teacher could not be exported: {found.unmeasured}"
     elif fidelity is None:
         yield "fidelity", "not measured: give --data" if found.verdict.answer != "no" else "not measured"
     if fidelity is not None and squeezed is not None:
@@ -185,7 +185,7 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "recipe", f"{found.objective.recipe} with SHD ({found.objective.reason})"
         yield (
             "beta",
-            f"{beta.low:.1g} to {beta.high:.1g}; {beta.middle:.1g} has a gradient {beta.first:.1%} as long as all "
+            f"{beta.low:.1g} to {beta.high:.1g}; {beta.middle:.1g} has a gradient norm of {beta.first:.1%} of all "
             f"else's at the first step, and {beta.later:.0%} after {beta.steps} steps without it",
         )
     if found.probe is not None:
@@ -208,4 +208,4 @@ def _say_power(probe: Probe) -> str:
         return half
     steps = f"; if it grows with the steps, give --probe {2 * probe.options.probe}"
     seeds = "" if probe.seeds_needed is None else f", or --seeds {probe.seeds_needed} for one of this size"
-    return f"So many seeds tell a gain beyond {probe.margin or 0.0:.2g} from 0. {half}{steps}{seeds}"
+    return f"This many seeds can detect a gain above {probe.margin or 0.0:.2g}. {half}{steps}{seeds}"

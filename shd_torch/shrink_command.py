@@ -88,7 +88,7 @@ def shrink(
     }
     if not any(value is not None and value != () for value in smaller.values()):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in smaller)
-        raise ShdError("argument-value", f"one of {options} must be given; got none, which makes the teacher again")
+        raise ShdError("argument-value", f"one of {options} must be given; got none, which reproduces the teacher")
     sizes = {**smaller, "plan": plan, "align": not no_align, "ridge": ridge}
     if data.suffix == ".jsonl" and not teacher.is_dir():  # else its tokenizer would be missed first
         raise ShdError("read-failed", f"teacher must be a folder that save_pretrained wrote; got {teacher}")
@@ -160,13 +160,13 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
     for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
     if not all(layer["exact"] or layer["case"] == "dropped" for layer in report["layers"]):
-        console.say("heads were approximated: shrink.json says in which layers")
+        console.say("heads were approximated in some layers: see shrink.json")
     ridges = [ridge for layer in report["layers"] for ridge in layer.get("ridges", {}).values()]
     if None in ridges:
         print_remarks(f"{ridges.count(None)} of {len(ridges)} matrices stay in closed form; more --samples may help")
     console.say(f"{out}: the student, and shrink.json")
     if any(layer["case"] == "dropped" or layer.get("ffn") == "linear" for layer in report["layers"]):
-        console.say(f"it loads with shd_torch.load_student({str(out)!r}) alone: its layers are not stock")
+        console.say(f"it only loads with shd_torch.load_student({str(out)!r}): its layers are not stock")
 
 
 def following_commands(

@@ -56,7 +56,7 @@ def verify(
         for problem in report.problems:
             messages.say(f"  {problem}")
         if any(problem.path.startswith("receipts/") for problem in report.problems):
-            messages.say(f"shd ls {cache} says which shards are missing, and what to do")
+            messages.say(f"shd ls {cache} lists the missing shards and the remedy")
         raise Failed(document)
     counts = f"{report.records} records in {report.shards} shards, {decimal(report.bytes)}"
     console.print(marked("intact", "green", f": {counts}, every byte read"))
@@ -177,7 +177,7 @@ def merge(
     """
     with show_progress("shards") as (on_progress,):
         summary = merge_caches(caches, out, link=link, on_progress=on_progress)
-    console.say(f"{summary.copied} shards taken over ({decimal(summary.bytes)}), {summary.present} were there")
+    console.say(f"{summary.copied} shards copied ({decimal(summary.bytes)}), {summary.present} already existed")
     if summary.sealed:
         console.print(marked("sealed", "green", ": the cache is complete"))
     else:
@@ -203,7 +203,7 @@ def export(
         summary = export_webdataset(cache, out, on_progress=on_progress)
     console.say(
         f"{format}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
-        f"{summary.present} files were there"
+        f"{summary.present} files already existed"
     )
     return {"folder": out, "format": format} | asdict(summary)
 
@@ -211,12 +211,12 @@ def export(
 def _listing_table(listing: CacheListing) -> Table:
     table = fact_table(str(listing.folder))
     missing, total = listing.missing, listing.manifest.shards.num_shards
-    remedy = "shd seal states that it is complete"
+    remedy = "shd seal marks it as complete"
     if missing:
         remedy = (
             f"{len(missing)} of {total} shards are missing ({shard_ranges(missing)}). If this is one part of a "
-            "run (--shards), the other parts have them: shd merge brings parts together. If not, the same shd "
-            "precompute goes on"
+            "run (--shards), the other parts have them: merge them with shd merge. If not, the same shd "
+            "precompute resumes"
         )
     state = marked("sealed", "green", ": complete") if listing.sealed else marked("partial", "yellow", f": {remedy}")
     table.add_row("state", state)

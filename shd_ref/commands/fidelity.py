@@ -46,7 +46,9 @@ def fidelity(
         for heads, result in report.recommended().items()
     }
     lost = (
-        None if keep_report(teacher, report) else f"{kept_path(teacher)} could not be written: the result is not kept"
+        None
+        if keep_report(teacher, report)
+        else f"{kept_path(teacher)} could not be written: the result is not saved"
     )
     print_remarks(source.remark, lost)
     for skipped in report.skipped:
@@ -61,8 +63,8 @@ def _print_report(teacher: Path, report: FidelityReport, commands: dict[int, str
     count = len(report.sites)
     title = f"{teacher.name}: {count} attention site{'s' * (count != 1)} squeezed; errors of {report.output!r}"
     console.print(title, highlight=False)
-    own = "" if report.loss is None else f"; the teacher's own loss {report.loss:.4f}"
-    chosen_on = "" if report.held_out else ", among them those that plans are matched on"
+    own = "" if report.loss is None else f"; the teacher's loss {report.loss:.4f}"
+    chosen_on = "" if report.held_out else ", including those for matching plans"
     console.print(f"{report.samples} samples{chosen_on}{own}", highlight=False)
     for heads in sorted({result.setting.num_student_heads for result in report.results}):
         console.print()
@@ -114,12 +116,12 @@ def _reason(report: FidelityReport, heads: int) -> str:
     taken, tied = report.recommended()[heads], report.tied(heads)
     samples = f"{report.samples} sample{'s' * (report.samples != 1)}"
     if len(tied) == 1:
-        return f"{taken.setting.title}: the lowest {report.measure}, beyond what {samples} leave open"
+        return f"{taken.setting.title}: the lowest {report.measure}, significant with {samples}"
     if taken is tied[0] and taken.excess_margin is not None:
-        return f"{taken.setting.title}: the lowest {report.measure}, and none that is as good takes fewer options"
+        return f"{taken.setting.title}: the lowest {report.measure}, and no equally good setting has fewer options"
     return (
-        f"{taken.setting.title}: the fewest options of {len(tied)} ways that {samples} cannot tell apart "
-        "(more: --samples)"
+        f"{taken.setting.title}: the fewest options of {len(tied)} settings without significant differences on "
+        f"{samples} (more: --samples)"
     )
 
 

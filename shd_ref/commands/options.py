@@ -108,7 +108,7 @@ def heads_of(
         if student_heads is None:
             raise ShdError(
                 "argument-value",
-                "--student-heads must be given, or --student, unless logits or hidden states are stored alone "
+                "--student-heads must be given, or --student, unless only logits or hidden states are stored "
                 "(--no-attention)",
             )
         return student_heads, options

@@ -137,7 +137,7 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
         f"{support * bool(forecast.support)}"
     )
     if forecast.supplied:
-        _say(f"fed beside the data: {forecast.supplied}")
+        _say(f"added inputs: {forecast.supplied}")
     console.print(_table(forecast))
     for target in forecast.beside:
         errors = {name: value for name, value in vars(target.error).items() if name.endswith("_mean")}
@@ -207,10 +207,10 @@ def _say_memory(memory: TrainingMemory) -> None:
         f"memory of a step of {memory.batch_size} samples of {memory.length} positions, in float32 with AdamW, "
         "activations apart:"
     )
-    whose = ", as many as the teacher (--student-parameters says otherwise)" if memory.is_assumed else ""
+    whose = ", as many as the teacher (set --student-parameters to change)" if memory.is_assumed else ""
     _list(
         f"student {student}, its gradients and optimizer {optimizer}: {memory.student_parameters / 1e6:.3g} M "
         f"parameters{whose}",
         *([f"SHD term about {term}"] * bool(memory.term)),
-        f"records {records}; in their place a live teacher, {teacher}",
+        f"records {records}; a live teacher instead: {teacher}",
     )

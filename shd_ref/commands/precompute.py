@@ -102,7 +102,7 @@ def precompute(
         following = [shlex.join(["shd", "verify", str(cache), *words]) for cache, _ in students]
     for summary in summaries:
         console.print(_summary_table(summary))
-    for command in following or ["the other parts; the last one seals, or shd merge does where each has its folder"]:
+    for command in following or ["the other parts; the last one seals the cache (separate folders: shd merge)"]:
         console.say(f"next: {command}")
     return [
         {name: value for name, value in vars(summary).items() if name != "alphas"} | {"next": following}
@@ -122,7 +122,7 @@ def _read_student(
         if value is not None and value != getattr(PrecomputeOptions, name, None):
             raise ShdError(
                 "argument-value",
-                f"{option_of(name)} must not be given with --student, which says it; got {value!r}",
+                f"{option_of(name)} must not be given with --student, which sets it; got {value!r}",
                 "STUDENT-6",
             )
     made = read_student(folder)
@@ -163,7 +163,7 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     """What ``shd precompute`` did."""
     table = fact_table(str(summary.folder))
     rate = summary.written / max(summary.seconds, 1e-9)
-    table.add_row("samples", f"{summary.samples} ({summary.resumed} were there), {rate:.1f} per second")
+    table.add_row("samples", f"{summary.samples} ({summary.resumed} resumed), {rate:.1f} per second")
     if summary.missing_shards:
         left = marked(f"{summary.missing_shards} shards", "yellow", " are left to other processes")
         table.add_row("partial", left)

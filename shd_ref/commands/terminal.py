@@ -129,9 +129,7 @@ def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        messages.say(
-            marked("stopped", "yellow", ": give the same command again; where its --help says so, it goes on")
-        )
+        messages.say(marked("stopped", "yellow", ": if its --help says so, the same command resumes"))
         raise typer.Exit(130) from None  # as a shell counts SIGINT
 
 

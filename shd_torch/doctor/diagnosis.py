@@ -286,8 +286,8 @@ def _find_other_rows(found: Diagnosis, model: Any) -> str | None:
         return "an encoder-decoder is measured and not trained here; examples/encoder_decoder.py trains one"
     if parts is not None and parts.patches is not None and parts.specials != own.specials:
         return (
-            f"the teacher has {parts.specials} tokens beside the patches, the student {own.specials}: give it the "
-            "same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
+            f"the teacher has {parts.specials} extra tokens besides the patches, the student {own.specials}: give it "
+            "the same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
         )
     return None
 

@@ -77,7 +77,7 @@ def _sizes(teacher: Parts, student: Parts) -> Iterator[Difference]:
         yield Difference("layers", own, other, NOTE, "name the pairs: some layers stay untaught")
     if teacher.learned_sinks:
         effect = NOTE if student.learned_sinks else HURTS
-        remedy = "rows of the teacher sum to less than one; the student should have sinks too"
+        remedy = "the teacher's rows sum to less than one; give the student sinks too"
         yield Difference("learned sinks", "yes", _yes(student.learned_sinks), effect, remedy)
 
 
@@ -85,7 +85,7 @@ def _seen(teacher: Parts, student: Parts) -> Iterator[Difference]:
     """What the models look at: tokens and their order."""
     if (teacher.patches is None) != (student.patches is None):
         own, other = ("images" if parts.patches else "texts" for parts in (teacher, student))
-        yield Difference("input", own, other, BLOCKS, "choose a teacher that sees what the student sees")
+        yield Difference("input", own, other, BLOCKS, "choose a teacher with the same kind of input")
         return
     if teacher.patches != student.patches:
         own, other = (" x ".join(map(str, (parts.patches or ())[:2])) for parts in (teacher, student))
@@ -101,7 +101,7 @@ def _seen(teacher: Parts, student: Parts) -> Iterator[Difference]:
         yield Difference("vocabulary", str(teacher.vocabulary), str(student.vocabulary), NOTE, remedy)
     if teacher.is_causal != student.is_causal:
         own, other = ("causal" if parts.is_causal else "both ways" for parts in (teacher, student))
-        remedy = "the student is taught not to look ahead: choose a teacher that does"
+        remedy = "the student would learn not to look ahead: choose a bidirectional teacher"
         if student.is_causal:
             remedy = "the teacher attends where the student may not: choose a causal teacher"
         yield Difference("direction", own, other, BLOCKS if student.is_causal else HURTS, remedy)
@@ -121,9 +121,9 @@ def _inside(teacher: Parts, student: Parts) -> Iterator[Difference]:
         if has and not other:
             yield Difference(part, "yes", "no", HURTS, f"give the student {remedy}")
         elif other and not has:
-            yield Difference(part, "no", "yes", NOTE, "the student has what the teacher's attention did without")
+            yield Difference(part, "no", "yes", NOTE, "the student has a part that the teacher lacks")
     if teacher.positions != student.positions:
-        remedy = "attention by distance is learned otherwise: the teacher's kind is easier to follow"
+        remedy = "distance is encoded differently: use the teacher's kind of positions"
         yield Difference("positions", teacher.positions, student.positions, HURTS, remedy)
 
 

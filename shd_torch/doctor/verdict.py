@@ -68,19 +68,19 @@ def judge(
         lost = f"merged to {squeezed.setting.num_student_heads} heads, the teacher's attention output is off by "
         return Verdict(UNLIKELY, f"{lost}{squeezed.attention_error:.0%}: give the student more heads", rests_on)
     if is_squeezed_start:
-        return Verdict(UNLIKELY, "a squeezed start has most of what SHD teaches: see --probe", rests_on)
+        return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe", rests_on)
     if squeezed is None:
         more = "; --data measures more" if is_measurable else ", though fidelity could not be measured"
-        return Verdict(YES, f"nothing in the configurations speaks against it{more}", rests_on)
-    return Verdict(YES, "nothing speaks against it, and merged heads keep what the teacher sees", rests_on)
+        return Verdict(YES, f"no obstacle in the configurations{more}", rests_on)
+    return Verdict(YES, "no known obstacle, and merged heads preserve the teacher's attention output", rests_on)
 
 
 def _of_probe(probe: Probe) -> tuple[str, str]:
     steps = f"{probe.options.probe} steps and {probe.options.seeds} seeds"
     if not probe.is_distinguishable:
         needed = probe.seeds_needed
-        more = "" if needed is None else f"; --seeds {needed} would tell a gain of this size"
-        return UNLIKELY, f"what it gains in {steps} is indistinguishable from nothing{more}"
+        more = "" if needed is None else f"; --seeds {needed} would detect a gain of this size"
+        return UNLIKELY, f"what it gains in {steps} is not significant{more}"
     if probe.gain > 0:
         return YES, f"it lowers the held-out {probe.measure} by more than the interval over {steps}"
     return NO, f"it raises the held-out {probe.measure} by more than the interval over {steps}"

@@ -94,7 +94,7 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], f
         for handle in handles:
             handle.remove()
     if not torch.isfinite(streams[0]).all():
-        raise ShdError("not-finite", "what the first layer reads must be finite; got NaN or infinity: look at data")
+        raise ShdError("not-finite", "inputs of the first layer must be finite; got NaN or infinity: check data")
     counted = torch.ones(streams[0].shape[:2], dtype=torch.bool, device=streams[0].device)
     mask = inputs.get("attention_mask")
     if mask is not None and mask.shape == counted.shape:

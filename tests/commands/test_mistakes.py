@@ -88,8 +88,8 @@ def test_a_part_says_where_the_other_shards_are(
     run(SHD, *words, "--out", part, "--shards", "0/2", code=0)
     said = run(SHD, "ls", part, code=0).replace("│ ", "")
     assert "2 of 4 shards are missing (2-3)" in said
-    assert "the other parts have them: shd merge brings parts together" in said
-    assert f"shd ls {part} says which shards are missing" in run(SHD, "verify", part)
+    assert "the other parts have them: merge them with shd merge" in said
+    assert f"shd ls {part} lists the missing shards" in run(SHD, "verify", part)
     assert "run the same shd precompute again, or shd merge the parts" in run(SHD, "seal", part)
     assert "missing 2-3: write them, then merge again" in run(SHD, "merge", part, "--out", whole, code=0)
 
@@ -149,7 +149,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on() -> None:
 
     app = typer.Typer()
     add_command(app, work)
-    assert run(app, code=130) == "stopped: give the same command again; where its --help says so, it goes on"
+    assert run(app, code=130) == "stopped: if its --help says so, the same command resumes"
 
 
 def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def test_export_inspect_precompute_verify(name: str, tmp_path: Path) -> None:
         np.savez(data, input_ids=rng.integers(1, 50, (20, 12)), attention_mask=mask)
     words = ("precompute", teacher, "--inputs", data, "--student-heads", 2, "--student-layers", 1, "--out", cache)
     output = run(shd, *words)
-    assert "20 (0 were there)" in output
-    assert "20 (20 were there)" in run(shd, *words)
+    assert "20 (0 resumed)" in output
+    assert "20 (20 resumed)" in run(shd, *words)
     assert CacheReader(cache).manifest.attention.support == ("causal" if name == "llama" else "full")
     checked = run(shd, "verify", cache, "--teacher", teacher, "--inputs", data)
     assert "intact: 20 records" in checked

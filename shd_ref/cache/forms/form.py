@@ -34,7 +34,7 @@ class _NoAttention:
             raise AttributeError(name)  # how Python asks what an object can do
         raise ShdError(
             "argument-value",
-            f"the cache must hold attention for this; it holds none ({name}): precompute it with attention, or use "
+            f"the cache must contain attention for this; it has none ({name}): precompute it with attention, or use "
             "logits and hidden states alone",
             "CACHE-160",
         )

@@ -135,7 +135,7 @@ def _find_hidden(
         raise ShdError(
             "graph-unsupported",
             f"hidden states are found by the attention of their blocks, and the graph has none; got layers "
-            f"{', '.join(map(str, layers))}: store its logits alone",
+            f"{', '.join(map(str, layers))}: store only its logits",
         )
     wrong = [layer for layer in layers if not 0 <= layer <= count]
     if wrong:

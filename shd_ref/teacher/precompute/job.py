@@ -236,7 +236,7 @@ class PrecomputeJob:
                 return [each.select(sound) for each in first], [
                     Comparison.merged(compared) if compared else None for compared in layers
                 ]
-        raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: look at its inputs", "MAP-5")
+        raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: check its inputs", "MAP-5")
 
     def _check_part(
         self, faulty: set[int], part: Sequence[StudentOutputs]

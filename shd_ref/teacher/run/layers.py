@@ -31,7 +31,7 @@ def choose_layers(
         raise ShdError(
             "graph-unsupported",
             "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
-            "export the model with eager attention, or store its logits alone (--no-attention)",
+            "export the model with eager attention, or store only its logits (--no-attention)",
         )
     if options.sites is not None and options.layer_pairs is not None:
         raise ShdError(

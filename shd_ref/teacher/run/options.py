@@ -384,13 +384,11 @@ def _check_form(options: PrecomputeOptions) -> None:
     check_option("form", options.form, (*FORMS, NO_FORM), "CACHE-140")
     if not options.has_attention:
         for name, value in options.attention_given.items():
-            raise ShdError(
-                "argument-value", f"{name} must be left out where no attention is stored; got {value!r}", "CACHE-160"
-            )
+            raise ShdError("argument-value", f"{name} must be left out without attention; got {value!r}", "CACHE-160")
         if options.logits == "none" and not options.hidden:
             raise ShdError(
                 "argument-value",
-                "logits or hidden must be asked for where no attention is stored; got neither",
+                "logits or hidden must be requested without attention; got neither",
                 "CACHE-160",
             )
     if not options.is_factored:

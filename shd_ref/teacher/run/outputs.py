@@ -230,7 +230,7 @@ class Fault:
         """The error that stops a run."""
         return ShdError(
             "not-finite",
-            f"sample {self.index} (key {self.key}): {self.reason}: look at its inputs, or skip such samples "
+            f"sample {self.index} (key {self.key}): {self.reason}: check its inputs, or skip such samples "
             "(--on-error skip)",
             "MAP-5",
         )

@@ -228,7 +228,7 @@ class _FidelityTest:
             raise ShdError(
                 "not-finite",
                 f"output {self.output!r} must be finite; got NaN or infinity in the batch of sample "
-                f"{batch.indices[0]}: look at its inputs",
+                f"{batch.indices[0]}: check its inputs",
                 "MAP-5",
             )
         squares = [squared_error(output, own, mask)]

@@ -131,7 +131,7 @@ def test_a_cache_without_attention_says_so(tmp_path: Path) -> None:
         "errors": lambda: reader.errors.attention.kl_mean,
     }
     for use in uses.values():
-        with pytest.raises(ShdError, match="must hold attention for this; it holds none") as caught:
+        with pytest.raises(ShdError, match="must contain attention for this; it has none") as caught:
             use()
         assert caught.value.code == "argument-value"
     with pytest.raises(ShdError, match=r"must be among student layers \[\]; got 1"):

@@ -454,7 +454,7 @@ def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> Non
     verify = ["verify", tmp_path / "cache", "--teacher", teacher, "--inputs", tmp_path / "data.jsonl", "--tokenizer"]
     assert "8 records" in run_shd(*verify, tmp_path / "mine").output
     again = run_shd(*command, tmp_path / "mine")
-    assert "20 (20 were there)" in again.output
+    assert "20 (20 resumed)" in again.output
     choices = run_shd("fidelity", *command[1:6], "--plan", "progressive", "--tokenizer", tmp_path / "mine")
     assert f"--tokenizer {tmp_path / 'mine'}" in choices.output
     for refused in (run_shd(*command, tmp_path / "other"), run_shd(*verify, tmp_path / "other")):
@@ -628,7 +628,7 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     assert f"shd verify {address} --teacher" in done.output
     again = run_shd("precompute", teacher, *data, *made, "--out", address)
-    assert "60 (60 were there)" in again.output
+    assert "60 (60 resumed)" in again.output
     precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
     storage = open_storage(address)
     assert {name: storage.read(name) for name in storage.names()} == contents(tmp_path / "cache")

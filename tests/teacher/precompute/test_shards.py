@@ -138,12 +138,12 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     assert "cache-incomplete" in shd("seal", parts[0], fails=True)
     assert "missing 7-13" in shd("merge", parts[0], "--out", tmp_path / "all")
     shd(*job, "--out", parts[1], "--shards", "1/2")
-    assert "7 shards taken over" in shd("merge", *parts, "--out", tmp_path / "all")
+    assert "7 shards copied" in shd("merge", *parts, "--out", tmp_path / "all")
     found = json.loads(shd("ls", tmp_path / "all", "--json"))
     assert (found["sealed"], found["shards"]) == (True, {"total": 14, "written": 14, "missing": []})
     assert found["samples"]["written"] == NUM_SAMPLES
     (tmp_path / "all/SEALED.json").unlink()
-    assert "shd seal states that it is complete" in shd("ls", tmp_path / "all")
+    assert "shd seal marks it as complete" in shd("ls", tmp_path / "all")
     assert "sealed: 41 samples in 14 shards" in shd("seal", tmp_path / "all")
     assert verify_cache(tmp_path / "all").ok
     (tmp_path / "all/receipts/000003.json").write_text("{}")
@@ -167,7 +167,7 @@ def test_export_from_the_command_line(teacher: Path, tmp_path: Path) -> None:
     (tars / names[2]).unlink()
     again = shd("export", cache, "--out", tars)
     assert "10 samples in 1 files written" in again
-    assert "4 files were there" in again
+    assert "4 files already existed" in again
     keys = set()
     for name in names:
         with tarfile.open(tars / name) as tar:

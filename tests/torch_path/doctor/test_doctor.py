@@ -334,7 +334,7 @@ def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, unmeas
     pictures = make_data("vit", samples=4)["pixel_values"].float().numpy()
     found = diagnose(str(pair / "vit"), str(tmp_path / "deit"), {"pixel_values": pictures})
     assert (found.failure, found.verdict.answer) == (None, "probably not")
-    assert "the teacher has 1 tokens beside the patches, the student 2" in str(found.untried)
+    assert "the teacher has 1 extra tokens besides the patches, the student 2" in str(found.untried)
 
 
 def test_a_teacher_without_a_graph_is_not_measured(pair: Path, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_a_teacher_without_a_graph_is_not_measured(pair: Path, short: None, monk
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "though fidelity could not be measured" in text
-    assert "no graph could be made of the teacher: this model has no graph" in text
+    assert "the teacher could not be exported: this model has no graph" in text
     assert "language_kd with SHD" in text
 
     def refuse(*_: Any, **__: Any) -> None:

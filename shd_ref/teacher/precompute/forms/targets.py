@@ -255,7 +255,7 @@ def _check_moves(
         raise ShdError(
             "cache-mismatch",
             f"record {record.index} (key {record.key}) {what} row {row} must equal what the teacher gives now within "
-            f"{limits[row]:.4f}, which is what coding and another run of the teacher may cost it; got "
+            f"{limits[row]:.4f}, the bound for coding and rerunning the teacher; got "
             f"{found[row]:.4f}: the cache was made another way",
             "CACHE-91",
         )
