@@ -184,7 +184,7 @@ def test_a_sample_that_is_not_finite_is_named_or_skipped(
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "nothing asked for": ({"logits": "none", "hidden": ()}, "argument-value", "logits or hidden must be asked for"),
+    "nothing asked for": ({"logits": "none", "hidden": ()}, "argument-value", "logits or hidden must be requested"),
     "heads": ({"num_student_heads": 2}, "argument-value", "num_student_heads must be left out"),
     "a plan": ({"plan": "matched"}, "argument-value", "plan must be left out"),
     "a codec of maps": ({"codec": "u4"}, "argument-value", "codec must be left out"),
