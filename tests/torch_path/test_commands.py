@@ -92,7 +92,7 @@ def test_help_of_every_command_shows_it_in_use(program: str, app: Any) -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shd_torch.commands.find_spec", lambda _: None)
+    monkeypatch.setattr("shd_ref.commands.derive.find_spec", lambda _: None)
     assert "pip install 'squeezing-heads[all]'" in run(shd_torch, "demo", code=1)
 
 
