@@ -152,14 +152,11 @@ def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path
     trace(
         load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
     )
-    options = FidelityOptions(
-        (8, 2), strategy=("shd", "constant", "hard"), targets="input_ids", calibration_samples=3
-    )
+    options = FidelityOptions((2,), strategy=("shd", "constant", "hard"), targets="input_ids", calibration_samples=3)
     report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
-    whole, squeezed = costs(report, 8), costs(report, 2)
+    squeezed = costs(report, 2)
     assert report.loss is not None
     assert report.loss < 1.5  # it was trained, and was read right
-    assert set(whole.values()) == {report.loss}
     assert min(squeezed, key=lambda setting: squeezed[setting]) == ("matched", "shd", "row")
     # The order that was found on other text by other code.
     row, by_map, constant, hard = (
