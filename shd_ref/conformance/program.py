@@ -37,7 +37,7 @@ def encode(value: Any, *, exact: bool = False) -> Any:
     """An argument.
 
     Args:
-        value: arrays, numbers, names, and lists and mappings of them.
+        value: arrays, numbers, names, and lists of them.
         exact: for a Python host: arrays as bytes and strides. Without it they are spelled out as
             ``{"shape", "dtype", "data"}``, with special numbers as strings.
     """
@@ -59,8 +59,6 @@ def encode(value: Any, *, exact: bool = False) -> Any:
     if isinstance(value, list | tuple):
         items = [encode(item, exact=exact) for item in value]
         return {"tuple": items} if exact and isinstance(value, tuple) else items
-    if isinstance(value, Mapping):
-        return {"record": {name: encode(item, exact=exact) for name, item in value.items()}}
     if isinstance(value, float) and not math.isfinite(value):
         return {"number": _number(value)}
     return value
@@ -76,8 +74,6 @@ def decode_argument(value: Any) -> Any:
         return _SPECIALS[value["number"]]
     if "tuple" in value:
         return tuple(decode_argument(item) for item in value["tuple"])
-    if "record" in value:
-        return {name: decode_argument(item) for name, item in value["record"].items()}
     array = _from_bytes(value)
     if value.get("scalar"):
         return array[()]

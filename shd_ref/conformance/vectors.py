@@ -129,7 +129,7 @@ class Case:
 
     def make_inputs(self, dtype: str = "float64") -> dict[str, Any]:
         """The arguments by name, fresh arrays at every call; see ``round_to`` for what a dtype means."""
-        return {name: _decode_input(value, dtype) for name, value in self.arguments.items()}
+        return {name: decode_input(value, dtype) for name, value in self.arguments.items()}
 
 
 def load_cases(folder: str | Path | None = None) -> list[Case]:
@@ -218,15 +218,14 @@ def _make_case(document: Mapping[str, Any], entry: Mapping[str, Any]) -> Case:
     )
 
 
-def _decode_input(value: Any, dtype: str) -> Any:
+def decode_input(value: Any, dtype: str) -> Any:
+    """An argument: an array of this dtype, a special number, a list of arguments, or a plain value."""
     if isinstance(value, list):
-        return [_decode_input(item, dtype) for item in value]
+        return [decode_input(item, dtype) for item in value]
     if not isinstance(value, Mapping):
         return value
     if "number" in value:
         return float(value["number"])
-    if "record" in value:
-        return {name: _decode_input(item, dtype) for name, item in value["record"].items()}
     if "recipe" in value:
         array = make_array(value["shape"], value["recipe"])
         return array if array.dtype == np.bool_ else round_to(array, dtype)

@@ -136,8 +136,6 @@ def _exact_number(value: Any) -> Any:
 def _json_of(value: Any) -> Any:
     if isinstance(value, Given):
         return value.json
-    if isinstance(value, dict):
-        return {"record": {name: _json_of(item) for name, item in value.items()}}
     if isinstance(value, list):
         return [_json_of(item) for item in value]
     return _plain_number(value) if isinstance(value, float | Fraction) else value

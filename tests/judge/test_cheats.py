@@ -147,7 +147,7 @@ def test_arguments_reach_a_module_as_the_judge_has_them(tmp_path: Path) -> None:
         np.empty((0, 3)),
         numbers.astype(np.float32)[:, 1],
         np.int64(2),
-        (np.bool_(True), [np.ones(2), None, 0.1, {"a": -np.inf}]),
+        (np.bool_(True), [np.ones(2), None, 0.1]),
     ]
     for array in arguments:
         again = decode_argument(json.loads(json.dumps(encode(array, exact=True))))

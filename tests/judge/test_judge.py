@@ -97,19 +97,15 @@ class Renamed(ast.NodeTransformer):
 def test_mutants_hold_whatever_locals_are_called(chapter: str) -> None:
     """Each edit of a chapter changes the same place after every local of every function has another name."""
 
-    def renamed() -> ast.Module:
-        tree = parse_chapter(chapter)
-        for function in tree.body:
-            if isinstance(function, ast.FunctionDef):
-                Renamed(locals_of(function), lambda name: f"{name}_renamed").visit(function)
-        return tree
-
-    hunted = [[edit for edit in mutant.edits if edit.chapter == chapter] for mutant in MUTANTS]
-    for edits in filter(None, hunted):
-        changed, other = parse_chapter(chapter), renamed()
-        apply(changed, edits)
-        apply(other, edits)
-        assert ast.unparse(other).replace("_renamed", "") == ast.unparse(changed)
+    tree = parse_chapter(chapter)
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef):
+            Renamed(locals_of(function), lambda name: f"{name}_renamed").visit(function)
+    renamed = ast.unparse(tree)
+    for edits in filter(None, ([edit for edit in one.edits if edit.chapter == chapter] for one in MUTANTS)):
+        changed, other = apply(parse_chapter(chapter), edits), apply(ast.parse(renamed), edits)
+        for one, same in zip(changed, other, strict=True):
+            assert ast.unparse(same).replace("_renamed", "") == ast.unparse(one)
 
 
 def test_an_edit_that_fits_no_place_or_several_is_an_error() -> None:

@@ -41,40 +41,27 @@ CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
         for name, (make, options) in calls.CALLS.items()
         if name not in ("diagnose", "matched_plan")  # need a library's solver
     },
-    "align_output": (
-        shrink,
-        {
-            "inputs": numbers(9, 4),
-            "targets": numbers(9, 3),
-            "weight": numbers(4, 3),
-            "bias": numbers(3),
-            "ridge": 0.1,
-        },
-    ),
+    "align_output": (shrink,
+        {"inputs": numbers(9, 4), "targets": numbers(9, 3), "weight": numbers(4, 3), "bias": numbers(3),
+        "ridge": 0.1}),
     "attend": (shrink, {**HEADS, "inputs": numbers(2, 5, 6), "attn_mask": np.ones((5, 5), bool), "rotary": ROTARY}),
     "concatenate_heads": (shrink, {**HEADS, "head_dim": 6}),
-    "low_rank_heads": (
-        shrink,
-        {**HEADS, "num_kv_heads": 2, "head_dim": 2, "moment": square(7), "key_moment": square(6), "rotary": ROTARY}
-        | {"ridge": 1e-3},
-    ),
+    "low_rank_heads": (shrink,
+        {**HEADS, "num_kv_heads": 2, "head_dim": 2, "moment": square(7), "key_moment": square(6),
+        "rotary": ROTARY} | {"ridge": 1e-3}),
     "mix_queries": (shrink, {**HEADS, "query_size": np.arange(1.0, 5.0)}),
     "fold_norm": (shrink, {"matrix": numbers(5, 3), "scale": numbers(5), "shift": numbers(5), "bias": numbers(3)}),
     "principal_axes": (shrink, {"moment": square(6), "width": 3, "norm": "layer"}),
     "kept_scale": (shrink, {"moment": square(6), "basis": numbers(6, 3)}),
     "kept_layers": (shrink, {"num_teacher_layers": 6, "layers": 3}),
-    "merge_linear": (
-        shrink,
-        {"first": numbers(5, 3), "second": numbers(4, 5), "first_bias": numbers(5), "second_bias": numbers(4)},
-    ),
+    "merge_linear": (shrink,
+        {"first": numbers(5, 3), "second": numbers(4, 5), "first_bias": numbers(5), "second_bias": numbers(4)}),
     "neuron_importance": (shrink, {"activations": numbers(7, 5), "second": numbers(4, 5)}),
-    "keep_neurons": (
-        shrink,
-        {"first": {"weight": numbers(5, 3), "bias": numbers(5)}, "second": {"weight": numbers(4, 5)}}
-        | {"importance": np.arange(5.0), "count": 3},
-    ),
+    "keep_neurons": (shrink,
+        {"first": {"weight": numbers(5, 3), "bias": numbers(5)},
+        "second": {"weight": numbers(4, 5)}} | {"importance": np.arange(5.0), "count": 3}),
     "pooled_mixing": (shrink, {"gram": GRAM, "plan": [[[0, 1], [2, 3]]]}),
-}
+}  # fmt: skip
 FREE = """
 softmax attn_logits: 0 1; soften attn_probs: 0 1 2 3; value_outputs values: 0 1 2 3
 value_outputs output_projection: 1; compose_mixing alphas: 0; mix_heads teacher_probs: 2 3; mix_heads mixing: 1

@@ -132,7 +132,9 @@ CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
 _MASKED = {"attn_mask": np.array([[True] * 4 + [False]] * 3), "support": "intersect"}
 _WRITTEN_OVER: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk"), _MASKED),
-    **{operation: {"plan": [[[0, 1], [2, 3]]]} for operation in ("squeeze_heads", "diagnose")},
+    "merge_plan": {"kind": [[[0, 1], [2, 3]]], "num_teacher_heads": 5, "num_student_heads": 3},
+    "squeeze_heads": {"plan": [[[0, 1], [2, 3]]]},
+    "diagnose": {"plan": [[[0, 1], [2, 3]]], "strategies": ["hard", "constant"]},
     "layer_map": {"pairs": [[0, 2], [1, 4]]},
 }
 """Masks and lists that ``CALLS`` leaves out."""
@@ -229,11 +231,11 @@ def _copy(value: Any) -> Any:
 
 
 def _turned(value: Any) -> Any:
-    """Other masks and lists of the same size: the other way round, all the way down."""
+    """Other masks and lists of the same size: the other way round, all the way down, and other strategies."""
     if isinstance(value, Mapping):
         return {name: _turned(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_turned(item) for item in reversed(value)]
+        return ["shd", "mean"] if value == ["hard", "constant"] else [_turned(item) for item in reversed(value)]
     return value[..., ::-1].copy() if isinstance(value, np.ndarray) else value
 
 
@@ -265,6 +267,11 @@ def _few_numbers(trial: Trial, operation: str, batch: int, rows: int) -> dict[st
             "value_outputs": numbers[: heads * width].reshape(batch, 4, 5, rows),
             "num_student_heads": 2,
         },
+        "gram_tensor": {
+            "teacher_probs": maps.reshape(batch, 4, rows, 5),
+            "values": numbers[: batch * rows * 10].reshape(batch, 2, 5, rows),
+            "output_projection": trial.numbers(9544, 4 * rows * batch).reshape(4 * rows, batch),
+        },
         "shd_loss": each,
         "shd_loss_gradient": each,
     }
@@ -273,8 +280,18 @@ def _few_numbers(trial: Trial, operation: str, batch: int, rows: int) -> dict[st
 
 _NUMBERS = {
     "softmax": "attn_logits", "value_outputs": "values", "solve_alpha": "value_outputs_q",
-    "squeeze_heads": "value_outputs", "shd_loss": "student_logits", "shd_loss_gradient": "student_logits",
+    "squeeze_heads": "value_outputs", "gram_tensor": "values",
+    "shd_loss": "student_logits", "shd_loss_gradient": "student_logits",
 }  # fmt: skip
+
+
+def _gram_of(teacher_probs: Array, values: Array, output_projection: Array) -> dict[str, Array]:
+    """GRAM-1."""
+    maps, heads = teacher_probs.astype(np.float64), teacher_probs.shape[1]
+    by_head = output_projection.astype(np.float64).reshape(heads, values.shape[3], -1)
+    read = np.repeat(values.astype(np.float64), heads // values.shape[1], axis=1)
+    products = np.einsum("bils,bjsv,jvd->bijld", maps, read, by_head)
+    return {"gram": np.einsum("bijld,bmnld->bijmn", products, products)}
 
 
 def _resembling(operation: str, trial: Trial) -> None:
@@ -289,7 +306,8 @@ def _resembling(operation: str, trial: Trial) -> None:
     calls.append({**calls[0], name: array.reshape(-1).reshape(array.shape, order="F")})
     for number in (*range(len(calls)), *reversed(range(len(calls)))):
         got = trial.call(operation, **calls[number])
-        for output, right in compute(operation, calls[number]).items():
+        right_answer = _gram_of(**calls[number]) if operation == "gram_tensor" else compute(operation, calls[number])
+        for output, right in right_answer.items():
             if isinstance(right, np.ndarray | float):
                 what = f"{output} of call {number} of {len(calls)} whose arrays resemble each other"
                 wanted = np.asarray(right)

@@ -305,78 +305,36 @@ _CHAIN = ("NUM-6", "NUM-7", "MIX-4", "MIX-9", "MIX-11", "MIX-13", "ALPHA-5")
 
 LAWS = (
     _squeeze_law("shd", _CHAIN, "Every output of shd follows from the inputs and the outputs before it.", 301),
-    _squeeze_law(
-        "shd-per-row", (*_CHAIN, "ALPHA-9", "MIX-12"), "The same with one alpha per row.", 305, alpha_per="row"
-    ),
+    _squeeze_law("shd-per-row", (*_CHAIN, "ALPHA-9", "MIX-12"), "The same with one alpha per row.", 305,
+        alpha_per="row"),
     _squeeze_law("balanced", (*_CHAIN, "PLAN-8"), "The same along the balanced plan.", 309, plan="balanced"),
-    _squeeze_law(
-        "explicit-plan",
-        (*_CHAIN, "PLAN-4", "PLAN-7", "MIX-16"),
-        "The same along explicit rounds.",
-        313,
-        plan=[[[4, 1], [0, 2]], [[2, 0]]],
-    ),
+    _squeeze_law("explicit-plan", (*_CHAIN, "PLAN-4", "PLAN-7", "MIX-16"), "The same along explicit rounds.", 313,
+        plan=[[[4, 1], [0, 2]], [[2, 0]]]),
     _squeeze_law("one-head", _CHAIN, "The same down to one head, over three rounds.", 317, num_student_heads=1),
-    _squeeze_law(
-        "masked", (*_CHAIN, "ALPHA-7", "MIX-8"), "The same with rows that do not count.", 321, query_mask=_MASK
-    ),
-    _squeeze_law(
-        "masked-per-row",
-        (*_CHAIN, "ALPHA-7", "ALPHA-9", "MIX-14"),
-        "The same per row with rows that do not count.",
-        325,
-        query_mask=_MASK,
-        alpha_per="row",
-    ),
+    _squeeze_law("masked", (*_CHAIN, "ALPHA-7", "MIX-8"), "The same with rows that do not count.", 321,
+        query_mask=_MASK),
+    _squeeze_law("masked-per-row", (*_CHAIN, "ALPHA-7", "ALPHA-9", "MIX-14"),
+        "The same per row with rows that do not count.", 325, query_mask=_MASK, alpha_per="row"),
     _squeeze_law("fully-masked-rows", (*_CHAIN, "MAP-2"), "Rows without mass stay zero.", 329, zero_rows=(1, 3)),
-    _squeeze_law(
-        "rectangular", (*_CHAIN, "MAP-4"), "The same with more queries than keys.", 333, keys=3, num_student_heads=3
-    ),
-    _squeeze_law(
-        "temperature", (*_CHAIN, "TEMP-2", "TEMP-3", "MIX-8"), "The same at temperature 2.", 337, temperature=2.0
-    ),
-    _squeeze_law(
-        "alpha-from-softened",
-        (*_CHAIN, "TEMP-3", "MIX-8"),
-        "The same with alphas solved on the softened maps.",
-        341,
-        temperature=2.0,
-        alpha_from="softened",
-    ),
-    _squeeze_law(
-        "as-printed", (*_CHAIN, "ALPHA-4"), "The same by the misprinted rule.", 345, alpha_rule="as_printed"
-    ),
+    _squeeze_law("rectangular", (*_CHAIN, "MAP-4"), "The same with more queries than keys.", 333, keys=3,
+        num_student_heads=3),
+    _squeeze_law("temperature", (*_CHAIN, "TEMP-2", "TEMP-3", "MIX-8"), "The same at temperature 2.", 337,
+        temperature=2.0),
+    _squeeze_law("alpha-from-softened", (*_CHAIN, "TEMP-3", "MIX-8"),
+        "The same with alphas solved on the softened maps.", 341, temperature=2.0, alpha_from="softened"),
+    _squeeze_law("as-printed", (*_CHAIN, "ALPHA-4"), "The same by the misprinted rule.", 345,
+        alpha_rule="as_printed"),
     _squeeze_law("constant", (*_CHAIN, "MIX-5"), "constant takes 1/2 everywhere.", 349, strategy="constant"),
-    _squeeze_law(
-        "constant-per-row",
-        (*_CHAIN, "MIX-5", "MIX-12"),
-        "The same per row.",
-        353,
-        strategy="constant",
-        alpha_per="row",
-    ),
+    _squeeze_law("constant-per-row", (*_CHAIN, "MIX-5", "MIX-12"), "The same per row.", 353, strategy="constant",
+        alpha_per="row"),
     _squeeze_law("hard", (*_CHAIN, "MIX-5"), "hard takes the better of the two heads.", 357, strategy="hard"),
-    _squeeze_law(
-        "hard-per-row",
-        (*_CHAIN, "MIX-5", "MIX-12", "MIX-14"),
-        "The same per row, 1 where a row does not count.",
-        361,
-        strategy="hard",
-        alpha_per="row",
-        query_mask=_MASK,
-    ),
+    _squeeze_law("hard-per-row", (*_CHAIN, "MIX-5", "MIX-12", "MIX-14"),
+        "The same per row, 1 where a row does not count.", 361, strategy="hard", alpha_per="row", query_mask=_MASK),
     _squeeze_law("mean", ("NUM-6", "MIX-6", "MIX-11"), "mean mixes all heads alike.", 365, strategy="mean"),
-    _squeeze_law(
-        "mean-per-row", ("NUM-6", "MIX-6", "MIX-12"), "The same per row.", 369, strategy="mean", alpha_per="row"
-    ),
-    _squeeze_law(
-        "sinks",
-        (*_CHAIN, "MAP-9", "MIX-17", "TEMP-5"),
-        "Maps whose rows sum to less than one are used as they are.",
-        381,
-        sinks=True,
-        temperature=2.0,
-    ),
+    _squeeze_law("mean-per-row", ("NUM-6", "MIX-6", "MIX-12"), "The same per row.", 369, strategy="mean",
+        alpha_per="row"),
+    _squeeze_law("sinks", (*_CHAIN, "MAP-9", "MIX-17", "TEMP-5"),
+        "Maps whose rows sum to less than one are used as they are.", 381, sinks=True, temperature=2.0),
     law("squeeze-near-ends", "squeeze_heads", (*_CHAIN, "MIX-5"),
         "Alphas that are nearly 0, 1/2 or 1, or far from all of them, are taken for nothing else.", _near_ends,
         dtypes=("float64", "float32")),

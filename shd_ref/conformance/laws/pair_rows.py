@@ -134,21 +134,11 @@ EXPLICIT: dict[tuple[int, int], list[list[list[int]]]] = {
     (10, 2): [[[9, 0], [3, 5], [8, 1], [2, 4]], [[5, 2], [1, 4]], [[3, 0], [2, 1]]],
     (11, 2): [[[10, 0], [3, 5], [8, 1], [2, 4], [9, 6]], [[5, 2], [1, 4]], [[3, 0], [2, 1]]],
     (9, 1): [[[8, 3], [0, 5]], [[6, 0], [2, 4], [1, 3]], [[3, 1]], [[2, 0]], [[1, 0]]],
-    (18, 2): [
-        [[17, 0], [3, 5], [8, 1], [2, 4], [9, 6], [16, 7]],
-        [[11, 4], [0, 9], [7, 2], [5, 1]],
-        [[3, 7], [6, 0]],
-        [[5, 2], [1, 4]],
-        [[3, 1], [0, 2]],
-    ],
-    (17, 2): [
-        [[16, 0], [3, 5], [8, 1], [2, 4], [9, 6], [15, 7]],
-        [[10, 4], [0, 9], [7, 2]],
-        [[3, 7], [6, 0]],
-        [[5, 2], [1, 4]],
-        [[3, 1], [0, 2]],
-    ],
-}
+    (18, 2): [[[17, 0], [3, 5], [8, 1], [2, 4], [9, 6], [16, 7]], [[11, 4], [0, 9], [7, 2], [5, 1]],
+        [[3, 7], [6, 0]], [[5, 2], [1, 4]], [[3, 1], [0, 2]]],
+    (17, 2): [[[16, 0], [3, 5], [8, 1], [2, 4], [9, 6], [15, 7]], [[10, 4], [0, 9], [7, 2]], [[3, 7], [6, 0]],
+        [[5, 2], [1, 4]], [[3, 1], [0, 2]]],
+}  # fmt: skip
 
 
 def whole_pool(row: Row) -> bool:
@@ -247,7 +237,7 @@ Statement = Callable[[Trial], None]
 def pair_law(
     operation: str, spec: str, statement: Statement, *, name: str = "", dtypes: Sequence[str] | None = None
 ) -> Law:
-    """The law of an operation\'s pairs of options."""
+    """The law of an operation's pairs of options."""
     comment = f"Any two options of {operation} do together what each does alone."
     extra = {"dtypes": tuple(dtypes)} if dtypes else {}
     operations = (operation, "squeeze_heads") if operation == "diagnose" else (operation,)

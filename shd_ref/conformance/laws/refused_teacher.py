@@ -33,12 +33,26 @@ class Argument:
 
 @dataclass(frozen=True)
 class Subjected:
-    """A right call of an operation, and its arrays."""
+    """A right call of an operation, its arrays as words (path, role, axes), and the maps that a query_mask is for."""
 
     operation: str
     make: Callable[[Trial], dict[str, Any]]
-    arguments: tuple[Argument, ...]
-    masked: str = ""  # the argument with the maps, where the operation has a query_mask
+    words: str
+    masked: str = ""
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arrays of ``words``."""
+        parts = (word.split(":") for word in self.words.split())
+        return tuple(
+            Argument(tuple(int(s) if s.isdigit() else s for s in path.split(".")), role, tuple(map(int, axes)))
+            for path, role, axes in parts
+        )
+
+
+def _weights(trial: Trial, seed: int, *shape: int) -> Array:
+    """Alphas from 0 to 1."""
+    return trial.numbers(seed, *shape, low=0, high=16, shift=4)
 
 
 def _pair(trial: Trial) -> dict[str, Any]:
@@ -68,43 +82,31 @@ def _calibration(trial: Trial) -> dict[str, Any]:
 
 
 _CALLS = (
-    Subjected(
-        "softmax",
-        lambda trial: {"attn_logits": trial.numbers(8051, 2, 3, 4, 5)},
-        (Argument(("attn_logits",), "logits"),),
-    ),
+    Subjected("softmax", lambda trial: {"attn_logits": trial.numbers(8051, 2, 3, 4, 5)}, "attn_logits:logits:"),
     Subjected(
         "soften",
         lambda trial: {"attn_probs": trial.probs(8052, 2, 3, 4, 5), "temperature": 2.0},
-        (Argument(("attn_probs",), "maps"),),
+        "attn_probs:maps:",
     ),
     Subjected(
         "value_outputs",
         lambda trial: {"values": trial.numbers(8053, 2, 2, 5, 3), "output_projection": trial.numbers(8054, 12, 4)},
-        (Argument(("values",), "numbers"), Argument(("output_projection",), "numbers", (0,))),
+        "values:numbers: output_projection:numbers:0",
     ),
     Subjected(
         "solve_alpha",
         _pair,
-        (
-            Argument(("probs_p",), "maps", (0, 1, 2)),
-            Argument(("probs_q",), "maps", (0, 1, 2)),
-            Argument(("value_outputs_p",), "numbers", (0, 1, 2)),
-            Argument(("value_outputs_q",), "numbers", (0, 1, 2)),
-        ),
+        "probs_p:maps:012 probs_q:maps:012 value_outputs_p:numbers:012 value_outputs_q:numbers:012",
         "probs_p",
     ),
     Subjected(
         "compose_mixing",
         lambda trial: {
-            "alphas": [
-                trial.numbers(8061, 3, 2, 4, low=0, high=16, shift=4),
-                trial.numbers(8062, 3, 1, 4, low=0, high=16, shift=4),
-            ],
+            "alphas": [_weights(trial, 8061, 3, 2, 4), _weights(trial, 8062, 3, 1, 4)],
             "plan": [[[0, 1], [2, 3]], [[1, 0]]],
             "num_teacher_heads": 5,
         },
-        (Argument(("alphas", 0), "alphas", (0, 1, 2)), Argument(("alphas", 1), "alphas", (0, 2))),
+        "alphas.0:alphas:012 alphas.1:alphas:02",
     ),
     Subjected(
         "mix_heads",
@@ -112,14 +114,9 @@ _CALLS = (
             "teacher_probs": trial.probs(8071, 3, 4, 4, 5),
             "mixing": np.ascontiguousarray(np.swapaxes(trial.probs(8072, 3, 2, 4, 4), 2, 3)),
         },
-        (Argument(("teacher_probs",), "mixed", (0, 1, 2)), Argument(("mixing",), "mixing", (0, 2, 3))),
+        "teacher_probs:mixed:012 mixing:mixing:023",
     ),
-    Subjected(
-        "squeeze_heads",
-        _teacher,
-        (Argument(("teacher_probs",), "maps", (0, 1, 3)), Argument(("value_outputs",), "numbers", (0, 1, 2))),
-        "teacher_probs",
-    ),
+    Subjected("squeeze_heads", _teacher, "teacher_probs:maps:013 value_outputs:numbers:012", "teacher_probs"),
     Subjected(
         "gram_tensor",
         lambda trial: {
@@ -127,46 +124,25 @@ _CALLS = (
             "values": trial.numbers(8082, 3, 2, 5, 3),
             "output_projection": trial.numbers(8083, 12, 4),
         },
-        (
-            Argument(("teacher_probs",), "maps", (0, 3)),
-            Argument(("values",), "numbers", (0, 2)),
-            Argument(("output_projection",), "numbers", (0,)),
-        ),
+        "teacher_probs:maps:03 values:numbers:02 output_projection:numbers:0",
         "teacher_probs",
     ),
     Subjected(
         "solve_alpha_from_gram",
         lambda trial: {"gram": _gram(trial, 4), "p": 2, "q": 0},
-        (Argument(("gram",), "numbers", (1, 2, 3, 4)),),
+        "gram:numbers:1234",
     ),
     Subjected(
         "merge_gram",
-        lambda trial: {
-            "gram": _gram(trial, 4),
-            "p": 2,
-            "q": 0,
-            "alpha": trial.numbers(8091, 3, 4, low=0, high=16, shift=4),
-        },
-        (Argument(("gram",), "numbers", (1, 2, 3, 4)), Argument(("alpha",), "alphas", (0, 1))),
+        lambda trial: {"gram": _gram(trial, 4), "p": 2, "q": 0, "alpha": _weights(trial, 8091, 3, 4)},
+        "gram:numbers:1234 alpha:alphas:01",
     ),
     Subjected(
         "matched_plan",
         _calibration,
-        tuple(
-            argument
-            for item in range(3)
-            for argument in (
-                Argument(("calibration", item, 0), "maps", (0, 3)),
-                Argument(("calibration", item, 1), "numbers", (0, 1, 2)),
-            )
-        ),
+        " ".join(f"calibration.{n}.0:maps:03 calibration.{n}.1:numbers:012" for n in range(3)),
     ),
-    Subjected(
-        "diagnose",
-        _teacher,
-        (Argument(("teacher_probs",), "maps", (0, 1, 3)), Argument(("value_outputs",), "numbers", (0, 1, 2))),
-        "teacher_probs",
-    ),
+    Subjected("diagnose", _teacher, "teacher_probs:maps:013 value_outputs:numbers:012", "teacher_probs"),
 )
 
 

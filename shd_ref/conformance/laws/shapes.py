@@ -454,17 +454,11 @@ _THRESHOLDS = (
         dtypes=("float64",)),
     law("ratios-near-zero", "diagnose squeeze_heads", "ORACLE-5 ORACLE-6",
         "A head residual counts as 0 by its square and nothing else.", _ratios, dtypes=("float64",)),
-    *(
-        law(f"units-{operation.replace('_', '-')}", operation, spec,
-            "Value outputs in another unit, however small or large, give the same alphas, plans and residuals.",
-            partial(_units, operation), dtypes=("float64",))
-        for operation, spec in (
-            ("solve_alpha", ("ALPHA-2", "ALPHA-6")),
-            ("squeeze_heads", ("ALPHA-6", "MIX-8")),
-            ("diagnose", ("ORACLE-1", "ORACLE-5")),
-            ("matched_plan", ("PLAN-12",)),
-        )
-    ),
+    *(law(f"units-{operation.replace('_', '-')}", operation, spec,
+        "Value outputs in another unit, however small or large, give the same alphas, plans and residuals.",
+        partial(_units, operation), dtypes=("float64",)) for operation,
+        spec in (("solve_alpha", ("ALPHA-2", "ALPHA-6")), ("squeeze_heads", ("ALPHA-6", "MIX-8")),
+        ("diagnose", ("ORACLE-1", "ORACLE-5")), ("matched_plan", ("PLAN-12",)),)),
 )  # fmt: skip
 
 

@@ -122,58 +122,29 @@ def _squeezed(name: str, by_row: bool, **options: Any) -> Turned:
 
 
 _TURNED = (
-    Turned(
-        "softmax", _logits, {"attn_logits": "BHLS", "attn_mask": "BHLS"}, {"attn_probs": ("BHLS", "probs")},
-        "BHLS", "MAP-1 MAP-2 NUM-3", ((5, 3, 6, 1), (2, 37, 67, 1), (1, 2, 131, 1)),
-    ),
-    *(
-        Turned(
-            "soften", partial(_maps, row_sums=sums), {"attn_probs": "BHLS"}, {"attn_probs": ("BHLS", "probs")},
-            "BHLS", "TEMP-2 NUM-3", ((5, 3, 6, 1), (2, 37, 67, 1), (1, 2, 131, 1)),
-        )
-        for sums in ("one", "at_most_one")
-    ),
-    Turned(
-        "value_outputs", _values, {"values": "BKSV", "output_projection": "ND"}, {"value_outputs": ("BHSD", "probs")},
-        "BSD", "MAP-11 NUM-3", ((5, 1, 6, 4), (2, 1, 67, 35), (1, 1, 2, 131)),
-    ),
+    Turned("softmax", _logits, {"attn_logits": "BHLS", "attn_mask": "BHLS"}, {"attn_probs": ("BHLS", "probs")},
+        "BHLS", "MAP-1 MAP-2 NUM-3", ((5, 3, 6, 1), (2, 37, 67, 1), (1, 2, 131, 1))),
+    *(Turned("soften", partial(_maps, row_sums=sums), {"attn_probs": "BHLS"}, {"attn_probs": ("BHLS", "probs")},
+        "BHLS", "TEMP-2 NUM-3", ((5, 3, 6, 1), (2, 37, 67, 1), (1, 2, 131, 1))) for sums in ("one", "at_most_one")),
+    Turned("value_outputs", _values, {"values": "BKSV", "output_projection": "ND"},
+        {"value_outputs": ("BHSD", "probs")}, "BSD", "MAP-11 NUM-3",
+        ((5, 1, 6, 4), (2, 1, 67, 35), (1, 1, 2, 131))),
     Turned("solve_alpha", _pair, _PAIR, {"alpha": ("B", "alpha")}, "BLSD", "ALPHA-2 ALPHA-8 NUM-3"),
-    Turned(
-        "solve_alpha", partial(_pair, alpha_per="row"), _PAIR, {"alpha": ("BL", "alpha")},
-        "BLSD", "ALPHA-9 NUM-3", ((5, 3, 6, 4), (2, 9, 21, 35)),
-    ),
-    *(
-        Turned(
-            "mix_heads", partial(_mixed, by_row=by_row), {"teacher_probs": "BHLS", "mixing": "BCHL"[: 3 + by_row]},
-            {"probs": ("BCLS", "probs")}, "BHCLS", "MIX-3 NUM-3",
-        )
-        for by_row in (False, True)
-    ),
-    *(
-        Turned(
-            "compose_mixing", partial(_composed, by_row=by_row), {"alphas": "BPL"[: 2 + by_row]},
-            {"mixing": ("BCHL"[: 3 + by_row], "alpha")}, "BL"[: 1 + by_row], "MIX-13 NUM-3",
-        )
-        for by_row in (False, True)
-    ),
+    Turned("solve_alpha", partial(_pair, alpha_per="row"), _PAIR, {"alpha": ("BL", "alpha")}, "BLSD",
+        "ALPHA-9 NUM-3", ((5, 3, 6, 4), (2, 9, 21, 35))),
+    *(Turned("mix_heads", partial(_mixed, by_row=by_row), {"teacher_probs": "BHLS", "mixing": "BCHL"[: 3 + by_row]},
+        {"probs": ("BCLS", "probs")}, "BHCLS", "MIX-3 NUM-3") for by_row in (False, True)),
+    *(Turned("compose_mixing", partial(_composed, by_row=by_row), {"alphas": "BPL"[: 2 + by_row]},
+        {"mixing": ("BCHL"[: 3 + by_row], "alpha")}, "BL"[: 1 + by_row], "MIX-13 NUM-3") for by_row in (False,
+        True)),
     _squeezed("shd", by_row=False),
     _squeezed("shd", by_row=True, plan="balanced"),
     _squeezed("hard", by_row=False, temperature=1.5),
-    *(
-        Turned(
-            "gram_tensor", partial(_gram, alpha_per=per), _PROJECTED, {"gram": (letters, "probs")},
-            "BLSD", "GRAM-1 NUM-3",
-        )
-        for per, letters in (("map", "BIJKM"), ("row", "BIJKML"))
-    ),
-    *(
-        Turned(
-            "diagnose", partial(_teacher, heads=4, strategies=["shd"], alpha_per=per), _TEACHER,
-            {"unconstrained": ("B", "residual"), "stochastic": ("B", "residual"), "plan": ("", "")},
-            "BLSD", "ORACLE-1 NUM-3", _SMALL,
-        )
-        for per in ("map", "row")
-    ),
+    *(Turned("gram_tensor", partial(_gram, alpha_per=per), _PROJECTED, {"gram": (letters, "probs")}, "BLSD",
+        "GRAM-1 NUM-3") for per, letters in (("map", "BIJKM"), ("row", "BIJKML"))),
+    *(Turned("diagnose", partial(_teacher, heads=4, strategies=["shd"], alpha_per=per), _TEACHER,
+        {"unconstrained": ("B", "residual"), "stochastic": ("B", "residual"), "plan": ("", "")}, "BLSD",
+        "ORACLE-1 NUM-3", _SMALL) for per in ("map", "row")),
 )  # fmt: skip
 
 

@@ -144,10 +144,9 @@ def parse_chapter(chapter: str) -> ast.Module:
     return ast.parse(_path(chapter).read_text(encoding="utf-8"))
 
 
-def apply(tree: ast.Module, edits: Iterable[Edit]) -> None:
-    """Make these changes in a chapter's syntax."""
-    for edit in edits:
-        rewrite(tree, edit.old, edit.new, edit.function)
+def apply(tree: ast.Module, edits: Iterable[Edit]) -> list[ast.AST]:
+    """Make these changes in a chapter's syntax; the functions that they change."""
+    return [rewrite(tree, edit.old, edit.new, edit.function) for edit in edits]
 
 
 @cache

@@ -14,7 +14,7 @@ _Code: TypeAlias = ast.expr | list[ast.stmt]
 _IGNORED = ("ctx", "kind", "type_comment")
 
 
-def rewrite(tree: ast.Module, old: str, new: str, function: str = "") -> None:
+def rewrite(tree: ast.Module, old: str, new: str, function: str = "") -> ast.AST:
     """Put ``new`` at the one place of a module that ``old`` fits.
 
     Both are an expression or statements. In ``old`` a name that is neither of the module nor of Python, nor a
@@ -27,6 +27,9 @@ def rewrite(tree: ast.Module, old: str, new: str, function: str = "") -> None:
         new: what stands there instead.
         function: the name of a function; the place is inside it.
 
+    Returns:
+        The function that was changed, or the module.
+
     Raises:
         LookupError: ``old`` fits no place or several, or ``new`` reads a local that ``old`` does not show.
     """
@@ -37,6 +40,7 @@ def rewrite(tree: ast.Module, old: str, new: str, function: str = "") -> None:
             f"{function or 'the chapter'} must hold this once, not {len(places)} times; adapt it:\n{old}"
         )
     places[0].fill(after)
+    return places[0].scope.root
 
 
 def locals_of(function: ast.FunctionDef) -> set[str]:
