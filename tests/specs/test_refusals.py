@@ -63,6 +63,8 @@ REFUSED: list[tuple[str, str, Callable[[], Any]]] = [
     ("LAYER-4", "layers-invalid", lambda: shd_ref.layer_map(2, 2, [(False, 1)])),
     ("LAYER-4", "layers-invalid", lambda: shd_ref.layer_map(2, 2, [(0,)])),  # type: ignore[list-item]
     ("TOKEN-4", "argument-value", lambda: shd_ref.align_tokens(HALF, columns=[True])),
+    ("TOKEN-4", "argument-value", lambda: shd_ref.align_tokens(HALF, columns=[1.0])),  # type: ignore[list-item]
+    ("TOKEN-4", "argument-value", lambda: shd_ref.align_tokens(HALF, rows=["0"])),  # type: ignore[list-item]
 ]
 
 
