@@ -3,7 +3,7 @@
 It speaks the protocol of programs (``specs/conformance.md``) with the judge, its parent, which holds every expected
 number and alone compares. What is judged here can answer; it cannot pass. Two things are the host's, as they do not
 show through a pipe: arguments are laid out in memory as the judge had them, with the same strides, byte order and
-write flag (``wire.py``), in the very array of the last call where the judge gave that again; and after each call it
+write flag (``program.py``), in the very array of the last call where the judge gave that again; after each call it
 checks that arguments and earlier answers are as they were, by the code of in-process judging (``adapter.Subject``).
 
 An array is ``{"shape", "dtype", "bytes"}``, with ``"strides"`` where it is not in C order, ``"readonly"``, ``"own"``

@@ -2,6 +2,8 @@
 
 The protocol is written down in ``specs/conformance.md``. A program is not trusted to answer, to answer in order or to
 stop: every wait has a limit, an answer has a largest size, and a program that fails is started again a few times.
+Programs get arrays spelled out; a Python host gets them as bytes with their strides, and answers in bytes too. No
+answer runs code or takes memory by a number that was sent.
 """
 
 from __future__ import annotations
@@ -462,6 +464,6 @@ class _Process:
 def make_request(
     operation: str, inputs: Mapping[str, Any], dtype: str, number: int = 1, *, exact: bool = False
 ) -> dict[str, Any]:
-    """The question that asks a program for one call; ``exact`` as in ``wire.encode``."""
+    """The question that asks a program for one call; ``exact`` as in ``encode``."""
     encoded = {name: encode(value, exact=exact) for name, value in inputs.items()}
     return {"type": "call", "id": number, "operation": operation, "dtype": dtype, "inputs": encoded}

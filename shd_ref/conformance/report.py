@@ -1,4 +1,9 @@
-"""The report: what happened to every item, and to every sentence of the specification."""
+"""The report: what happened to every item and sentence, and the known-failures file that it is held against.
+
+A line of that file is an id or glob, optionally ``@dtype`` (several with commas), and after ``#`` the reason:
+
+    shd_loss/temperature-*  @float16,bfloat16   # softens in the narrow dtype until issue 12 is fixed
+"""
 
 from __future__ import annotations
 

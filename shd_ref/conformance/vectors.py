@@ -1,4 +1,8 @@
-"""Vector cases: what the files under ``specs/vectors`` say, as inputs, expected outputs and rules."""
+"""Vector cases: what the files under ``specs/vectors`` say, as inputs, expected outputs and rules.
+
+Recipes name large arrays instead of spelling them out (``specs/conformance.md``): every entry is an integer over a
+power of two, so that any language writes the same bits.
+"""
 
 from __future__ import annotations
 

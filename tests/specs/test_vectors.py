@@ -86,13 +86,6 @@ def test_oracle_imports_the_standard_library_alone() -> None:
 
 
 @pytest.mark.parametrize("operation", OUTPUTS)
-def test_files_follow_the_schema(operation: str) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="the schema is read by jsonschema")
-    schema = json.loads((SPECS / "schemas" / "vectors.schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(schema).validate(DOCUMENTS[operation])
-
-
-@pytest.mark.parametrize("operation", OUTPUTS)
 def test_files_are_what_they_say(operation: str) -> None:
     document = DOCUMENTS[operation]
     assert (document["operation"], document["vectors_version"]) == (operation, "1")
@@ -200,18 +193,6 @@ def test_every_sentence_has_a_vector() -> None:
     covered = {spec_id for case in CASES if "withdrawn" not in case for spec_id in case["spec"]}
     assert SENTENCES - covered - set(ELSEWHERE) == set()
     assert {spec_id for spec_id in ELSEWHERE if spec_id not in SENTENCES} == set()
-
-
-def test_every_reason_of_every_code_has_an_invalid_case() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)` \| ([A-Z]+-\d+.*) \|$", PAGE, flags=re.MULTILINE)
-    wanted = {(code, spec_id) for code, ids in rows for spec_id in ids.split(", ")}
-    found: set[tuple[str, str]] = set()
-    for case in CASES:
-        if case["result"] == "invalid" and "withdrawn" not in case:
-            codes = case["code"] if isinstance(case["code"], list) else [case["code"]]
-            found |= {(code, spec_id) for code in codes for spec_id in case["spec"]}
-    assert len(wanted) > 30
-    assert wanted - found == set()
 
 
 @pytest.mark.parametrize("operation", OUTPUTS)
